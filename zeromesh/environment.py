@@ -30,6 +30,9 @@ ERRORS = "ZEROMESH_ERROR_FILE"
 BEGAN = "ZEROMESH_BEGAN"
 """The variable that tells workers the start time of their command, in seconds since boot."""
 
+IMPORTED = "ZEROMESH_IMPORT_SECONDS"
+"""The variable that tells a forked worker how long the imports took in the process that it was forked from."""
+
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The variable that is True if the launcher, then torchrun, serves the store in which the ranks of several hosts meet."""
 
@@ -161,6 +164,11 @@ def die_with_launcher() -> None:
         raise SystemExit(128 + int(signal.SIGKILL))
 
 
+def launched_by(pid: int) -> dict[str, str]:
+    """Return the variable that tells a process which one has launched it; see `die_with_launcher`."""
+    return {_LAUNCHER_PID: str(pid)}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankRange:
     """The ranks of one start on this host, `processes` from `first` on of `world_size`, and the address of rank 0."""
@@ -181,7 +189,7 @@ class RankRange:
             "MASTER_PORT": self.master_port,
             **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
             AGENT_STORE: False,
-            _LAUNCHER_PID: os.getpid(),
+            **launched_by(os.getpid()),
         }
         return {name: str(value) for name, value in found.items()}
 

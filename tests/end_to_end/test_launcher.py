@@ -27,7 +27,7 @@ folder = sys.argv[1]
 DRIVER = """\
 import sys
 from zeromesh.launch.rendezvous import Nodes, launch_workers
-sys.exit(int(launch_workers(sys.argv[1:], processes=2, nodes=Nodes(max_restarts=1))))
+sys.exit(int(launch_workers(sys.argv[1:], processes=2, nodes=Nodes(max_restarts=1), modules=())))
 """
 
 
@@ -41,7 +41,9 @@ def launch(folder: Path, body: str, restarts: int = 0) -> tuple[WorkersFailed | 
     """Run two ranks; returns the outcome, and the lines about restarts."""
     told: list[str] = []
     arguments = [str(script(folder, body)), str(folder)]
-    return launch_workers(arguments, processes=2, nodes=Nodes(max_restarts=restarts), notify=told.append), told
+    return launch_workers(
+        arguments, processes=2, nodes=Nodes(max_restarts=restarts), notify=told.append, modules=()
+    ), told
 
 
 def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

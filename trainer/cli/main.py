@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
     options.began = began
     if options.worker:
-        become_worker(train.exit_code_of)
+        become_worker(train.exit_code_of, whole=options.command == "run")
     try:
         file, _, function = options.function.partition(".")
         # Only the subcommand's module is imported: torch and transformers take seconds.

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import sys
@@ -18,6 +19,7 @@ from typing import Any
 
 from zeromesh.environment import (
     BEGAN,
+    IMPORTED,
     INTERFACE,
     available_cores,
     command_start_time,
@@ -182,7 +184,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.attached is not None:
         # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
         with kept_environment({BEGAN: str(options.began)}):
-            ended = run_attached(_worker_arguments(options), options.attached)
+            ended = run_attached(_worker_arguments(options), options.attached, say)
         return ended if isinstance(ended, int) else ended.exit_code
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
@@ -212,7 +214,29 @@ def launch_this_command(options: argparse.Namespace, processes: int, **keywords:
     return launch_workers(arguments, processes=processes, notify=say, **keywords)
 
 
+def run_script(options: argparse.Namespace) -> int:
+    """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
+    processes, starts = ranks_of(options)
+    if not (os.access(options.script, os.R_OK) and Path(options.script).is_file()):
+        raise ConfigError(f"zeromesh run {options.script}: this is no file that can be read; give a Python script")
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
+        return report(_launch(options, processes))
+    sys.argv[:] = [options.script, *options.arguments]
+    sys.path.insert(0, str(Path(options.script).resolve().parent))
+    try:
+        runpy.run_path(options.script, run_name="__main__")
+    except Exception as error:  # noqa: BLE001 - `python SCRIPT` shows any error of the script from its first line on.
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != options.script:
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        return 1
+    return 0
+
+
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    if options.command == "run":
+        return python_arguments("zeromesh", ("run", "--worker", "--", options.script, *options.arguments))
     how = ("--worker", "--tune") if options.tune else ("--worker",)
     return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
@@ -262,10 +286,11 @@ def report(result: WorkersFailed | int) -> int:
 
 
 def _fit(config: TrainerConfig, began: float) -> int:
-    launched = command_start_time()
+    launched, imported = command_start_time(), float(setting(IMPORTED) or 0)
     times = StartTimes(began if launched is None else launched)
     if launched is not None:
-        times.end("launch", at=began)
+        times.end("launch", at=began - imported)
+        times.end("imports", at=began)
     fresh = "torch" not in sys.modules
     if fresh:
         gc.disable()  # Imports create almost no garbage, and collecting it takes a second.

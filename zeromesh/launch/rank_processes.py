@@ -18,6 +18,7 @@ from typing import Any
 
 from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_environment, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
+from zeromesh.launch.nursery import Nursery, RankProcess
 
 _CAUSE_SECONDS = 2.0
 """Seconds to wait for the error of the rank that failed first, after ranks have ended that only noticed its failure."""
@@ -57,7 +58,7 @@ class _RankProcess:
     """The process of one rank, and the file in memory that it writes its error into."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: RankProcess
     error: int
     ended: float = 0.0
     killed: bool = False
@@ -83,11 +84,12 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """The processes `python ARGUMENTS` of one start on this host, in separate sessions, away from the terminal's Ctrl-C. Each
-    writes its error into an anonymous file in memory, so nothing has to be removed when this process is killed."""
+    """The processes `python ARGUMENTS` of one start on this host, forked by the nursery where it can, in separate sessions, away
+    from the terminal's Ctrl-C. Each writes its error into an anonymous file in memory, so nothing has to be removed when this
+    process is killed."""
 
-    def __init__(self, arguments: Sequence[str], assigned: RankRange) -> None:
-        self._arguments, self._assigned = arguments, assigned
+    def __init__(self, arguments: Sequence[str], assigned: RankRange, nursery: Nursery | None) -> None:
+        self._arguments, self._assigned, self._nursery = arguments, assigned, nursery
         self._cause_until: float | None = None
         self._stop_until: float | None = None
         self._ranks = [self._start(local_rank) for local_rank in range(assigned.processes)]
@@ -97,8 +99,10 @@ class RankProcesses:
         assigned, error = self._assigned, os.memfd_create(f"zeromesh-error-{local_rank}")
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
         variables = {**shared, **assigned.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-        with kept_environment(variables):
-            process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
+        process: RankProcess | None = self._nursery and self._nursery.fork(self._arguments, variables)
+        if process is None:
+            with kept_environment(variables):
+                process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
         return _RankProcess(rank=assigned.first + local_rank, process=process, error=error)
 
     def over(self) -> bool:
@@ -152,13 +156,13 @@ class RankProcesses:
             os.close(each.error)
 
 
-def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
+def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:
     """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it, with the exit code of
-    the launching command."""
+    the launching command. `whole`: errors have their tracebacks even where the message says all."""
     die_with_launcher()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) and not whole:
             error = refused_path(error) or error
         if isinstance(error, KeyboardInterrupt):
             return
@@ -167,7 +171,9 @@ def become_worker(exit_code_of: Callable[[BaseException], int]) -> None:
             sys.stderr.write(text)
             return
         details = {
-            "message": str(error) if isinstance(error, ZeromeshError) else f"{type(error).__name__}\n{text.rstrip()}",
+            "message": str(error)
+            if isinstance(error, ZeromeshError) and not whole
+            else f"{type(error).__name__}\n{text.rstrip()}",
             "time": time.time(),
             "exit_code": exit_code_of(error),
             "distance": int(isinstance(error, CollectiveError)),

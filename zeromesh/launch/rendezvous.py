@@ -17,10 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
-from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting
+from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting, worker_environment
 from zeromesh.errors import ConfigError, counted
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
+from zeromesh.launch.nursery import Nursery
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
@@ -35,6 +36,8 @@ _REST_SECONDS = 300
 """Seconds that ranks may take to save and end before a restart."""
 _MOST_STRANGERS = 64
 _MOST_SIGNAL = 64
+TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
+"""The modules that ranks import for most commands."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -460,9 +463,11 @@ def launch_workers(
     notify: Notify = lambda line: sys.stderr.write(f"zeromesh: {line}\n"),
     talks: bool = False,
     passes: int = 1,
+    modules: Sequence[str] = TRAINER,
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them, without
-    loading torch. `notify` receives a line for the user at a restart. `talks`: a user interacts with the ranks, and Ctrl-C is only
+    loading torch. The ranks are forked from a process that has imported `modules`. `notify` receives a line for the user at a
+    restart. `talks`: a user interacts with the ranks, and Ctrl-C is only
     passed on to them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the
     failure when one fails, and 128 plus the signal's number after a signal to stop; the workers have ended then. Raises
     `ConfigError` when this host must serve the endpoint, and cannot."""
@@ -476,25 +481,50 @@ def launch_workers(
                 cause = error.__cause__
                 if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
                     raise
-        return run_starts(arguments, others, requests, passes)
+        return run_starts(arguments, others, requests, notify, passes=passes, modules=modules)
 
 
-def run_starts(arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, passes: int = 1) -> Result:
+def run_starts(
+    arguments: Sequence[str],
+    others: Leader | Follower,
+    requests: StopSignals,
+    notify: Notify,
+    *,
+    passes: int = 1,
+    modules: Sequence[str] = TRAINER,
+) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
+    nursery: Nursery | None = None
     try:
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
-            found = others.next_start(_run(arguments, found, others, requests, passes))
+            if found.processes and (nursery is None or nursery.lost):
+                nursery = Nursery(modules, worker_environment(found.processes, alone=False), notify)
+            found = others.next_start(_run(arguments, found, others, requests, passes, nursery))
     finally:
         others.close()
+        if nursery is not None:
+            nursery.close()
     return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(
-    arguments: Sequence[str], assigned: RankRange, others: Leader | Follower, requests: StopSignals, passes: int
+    arguments: Sequence[str],
+    assigned: RankRange,
+    others: Leader | Follower,
+    requests: StopSignals,
+    passes: int,
+    nursery: Nursery | None,
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
-    ranks = RankProcesses(arguments, assigned)
+    while nursery is not None and not nursery.settled:
+        if requests.pending:
+            name = signal.Signals(requests.pending[0]).name
+            return WorkersFailed(message=f"stopped by {name} while importing", exit_code=128 + requests.pending[0])
+        if others.poll() is not None:
+            return None
+        nursery.receive(_TICK_SECONDS)
+    ranks = RankProcesses(arguments, assigned, nursery)
 
     def hand_on(number: int) -> None:
         if number not in requests.told:

@@ -70,7 +70,9 @@ def main() -> int:
         become_worker(lambda error: 1)
         _exchange()
         return 0
-    result = launch_workers(python_arguments(_MODULE, ("rank",)), processes=_RANKS)
+    result = launch_workers(
+        python_arguments(_MODULE, ("rank",)), processes=_RANKS, modules=("zeromesh.mesh.process_mesh",)
+    )
     if isinstance(result, int):
         return result
     sys.stderr.write(f"{result}\n")

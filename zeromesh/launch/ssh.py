@@ -148,7 +148,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
             )
             address_of = lambda left: plan.meeting_address([hosts[each.name] for each in left])  # noqa: E731
             leader = Leader(nodes, 0, notify, stopped, members=members, address_of=address_of)
-            return run_starts((), leader, requests)
+            return run_starts((), leader, requests, notify)
         finally:
             for each in started:  # Nobody else does where not all could be started.
                 each.close()
@@ -315,7 +315,7 @@ def drain(processes: Sequence[HostProcess], until: float) -> None:
             each.read()
 
 
-def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
+def run_attached(arguments: Sequence[str], silence_seconds: float, notify: Callable[[str], None]) -> Result:
     """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output. They
     are killed when that end is silent for `silence_seconds`, or has closed the connection."""
 
@@ -328,4 +328,4 @@ def run_attached(arguments: Sequence[str], silence_seconds: float) -> Result:
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        return run_starts(arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests)
+        return run_starts(arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests, notify)

@@ -95,6 +95,39 @@ def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched
     assert fitted[0].run.seed == 3
 
 
+SCRIPT = """\
+import pathlib, sys
+print(__name__, sys.argv[1:], sys.path[0] == str(pathlib.Path(__file__).resolve().parent))
+if "fails" in sys.argv:
+    open("nowhere/this.txt")
+sys.exit(7)
+"""
+
+
+def test_run_runs_a_script_as_python_does(
+    tmp_path: Path, launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("argv", "path"):
+        monkeypatch.setattr(sys, name, [*getattr(sys, name)])
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    words = [str(path), "--nproc", "3", "--", "lr=1"]
+    with pytest.raises(SystemExit, match="7"):
+        main(["run", *words])
+    assert capsys.readouterr().out == "__main__ ['--nproc', '3', '--', 'lr=1'] True\n"
+    assert main(["run", str(path), "fails"]) == 1
+    trace = capsys.readouterr().err
+    assert trace.startswith(f'Traceback (most recent call last):\n  File "{path}", line 4, in <module>\n')
+    assert "FileNotFoundError" in trace
+    assert main(["run", str(tmp_path)]) == 2
+    assert f"zeromesh run {tmp_path}: this is no file that can be read" in capsys.readouterr().err
+    assert not launched
+    assert main(["run", "--nproc", "2", *words]) == 0
+    ((processes, arguments),) = launched
+    assert processes == 2
+    assert arguments[arguments.index("zeromesh") :] == ("zeromesh", "run", "--worker", "--", *words)
+
+
 def test_under_a_launcher_the_ranks_are_there(
     config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

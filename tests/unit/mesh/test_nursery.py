@@ -1,0 +1,121 @@
+"""The process that ranks are forked from: what forks run, how they end, and when none are made."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from zeromesh.launch.nursery import Nursery
+
+MODULES = {
+    "imported": "import os\nPID = os.getpid()\n",
+    "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
+    "broken": "raise ValueError('not today')\n",
+    "program": """\
+import atexit, os, signal, sys, threading, time
+what, path = sys.argv[1:]
+def write(text):
+    with open(path, "a") as file:
+        file.write(text + "\\n")
+if what == "tells":
+    import imported
+    atexit.register(write, "at exit")
+    threading.Thread(target=lambda: (time.sleep(0.2), write("thread"))).start()
+    mine = [str(imported.PID == os.getppid()), str(os.getsid(0) == os.getpid()), str(signal.getsignal(signal.SIGCHLD))]
+    write(" ".join([__name__, os.environ["GIVEN"], os.environ["EARLY"], *mine]))
+elif what == "waits":
+    write("waiting")
+    time.sleep(60)
+elif what == "raises":
+    sys.excepthook = lambda kind, error, trace: write(f"{kind.__name__}: {error}")
+    raise KeyError("gone")
+else:
+    sys.exit(int(what) if what.isdigit() else what)
+""",
+}
+
+
+@pytest.fixture
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Nursery, list[str]]]]:
+    """Start nurseries that import one of MODULES each, and have the others on their path; also what they have notified."""
+    for name, text in MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    started: list[Nursery] = []
+
+    def start(module: str) -> tuple[Nursery, list[str]]:
+        notified: list[str] = []
+        started.append(Nursery([module], {"EARLY": "early"}, notified.append))
+        while not started[-1].settled:
+            started[-1].receive(1.0)
+        return started[-1], notified
+
+    yield start
+    for each in started:
+        each.close()
+
+
+def wait_for_line(path: Path) -> None:
+    until = time.monotonic() + 30
+    while not (path.exists() and path.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_fork_runs_a_module_with_its_variables_and_ends_in_order(nursery, tmp_path):
+    found, notified = nursery("imported")
+    forks = [found.fork(["-m", "program", "tells", str(tmp_path / name)], {"GIVEN": name}) for name in "ab"]
+    assert [fork.wait() for fork in forks] == [0, 0]
+    for name in "ab":
+        first, *rest = (tmp_path / name).read_text().splitlines()
+        assert first == f"__main__ {name} early True True 0"
+        assert rest == ["thread", "at exit"]
+    assert notified == []
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "written"), [("3", 3, ""), ("a text", 1, ""), ("raises", 1, "KeyError: 'gone'\n")]
+)
+def test_the_end_of_a_fork_is_that_of_an_interpreter(nursery, tmp_path, what, code, written):
+    (tmp_path / "out").touch()
+    assert nursery("imported")[0].fork(["-m", "program", what, str(tmp_path / "out")], {}).wait() == code
+    assert (tmp_path / "out").read_text() == written
+
+
+def test_a_killed_fork_says_so_and_others_go_on(nursery, tmp_path):
+    found, _ = nursery("imported")
+    waiting = [found.fork(["-m", "program", "waits", str(tmp_path / name)], {}) for name in "ab"]
+    os.killpg(waiting[0].pid, signal.SIGTERM)
+    assert waiting[0].wait() == -signal.SIGTERM
+    assert waiting[1].poll() is None
+    assert found.fork(["-m", "program", "0", "-"], {}).wait() == 0
+
+
+def test_forks_die_with_their_nursery(nursery, tmp_path):
+    found, _ = nursery("imported")
+    fork = found.fork(["-m", "program", "waits", str(tmp_path / "out")], {})
+    wait_for_line(tmp_path / "out")
+    found.close()
+    assert fork.poll() == -signal.SIGKILL
+    assert found.lost
+    until = time.monotonic() + 10
+    while (
+        Path(f"/proc/{fork.pid}").exists() and "Z" not in Path(f"/proc/{fork.pid}/stat").read_text().split(")")[1][:3]
+    ):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [("threaded", "has started a thread"), ("broken", "ValueError: not today")]
+)
+def test_what_cannot_be_forked_is_said_and_refused(nursery, module, reason):
+    found, notified = nursery(module)
+    assert found.fork(["-m", "program", "0", "-"], {}) is None
+    assert not found.lost
+    assert len(notified) == 1
+    assert notified[0].startswith("each rank imports for itself: ")
+    assert reason in notified[0]
