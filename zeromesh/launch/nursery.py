@@ -21,7 +21,7 @@ from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from zeromesh.environment import (
     IMPORTED,
@@ -39,23 +39,12 @@ _LOST = -int(signal.SIGKILL)
 """The exit code of forks whose nursery has ended: the kernel kills them with it."""
 
 
-class RankProcess(Protocol):
-    """What the launcher needs of a rank's process; `subprocess.Popen` has it too."""
-
-    pid: int
-    returncode: int | None
-
-    def poll(self) -> int | None: ...
-
-    def wait(self) -> int: ...
-
-
 class Fork:
     """A process that the nursery has forked; `returncode` as of `subprocess.Popen`, None while it runs."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
-        self.returncode: int | None = None
+        self.returncode: int | Any = None
 
     def poll(self) -> int | None:
         """Return the exit code, None while the process runs."""
@@ -66,7 +55,7 @@ class Fork:
         """Wait for the end of the process; returns its exit code."""
         while self.returncode is None:
             self._nursery.receive(seconds=None)
-        return self.returncode
+        return int(self.returncode)
 
 
 class Nursery:
@@ -141,8 +130,8 @@ def _obstacle() -> str | None:
     names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
     if len(names) > 1:
         return f"an imported module has started a thread ({', '.join(sorted(names)[1:])})"
-    torch = sys.modules.get("torch")
-    return "an imported module uses a GPU already" if torch is not None and torch.cuda.is_initialized() else None
+    accelerator = sys.modules.get("zeromesh.offload.accelerator")
+    return "an imported module uses a GPU already" if accelerator and accelerator.is_initialized() else None
 
 
 def _serve(connection: Connection) -> list[str] | None:
@@ -176,7 +165,7 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 export({**request["variables"], **launched_by(parent)})
                 die_with_launcher()
-                return request["arguments"]
+                return list(request["arguments"])
             running.add(pid)
             connection.send_bytes(json.dumps({"forked": pid}).encode())
 

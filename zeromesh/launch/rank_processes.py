@@ -18,7 +18,7 @@ from typing import Any
 
 from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_environment, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
-from zeromesh.launch.nursery import Nursery, RankProcess
+from zeromesh.launch.nursery import Fork, Nursery
 
 _CAUSE_SECONDS = 2.0
 """Seconds to wait for the error of the rank that failed first, after ranks have ended that only noticed its failure."""
@@ -58,7 +58,7 @@ class _RankProcess:
     """The process of one rank, and the file in memory that it writes its error into."""
 
     rank: int
-    process: RankProcess
+    process: Fork | subprocess.Popen[bytes]
     error: int
     ended: float = 0.0
     killed: bool = False
@@ -99,10 +99,9 @@ class RankProcesses:
         assigned, error = self._assigned, os.memfd_create(f"zeromesh-error-{local_rank}")
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
         variables = {**shared, **assigned.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-        process: RankProcess | None = self._nursery and self._nursery.fork(self._arguments, variables)
-        if process is None:
-            with kept_environment(variables):
-                process = subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
+        fork = self._nursery.fork(self._arguments, variables) if self._nursery else None
+        with kept_environment(variables):
+            process = fork or subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
         return _RankProcess(rank=assigned.first + local_rank, process=process, error=error)
 
     def over(self) -> bool:
