@@ -78,7 +78,7 @@ class PieceOptimizer(BucketOptimizer):
         self._twin = twin_of(own_class.optimizer)
         count, names = len(bucket.layout.slots), {name for each in own_class.plans.values() for name in each.scalars}
         self._scalars = {name: torch.zeros(count, dtype=torch.float64) for name in sorted(names)}
-        self._before = self._scalars
+        self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
         nothing = StatePlan(tensors={}, scalars={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
@@ -96,7 +96,7 @@ class PieceOptimizer(BucketOptimizer):
 
     def begin(self) -> None:
         super().begin()
-        self._before = {name: values.clone() for name, values in self._scalars.items()}
+        self._scalars_before = {name: values.clone() for name, values in self._scalars.items()}
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
         for name, values in self._scalars.items():
@@ -109,7 +109,9 @@ class PieceOptimizer(BucketOptimizer):
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state |= {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()}
-            state |= {name: _to_type(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
+            state |= {
+                name: _to_type(each, float(self._scalars_before[name][number])) for name, each in plan.scalars.items()
+            }
         (state,) = _run_step(self._twin, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
@@ -322,7 +324,7 @@ class _Trial:
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"
             )
-        self._whole = alone[0]
+        self._updated_alone = alone[0]
 
     @property
     def element_wise(self) -> bool:
@@ -330,7 +332,7 @@ class _Trial:
             return False
         try:
             with torch.compiler.set_stance("force_eager"):
-                return self._equal(self._run([0], cut=True), self._whole)
+                return self._equal(self._run([0], cut=True), self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 

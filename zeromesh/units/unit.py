@@ -50,23 +50,23 @@ _METADATA = frozenset(
 
 
 class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
-    """The metaclass of an engine's parameter classes: instances of their `kind` count as theirs, so that comparisons of classes,
-    as in `torch.testing.assert_close`, succeed."""
+    """The metaclass of an engine's parameter classes: instances of their `live_type` count as theirs, so that comparisons of
+    classes, as in `torch.testing.assert_close`, succeed."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        kind = vars(cls).get("kind")
+        kind = vars(cls).get("live_type")
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
 def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
-    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
+    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"live_type": kind, **attributes})
 
 
 class AtRest(nn.Parameter, metaclass=ParameterMeta):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
-    kind: ClassVar[type[nn.Parameter]]
+    live_type: ClassVar[type[nn.Parameter]]
     """The class of the parameter while it is live."""
 
     @classmethod
@@ -103,13 +103,13 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the values of a parameter, which may be at rest."""
     if issubclass(kind := type(parameter), AtRest):  # `isinstance` would call the slower metaclass of parameters.
-        parameter.__class__ = kind.kind
+        parameter.__class__ = kind.live_type
     parameter.data = values
 
 
 def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     kind = type(parameter)
-    return kind.kind if issubclass(kind, AtRest) else kind
+    return kind.live_type if issubclass(kind, AtRest) else kind
 
 
 class Phase(Enum):
@@ -217,7 +217,7 @@ class Bucket:
         """Make the parameters views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if issubclass(kind := type(parameter), AtRest):
-                parameter.__class__ = kind.kind
+                parameter.__class__ = kind.live_type
             parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
         if self._versions_unreliable:

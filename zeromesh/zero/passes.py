@@ -67,7 +67,7 @@ class PassProgress:
     """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
     reached: set[int] = field(default_factory=set)
     """The indices of units whose outputs backward has reached."""
-    inside: list[int] = field(default_factory=list)
+    in_backward: list[int] = field(default_factory=list)
     """The indices of units whose backward is not over."""
     calls: int = 0
     first_visits: dict[int, int] = field(default_factory=dict)
@@ -433,7 +433,7 @@ class Passes:
             self._keep_live(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
         progress, needed = self._progress, []
-        for index in progress.inside:
+        for index in progress.in_backward:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
@@ -444,7 +444,7 @@ class Passes:
                     left.rest()
                 if not self._defers_weights:
                     self._updater.finish_units([left])
-        progress.inside = needed
+        progress.in_backward = needed
         if unit.index in progress.reached:
             return
         progress.reached.add(unit.index)
@@ -456,8 +456,8 @@ class Passes:
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _make_live_in_backward(self, unit: Unit) -> None:
-        if unit.index not in self._progress.inside:
-            self._progress.inside.append(unit.index)
+        if unit.index not in self._progress.in_backward:
+            self._progress.in_backward.append(unit.index)
             for bucket in unit.trainable:
                 self.gradients.shards.prefetch(bucket)
             self.make_live(unit)

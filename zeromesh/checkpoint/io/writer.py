@@ -86,7 +86,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
                 given.read(0, values).wait()
             except StorageError as error:  # The other ranks go on, so this rank must too.
                 failures.append(error)
-        whole = TieredTensor.of(_exchange(values, rows, cuts, [part["columns"] for part in parts], axis))
+        whole = TieredTensor.of(_exchange_columns(values, rows, cuts, [part["columns"] for part in parts], axis))
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
         found[number] = TensorShard(
             spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
@@ -96,7 +96,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
     return found
 
 
-def _exchange(
+def _exchange_columns(
     values: torch.Tensor,
     rows: StridedRows,
     cuts: Sequence[int],
