@@ -265,7 +265,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self.saver.release(self._engine.checkpoint_state.bucket_number(bucket))
+        self.saver.wait_until_copied(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""

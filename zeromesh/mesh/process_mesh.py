@@ -277,7 +277,7 @@ class ProcessMesh:
         if cause is not error:
             raise cause from error
 
-    def refuse(self, error: BaseException) -> None:
+    def publish_failed_start(self, error: BaseException) -> None:
         """Publish the error because of which this rank does not start, and leave the groups; the mesh is unusable afterwards."""
         self.watch.fail(error)
         self._mesh_groups.leave()

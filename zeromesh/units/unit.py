@@ -380,21 +380,21 @@ class InplaceWrites:
         """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST_FORWARDS or self.training_forwards % units == unit.index:
-            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
+            self.require_unchanged_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.record_digests()
 
-    def refuse_in_pass(self, units: Iterable[Unit]) -> None:
+    def require_unchanged_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
         for unit, name in _changed_parameters(units):
             self._raise_changed(unit, name)
 
     def unread_comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """List the comparisons of digests whose result is on a device and not yet read by the host, for `refuse_changed`."""
+        """List the comparisons of digests whose result is on a device and not yet read by the host, for `require_unchanged`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 
-    def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
-        """Raise as `refuse_in_pass` if a bucket's parameter number `first` was changed; there is none past the last."""
+    def require_unchanged(self, unit: Unit, bucket: Bucket, first: int) -> None:
+        """Raise `PhaseError` if a parameter was changed; `first` is the index of the first one, or the number of parameters for none."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
             self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)

@@ -205,7 +205,7 @@ class Passes:
         self.gradients.flush()
         self._updater.finish_units(self._chunks[self._progress.chunk])
 
-    # Any pass
+    # Methods of every kind of pass
 
     @contextmanager
     def evaluation(self) -> Iterator[Passes]:
@@ -214,7 +214,7 @@ class Passes:
             begun = self._mesh.watch.operations_begun
             try:
                 yield self
-                self.writes.refuse_in_pass(self.units)
+                self.writes.require_unchanged_in_pass(self.units)
                 self.end()
             except BaseException as error:
                 if self._mesh.watch.operations_begun != begun:
@@ -378,7 +378,7 @@ class Passes:
             self._recorder.end_range()
         ends = self._direct_call is unit.module
         if self._releases or ends:
-            self.writes.refuse_in_pass(self.units if ends else [unit])
+            self.writes.require_unchanged_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
             tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
             for each in (self.units if ends else [unit]) if self._releases else ():
@@ -410,7 +410,7 @@ class Passes:
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
         self.writes.training_forwards += 1
-        self.writes.refuse_in_pass(self.units)
+        self.writes.require_unchanged_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for index, parameter in self._calls.unhooked_entries(roots):
             unit = self.units[index]

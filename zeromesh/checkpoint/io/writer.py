@@ -215,7 +215,7 @@ class ShardWriter:
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
-    def release(self, owner: int, on_progress: Callable[[], None]) -> float:
+    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> float:
         """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
         called now and then while writing goes on."""
         return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0
