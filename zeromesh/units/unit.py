@@ -394,7 +394,7 @@ class InplaceWrites:
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 
     def require_unchanged(self, unit: Unit, bucket: Bucket, first: int) -> None:
-        """Raise `PhaseError` if a parameter was changed; `first` is the index of the first one, or the number of parameters for none."""
+        """Raise `PhaseError` if `first`, the index of a bucket's first changed parameter, is that of one: else none was changed."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
             self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)
