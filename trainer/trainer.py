@@ -507,7 +507,7 @@ class Trainer(ModelOnMesh):
             yield
         except BaseException as error:
             self._mesh = self._run = None
-            mesh.refuse(error)
+            mesh.publish_failed_start(error)
             raise
 
 

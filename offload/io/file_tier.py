@@ -167,7 +167,7 @@ class FileSlot:
         self._file = file
         self._room = round_up_to_blocks(nbytes) if file is None else nbytes
         checked = tier.checksums and file is None
-        self._grain = PIECE if checked else BLOCK
+        self._alignment = PIECE if checked else BLOCK
         count = -(-nbytes // PIECE) if checked else 0
         self._checksums = [_UNWRITTEN] * count
         self._locks = [threading.Lock() for _ in range(count)]
@@ -197,7 +197,7 @@ class FileSlot:
 
     def _wait_for_writes(self, begin: int, end: int) -> None:
         """Wait for writes that share a block (with checksums, a piece) with bytes [begin, end); raises again if one has failed."""
-        begin, end = begin - begin % self._grain, end + -end % self._grain
+        begin, end = begin - begin % self._alignment, end + -end % self._alignment
         near = [transfer for first, last, transfer in self._writing if first < end and last > begin]
         for transfer in near:
             transfer.wait_for_end()
@@ -227,30 +227,30 @@ class FileSlot:
         # With several directories, each stripe is one piece, so that several threads keep several disks busy.
         return data.numel() - data.numel() % BLOCK if whole and len(self.tier.paths) == 1 else 0
 
-    def _grains_around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
-        """Return the first byte of the whole grains around a piece at byte `at`, and memory for them: `data` or a buffer."""
+    def _aligned_around(self, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """Return the first byte of the aligned bytes around a piece at byte `at`, and memory for them: `data` or a buffer."""
         if self._file is not None and is_block_aligned(data, at):
             return at, data
-        begin, end = at - at % self._grain, at + data.numel()
-        end = min(end + -end % self._grain, self._room)  # The last grain ends with the slot's room.
+        begin, end = at - at % self._alignment, at + data.numel()
+        end = min(end + -end % self._alignment, self._room)  # The last aligned piece ends with the slot's room.
         whole = (begin, end) == (at, at + data.numel())
         return begin, data if whole and is_block_aligned(data, at) else self.tier.buffer()[: end - begin]
 
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
         with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
-            begin, memory = self._grains_around(at, out)
-            self._read_grains(begin, memory)
+            begin, memory = self._aligned_around(at, out)
+            self._read_aligned(begin, memory)
         if memory is not out:
             copy(out, memory[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.
         with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
-            begin, memory = self._grains_around(at, data)
+            begin, memory = self._aligned_around(at, data)
             if memory is not data:
                 last = at + data.numel()
                 if begin < at or (last < begin + memory.numel() and last < self.nbytes):
-                    self._read_grains(begin, memory)
+                    self._read_aligned(begin, memory)
                 else:
                     memory[last - begin :].zero_()
                 copy(memory[at - begin : last - begin], data)
@@ -259,7 +259,7 @@ class FileSlot:
             with _naming_the_tier(self.label):
                 self.tier.write(memory, self._begin + begin)
 
-    def _read_grains(self, begin: int, data: torch.Tensor) -> None:
+    def _read_aligned(self, begin: int, data: torch.Tensor) -> None:
         with _naming_the_tier("" if self._file else self.label):  # An error of `self._file` has its path already.
             (self._file or self.tier).read(data, self._begin + begin)
         if self._checksums:

@@ -176,7 +176,7 @@ class PinnedBudget:
     used: int = 0
     pageable: int = 0
     """Bytes of states in pageable memory, because the budget or the driver has refused to pin them."""
-    _most: int = 0
+    _pinned_peak: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
@@ -197,7 +197,7 @@ class PinnedBudget:
             if found.pin(device):
                 return torch.frombuffer(found, dtype=torch.uint8)
             self.release(nbytes)
-            self.limit = self._most = self.used  # A driver that has refused is not asked again.
+            self.limit = self._pinned_peak = self.used  # A driver that has refused is not asked again.
         return allocate_pages(nbytes)
 
     def reserve(self, nbytes: int, device: torch.device) -> bool:
@@ -205,10 +205,12 @@ class PinnedBudget:
         if not is_accelerator(device):
             return False
         wanted = self.used + nbytes
-        if wanted > self._most:  # Below the peak of `used`, no new memory is pinned: torch caches freed pinned memory.
+        if (
+            wanted > self._pinned_peak
+        ):  # Below the peak of `used`, no new memory is pinned: torch caches freed pinned memory.
             if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
                 return False
-            self._most = wanted
+            self._pinned_peak = wanted
         self.used = wanted
         return True
 

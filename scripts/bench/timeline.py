@@ -47,7 +47,7 @@ class Recorder:
             (Stepper, "_loss_of", "forward", False),
             (Passes, "_run_backward", "backward", False),
             (BucketOptimizer, "step", "optimizer", False),
-            (Transfer, "end", "waiting for files", True),
+            (Transfer, "wait_for_end", "waiting for files", True),
             (StagingPool, "take", "waiting for files", True),
             (Watchdog, "wait", "waiting for a peer", True),
             (FileTier, "read", "read", False),

@@ -114,7 +114,8 @@ def _steps(folder: str, options: argparse.Namespace, failures: list[str]) -> dic
                     failures.append(f"{name}: {error}")
                 print(f"round {number + 1}, {name} ({time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True)
         print(f"{base}; medians of {options.rounds} rounds of {base.timed} steps (lowest, highest)\n")
-        print(_table({name: runs for name, runs in rounds.items() if runs}), flush=True)
+        if measured := {name: runs for name, runs in rounds.items() if runs}:
+            print(_table(measured), flush=True)
         found[dtype] = {name: [_record(run) for run in runs] for name, runs in rounds.items()}
         drawn = {name: runs[-1].ranks[0]["notes"].get("events") for name, runs in rounds.items() if runs}
         timeline.draw(options.out / f"offload-{dtype}.png", {name: events for name, events in drawn.items() if events})

@@ -222,7 +222,7 @@ def channels_carry(mesh: Mesh) -> None:
             for found, wanted in zip(received, tensors, strict=True):
                 assert found.dtype == wanted.dtype
                 assert torch.equal(found, wanted)
-        channels.settle()
+        channels.wait_for_sends()
     said = r"float32 \[2\], but for inputs of the same shapes they were torch.float32 \[300000\]"
     with pytest.raises(CollectiveError, match=said):
         channels.send(following, 3, [torch.ones(2)], "message 3")
@@ -240,5 +240,5 @@ def channels_forget(mesh: Mesh) -> None:
                 channels.send(peer, kind, [torch.full((length,), float(kind))], f"message {kind}")
                 (found,), _ = incoming.wait()
                 assert found.tolist() == [float(kind)] * length
-            channels.settle()
+            channels.wait_for_sends()
     channels.close()

@@ -165,7 +165,7 @@ class RunCheckpoints:
             tensors = self._engine.checkpoint_state.tensors()
             self.saver.require_room([each for each in tensors if each.name not in away])
 
-    def rehearse(self, state: Callable[[], TrainerState]) -> None:
+    def try_small_files(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder. Raises `StorageError` on all ranks if one is refused."""
         engine, found = self._engine, state()  # All ranks call this, as pipeline stages gather parts of the state.
 
@@ -265,7 +265,7 @@ class RunCheckpoints:
         self._note(f"WARNING: {why}; {kept}. {then}")
 
     def _release(self, bucket: Bucket) -> None:
-        self.saver.release(self._engine.checkpoint_state.bucket_number(bucket))
+        self.saver.wait_until_copied(self._engine.checkpoint_state.bucket_number(bucket))
 
     def _kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""

@@ -154,8 +154,8 @@ def description_of(model: nn.Module) -> dict[str, Any]:
     if is_adapted(model):
         described |= description_of_adapters(model)
     # The text of a user's object may contain its address, which differs between processes.
-    shown = json.dumps(described, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
-    return {"class": type(model).__name__, **json.loads(shown)}
+    shorten = json.dumps(described, default=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value)))
+    return {"class": type(model).__name__, **json.loads(shorten)}
 
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
     steps = [(each.get(LENGTH), each.get(_WARMUP)) for each in (then, now)]
     default = all(isinstance(length, int) and warmup == default_warmup(length) for length, warmup in steps)
 
-    def shown(value: Any) -> str:
+    def shorten(value: Any) -> str:
         text = value if isinstance(value, str) else json.dumps(value)
         return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -195,7 +195,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
         # NaN is not equal to itself, but its text is.
         same = after in known or repr(after) in map(repr, known)
         if not (same or name == LENGTH or (default and name == _WARMUP)):
-            lines.append(f"{name}: {shown(before)} then, {shown(after)} now")
+            lines.append(f"{name}: {shorten(before)} then, {shorten(after)} now")
     return lines
 
 

@@ -108,7 +108,7 @@ class TokenCache:
 
     def __init__(self, root: Path | None, note: Callable[[str], None] = lambda text: None) -> None:
         self._root = root
-        self._note = note
+        self._notify = note
 
     def get(
         self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
@@ -122,7 +122,7 @@ class TokenCache:
                 try:
                     return _open(path)
                 except (DataError, OSError, ValueError, TypeError, KeyError) as error:
-                    self._note(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
+                    self._notify(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
                     shutil.rmtree(path)
             if path is not None:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -119,7 +119,7 @@ class Generator(ModelOnMesh):
                 if check or (check is None and not self.engine.options.offload.parameters.uses_tier):
                     self.engine.checkpoint_state.require_same_weights()
         except BaseException as error:
-            self.mesh.refuse(error)
+            self.mesh.publish_failed_start(error)
             raise
         self.computed = 0
         """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""

@@ -159,8 +159,8 @@ class Stepper:
         self._engine = engine
         self._driver: StepDriver = pipeline or StepDriver(mesh)
         self._modules = list(model.modules())
-        self._modes = [module.training for module in self._modules]
-        """The `training` flag of each module; see `_restore_modes`."""
+        self._training_flags = [module.training for module in self._modules]
+        """The `training` flag of each module; see `_restore_training_flags`."""
         self._computed: list[_Computed] = []
         self.scalars = UserScalars()
         """Values of losses and users to be logged."""
@@ -212,7 +212,7 @@ class Stepper:
 
         # Forward and backward of each microbatch, seeded with its weight in the mean.
         engine.begin_step(step, groups)
-        self._restore_modes()
+        self._restore_training_flags()
         self._computed = []
         seed = 1.0 if count is None else 1.0 / max(1, count)
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
@@ -221,7 +221,7 @@ class Stepper:
             moved[number].clear()
             if number + 1 < rounds:
                 substep_end()
-                self._restore_modes()
+                self._restore_training_flags()
 
         moved = self._to_device(batches, counts)
         streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
@@ -332,13 +332,13 @@ class Stepper:
         targets = int(sums[1])
         return float(sums[0]) / targets if targets else float("nan"), targets
 
-    def _restore_modes(self) -> None:
+    def _restore_training_flags(self) -> None:
         """Undo a `model.eval()` that the user did not revert. A module that the user has put into evaluation mode alone (frozen
         statistics) stays in it."""
         if self._modules[0].training:
-            self._modes = [module.training for module in self._modules]
+            self._training_flags = [module.training for module in self._modules]
             return
-        for module, mode in zip(self._modules, self._modes, strict=True):
+        for module, mode in zip(self._modules, self._training_flags, strict=True):
             module.training = mode
 
     @property

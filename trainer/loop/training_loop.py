@@ -211,7 +211,7 @@ class TrainingLoop:
         progress.began = (time.perf_counter(), run.samples)
         run.events.call("on_train_begin")
         if not self._is_over:
-            self._checkpoints.rehearse(self._state)
+            self._checkpoints.try_small_files(self._state)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
         samples = sum(map(len, run.data.evaluation_sets().values())) if section.eval_at_end else 0
         after = samples / run.config.batch.global_size / 3

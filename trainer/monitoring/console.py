@@ -62,7 +62,7 @@ class Console(AbstractContextManager["Console"]):
         # A kernel's output claims to be a terminal.
         self._is_terminal = self._rich.is_terminal and not (self._rich.is_dumb_terminal or self._notebook)
         self._live_line: Any = None  # IPython's handle of the line
-        self._details = verbose or not (self._is_terminal or self._notebook)
+        self._shows_details = verbose or not (self._is_terminal or self._notebook)
         # Output of other code is printed above the display only if it goes to the same terminal.
         own = self._rich.file is sys.stdout
         self._redirected: dict[str, Any] = {
@@ -71,12 +71,12 @@ class Console(AbstractContextManager["Console"]):
         }
         self._shown = shown
         self._progress: Progress | None = None
-        self._task: TaskID | None = None
-        self._part: TaskID | None = None
+        self._steps_task: TaskID | None = None
+        self._evaluation_task: TaskID | None = None
         self._total_steps = self._first_step = 0
-        self._after = 0.0
-        self._started = self._printed = time.monotonic()
-        self._drawn = -math.inf
+        self._work_after = 0.0
+        self._started = self._printed_at = time.monotonic()
+        self._drawn_at = -math.inf
         self._live: Live | None = None
         self._numbers = ""
 
@@ -84,12 +84,12 @@ class Console(AbstractContextManager["Console"]):
     def note(self, *lines: str | None) -> None:
         """Show lines once; None stands for no line. A `Detail` is shown in logs, and on terminals if `verbose`."""
         for line in filter(None, lines):
-            if isinstance(line, Detail) and not self._details:
+            if isinstance(line, Detail) and not self._shows_details:
                 continue
             self._end_status()
-            self._printed = time.monotonic()
-            if self._progress is not None and self._task is not None:
-                self._progress.update(self._task, numbers=self._numbers)
+            self._printed_at = time.monotonic()
+            if self._progress is not None and self._steps_task is not None:
+                self._progress.update(self._steps_task, numbers=self._numbers)
             # Lines of a log file are not wrapped, whatever width rich assumes.
             width = self._rich.width if self._is_terminal else None
             text = line if line.isprintable() else printable_lines(line)
@@ -102,7 +102,7 @@ class Console(AbstractContextManager["Console"]):
         if self._notebook:
             self._update_line(text)
         elif not self._is_terminal:
-            if time.monotonic() - self._printed >= _SILENCE_SECONDS:
+            if time.monotonic() - self._printed_at >= _SILENCE_SECONDS:
                 self.note(text)
         elif not self._due():
             return
@@ -111,17 +111,17 @@ class Console(AbstractContextManager["Console"]):
                 self._live = Live(console=self._rich, auto_refresh=False, transient=True, **self._redirected)
                 self._live.start()
             self._live.update(Text(printable(text), overflow="ellipsis", no_wrap=True), refresh=True)
-        elif self._task is not None:
-            self._progress.update(self._task, numbers=printable(text), refresh=True)
+        elif self._steps_task is not None:
+            self._progress.update(self._steps_task, numbers=printable(text), refresh=True)
 
     @_never_raising
     def start(self, *, total_steps: int, first_step: int = 0, after: float = 0.0) -> None:
         """Show progress from now on: `first_step` steps are done, and the work after the last step takes about `after` steps."""
         self._end_status()
         self._total_steps, self._first_step, self._started = total_steps, first_step, time.monotonic()
-        self._after = after
-        if self._is_terminal and self._task is None:
-            self._task = self._bar().add_task("", total=total_steps, completed=first_step, numbers="")
+        self._work_after = after
+        if self._is_terminal and self._steps_task is None:
+            self._steps_task = self._bar().add_task("", total=total_steps, completed=first_step, numbers="")
 
     @_never_raising
     def show_evaluation(self, done: int, total: int) -> None:
@@ -131,20 +131,20 @@ class Console(AbstractContextManager["Console"]):
             return
         self._end_status()
         bar = self._bar()
-        if self._part is None:
-            self._part = bar.add_task("", total=total, numbers="evaluating")
-        bar.update(self._part, completed=done, refresh=done < total and self._due())
+        if self._evaluation_task is None:
+            self._evaluation_task = bar.add_task("", total=total, numbers="evaluating")
+        bar.update(self._evaluation_task, completed=done, refresh=done < total and self._due())
         if done == total:
-            bar.remove_task(self._part)
-            self._part = None
-            if self._task is None:
+            bar.remove_task(self._evaluation_task)
+            self._evaluation_task = None
+            if self._steps_task is None:
                 self._progress = None
                 bar.stop()
 
     @_never_raising
     def advance(self, step: int) -> None:
-        if self._progress is not None and self._task is not None:
-            self._progress.update(self._task, completed=step, numbers=self._numbers, refresh=self._due())
+        if self._progress is not None and self._steps_task is not None:
+            self._progress.update(self._steps_task, completed=step, numbers=self._numbers, refresh=self._due())
 
     @_never_raising
     def step(self, line: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class Console(AbstractContextManager["Console"]):
             self.advance(line["step"])
             return
         self._numbers = step_line(line, total_steps=self._total_steps)
-        done, left = line["step"] - self._first_step, self._total_steps + self._after - line["step"]
+        done, left = line["step"] - self._first_step, self._total_steps + self._work_after - line["step"]
         if done > 0 and left > 0:
             self._numbers += f"  {human_seconds((time.monotonic() - self._started) / done * left)} left"
         if self._notebook:
@@ -172,9 +172,9 @@ class Console(AbstractContextManager["Console"]):
         with suppress(*_DISPLAY_ERRORS):
             self._end_status()
         if self._notebook:
-            self._drawn = -math.inf
+            self._drawn_at = -math.inf
             self._update_line(self._numbers)
-        progress, self._progress, self._task, self._part = self._progress, None, None, None
+        progress, self._progress, self._steps_task, self._evaluation_task = self._progress, None, None, None
         if progress is not None:
             with suppress(*_DISPLAY_ERRORS):
                 progress.stop()  # This also restores standard output.
@@ -186,13 +186,13 @@ class Console(AbstractContextManager["Console"]):
         live, self._live = self._live, None
         if live is not None:
             live.stop()  # This also restores standard output.
-            self._drawn = -math.inf
+            self._drawn_at = -math.inf
 
     def _due(self) -> bool:
         now = time.monotonic()
-        if now - self._drawn < _REFRESH_SECONDS:
+        if now - self._drawn_at < _REFRESH_SECONDS:
             return False
-        self._drawn = now
+        self._drawn_at = now
         return True
 
     def _bar(self) -> Progress:

@@ -179,7 +179,7 @@ class Machine(Section):
         """
         if ranks == 1:
             return 0.0
-        inside, between, per_byte = self._message(ranks, hosts)
+        inside, between, per_byte = self._message_seconds(ranks, hosts)
         on_host, wait = math.ceil(ranks / hosts), _TIME_SLICE_SECONDS if self.ranks_per_core(ranks_on_host) > 1 else 0.0
         ring = (ranks - hosts) * inside + (hosts - 1) * between
         part = (ranks - 1) / ranks * nbytes * per_byte
@@ -201,7 +201,7 @@ class Machine(Section):
             )
         return rates
 
-    def _message(self, ranks: int, hosts: int) -> tuple[float, float, float]:
+    def _message_seconds(self, ranks: int, hosts: int) -> tuple[float, float, float]:
         """Return the seconds of an empty message within a host, of one between hosts, and of a byte around a ring of all ranks."""
         transport = self.transport(hosts)
         if hosts == 1:

@@ -32,15 +32,15 @@ class HostMemory:
     def __init__(
         self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None
     ) -> None:
-        self.options, self.device, self.parts = options, mesh.device, mesh.shard.size
+        self.options, self.device, self.shards = options, mesh.device, mesh.shard.size
         self.ranks = mesh.environment.local_world_size
         self.on_device = is_accelerator(mesh.device)
         self.directories = options.offload.files.directories
-        self.count = sum(parameter.numel() for parameter in model.parameters())
-        self.inputs = inputs if options.offload.activations.tier == "file" else 0
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        self.offloaded_inputs = inputs if options.offload.activations.tier == "file" else 0
         plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
-        layouts = plan_layouts(plan, self.parts)
-        self.rank = cache(lambda changed: MemoryModel(layouts, changed, self.parts, transport, mesh.device))
+        layouts = plan_layouts(plan, self.shards)
+        self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
         self.free = available_bytes()
@@ -61,8 +61,8 @@ class HostMemory:
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
         """Return the bytes that the host's ranks need in total, and each of its accelerators."""
-        rank, ranks = self.rank(options), self.ranks
-        disk = ranks * (sum(rank.files.values()) + self.inputs)
+        rank, ranks = self.rank_memory(options), self.ranks
+        disk = ranks * (sum(rank.files.values()) + self.offloaded_inputs)
         if self.on_device:
             return MemoryBytes(device=rank.total, host=ranks * sum(rank.hosted.values()), disk=disk)
         return MemoryBytes(device=0, host=ranks * rank.total, disk=disk)
@@ -89,7 +89,7 @@ class HostMemory:
         return f"{', '.join(found)}, or {more}{'' if options.stage else ' with a zero.stage above 0'}"
 
     def _require_room(self) -> None:
-        rank, needs, room = self.rank(self.options), self.needs(self.options), self.room
+        rank, needs, room = self.rank_memory(self.options), self.needs(self.options), self.room
         terms: dict[str, int] = {purpose.value: nbytes for purpose, nbytes in rank.terms.items()}
         terms |= {"parameters gathered around their use": rank.gathered}
         terms |= {"gradient shards on their way": rank.passing}
@@ -102,14 +102,14 @@ class HostMemory:
             listed = _format_terms(beside if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
-            need = f"{human_count(self.count)} parameters at stage {self.options.stage} need at least"
+            need = f"{human_count(self.parameter_count)} parameters at stage {self.options.stage} need at least"
             raise StorageError(f"{need} {short} are free; {self.advice()}")
 
     def _notes(self) -> Iterator[str]:
         """Yield a note on the gathered parameters that stay between uses, and a warning if states leave a device little memory."""
         needs, room = self.needs(self.options).device, self.room.device
-        if self.options.placements.parameters is Placement.SHARDED and self.parts > 1:
-            rank, none = self.rank(self.options), self.rank(replace(self.options, gathered_budget=0))
+        if self.options.placements.parameters is Placement.SHARDED and self.shards > 1:
+            rank, none = self.rank_memory(self.options), self.rank_memory(replace(self.options, gathered_budget=0))
             kept, cost = human_bytes(rank.kept), human_bytes(max(0, rank.total - none.total))
             yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
         if (left := room - needs) * _TIGHT_DIVISOR < room:
@@ -119,11 +119,13 @@ class HostMemory:
             )
 
     def _require_disk(self) -> Iterator[str]:
-        needs, files = self.needs(self.options), self.rank(self.options).files
+        needs, files = self.needs(self.options), self.rank_memory(self.options).files
         if not (disk := needs.disk):
             return
         where, room = ", ".join(map(str, self.directories)), human_bytes(self.room.disk)
-        listed = {purpose.value: nbytes for purpose, nbytes in files.items()} | {Purpose.ACTIVATIONS.value: self.inputs}
+        listed = {purpose.value: nbytes for purpose, nbytes in files.items()} | {
+            Purpose.ACTIVATIONS.value: self.offloaded_inputs
+        }
         shown, terms = human_bytes(disk), _format_terms(listed, self.ranks)
         if self.options.offload.in_place:
             yield (

@@ -231,9 +231,9 @@ class Saver:
         self._task = in_thread(name, run)
         return self._task.result
 
-    def release(self, owner: int) -> float:
+    def wait_until_copied(self, owner: int) -> float:
         """Wait until bucket `owner` may be updated; returns the seconds waited."""
-        return self._writer.release(owner, self._post_progress) if self._writer else 0.0
+        return self._writer.wait_until_copied(owner, self._post_progress) if self._writer else 0.0
 
     def _post_progress(self) -> None:
         self._mesh.post(Activity.SAVE)

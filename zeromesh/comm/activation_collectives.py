@@ -47,7 +47,7 @@ class Pending:
         self._release = release
         self._result: torch.Tensor | None = None
 
-    def settle(self) -> None:
+    def read_result(self) -> None:
         """Wait for the result and keep it until `wait` returns it."""
         read, self._read = self._read, None
         if read is not None:
@@ -57,7 +57,7 @@ class Pending:
     def wait(self) -> torch.Tensor:
         """Return the result; may be called once. On CUDA the compute stream waits, not the host. Raises `CollectiveError` when a
         peer is gone, late, or exchanges another tensor; and for a second call."""
-        self.settle()
+        self.read_result()
         result, self._result = self._result, None
         if result is None:
             raise CollectiveError("the result of an exchange was asked for twice; keep what `wait` gave")
@@ -224,7 +224,7 @@ class SharedExchange(Exchange):
             if (oldest := ring.next - ring.room) >= 0:
                 found = self._flying.get(oldest)
                 if found is not None and (arriving := found()) is not None:
-                    arriving.settle()
+                    arriving.read_result()
                 ring.consumed.wait(oldest + 1, f"room for one more {what}")
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())

@@ -180,7 +180,7 @@ class Channels:
         for channel in self._in.values():
             channel.advance()
 
-    def settle(self) -> None:
+    def wait_for_sends(self) -> None:
         """Wait until all messages are sent, and bound the number of remembered specifications; called at the end of a step."""
         for channel in (*self._out.values(), *self._in.values()):
             while channel.flying:

@@ -319,7 +319,7 @@ class ParameterSpec:
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
-    def kind(self) -> tuple[torch.dtype, bool, object, object]:
+    def bucket_key(self) -> tuple[torch.dtype, bool, object, object]:
         """A key that is equal for parameters that may lie in one bucket."""
         return self.dtype, self.requires_grad, self.holders, self.shared_by
 

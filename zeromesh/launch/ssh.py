@@ -275,10 +275,10 @@ class HostProcess(LauncherConnection):
             reason = f"what it has sent makes no sense: {error}"
         else:
             gone = "; the host, its network or its connection is gone" if there else " since it was to start"
-            reason = self._end() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
+            reason = self._ending() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
         return f": {reason}", (self.alive_at if there else now) + self._silence + _MARGIN_SECONDS
 
-    def _end(self) -> str:
+    def _ending(self) -> str:
         """Return a text on how the local command ended; empty while it runs."""
         try:
             code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)

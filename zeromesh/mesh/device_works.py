@@ -77,7 +77,7 @@ class DeviceWorks:
     def order(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
         """Make device work that this thread launches from now on wait for the collective `work`; the host does not wait. Raises
         `CollectiveError` when an earlier collective cannot complete."""
-        self.watch.refuse()
+        self.watch.raise_if_broken()
         self.watch.operations_begun += 1
         work.wait()
         # An event is kept instead of the collective's handle, which would keep its tensors alive.

@@ -80,7 +80,7 @@ class ProcessMesh:
         self.processes: tuple[int, ...] = (0,)
         """The launcher's process number of each rank."""
         self.locations: tuple[ProcessLocation, ...] = (ProcessLocation(host="here"),)
-        self._links = MeshGroups(environment, device)
+        self._mesh_groups = MeshGroups(environment, device)
         self.watch: Watchdog
         """The watchdog that bounds waits for other ranks; a single rank has none to wait for."""
         self.one_host = True
@@ -89,13 +89,13 @@ class ProcessMesh:
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
         self._device_mesh: DeviceMesh | None = None
         # A mesh dropped without `close` leaves its groups when it is collected, at the latest at the end of the process.
-        weakref.finalize(self, self._links.leave)
+        weakref.finalize(self, self._mesh_groups.leave)
         try:
             if self.world_size > 1:
                 self._connect(timeout_seconds, order, traces)
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
-                self._links.watch = self.watch
+                self._mesh_groups.watch = self.watch
             self.world = self._axes_set("world", AXES)
             self.data = self._axes_set("data", axes_of("batch"))
             self.shard = self.group(*axes_of("states"))
@@ -104,7 +104,7 @@ class ProcessMesh:
             """The ranks that hold the same shards and see different samples."""
             self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
         except ZeromeshError:
-            self._links.leave()
+            self._mesh_groups.leave()
             raise
         except RuntimeError as error:  # torch has no narrower class for errors of gloo and the store
             raise CollectiveError(
@@ -116,7 +116,7 @@ class ProcessMesh:
         self.model_size, self.model_index = len(together), together.index(self.rank)
         """The number of ranks that compute one batch together, and this rank's position among them."""
         self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
-        self.process_sets = ProcessSets(self.world, self._links, self.recorder, self._as_set)
+        self.process_sets = ProcessSets(self.world, self._mesh_groups, self.recorder, self._as_set)
         self.watch.alike, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
@@ -124,7 +124,7 @@ class ProcessMesh:
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds
         process = launched.rank
-        store: Any = self._links.store(patience)
+        store: Any = self._mesh_groups.store(patience)
         requested = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
         usual = store.timeout
         store.set_timeout(timedelta(seconds=patience))
@@ -145,7 +145,7 @@ class ProcessMesh:
         self.environment = replace(self.environment, rank=self.rank)
         if is_accelerator(self.device):
             record_collectives(traces)
-        self._links.join(self.rank)
+        self._mesh_groups.join(self.rank)
         self.one_host = len({location.host for location in self.locations}) == 1
         board, on_device = self._shared_board(store) if self.one_host else None, is_accelerator(self.device)
         shared = board is not None
@@ -156,9 +156,9 @@ class ProcessMesh:
             board = StoreBoard(published, published.clone(), self.rank, stale_seconds=timeout_seconds)
             dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
         self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=shared, one_order=on_device)
-        self._links.watch = self.watch
+        self._mesh_groups.watch = self.watch
         if on_device:
-            self._links.works = DeviceWorks(self.device, self.watch, traces=traces)
+            self._mesh_groups.works = DeviceWorks(self.device, self.watch, traces=traces)
         if self.rank == 0 and (warning := tensor_groups_warning(self.shape, self.locations)):
             _LOGGER.warning("%s", warning)
 
@@ -204,7 +204,11 @@ class ProcessMesh:
         key = frozenset(axes)
         if key not in self._sets:
             own = self.shape.group_of(self.rank, *axes)
-            link = self._links.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ())) if len(own) > 1 else None
+            link = (
+                self._mesh_groups.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ()))
+                if len(own) > 1
+                else None
+            )
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
@@ -217,20 +221,20 @@ class ProcessMesh:
             watch=self.watch,
             groups=groups,
             one_host=self._shares_memory and len({self.locations[rank].host for rank in ranks}) == 1,
-            works=self._links.works,
+            works=self._mesh_groups.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
 
     @property
     def communicator_bytes(self) -> int:
         """Device bytes used by communicators, measured as each was connected; 0 on CPUs."""
-        return self._links.works.nbytes if self._links.works is not None else 0
+        return self._mesh_groups.works.nbytes if self._mesh_groups.works is not None else 0
 
     def world_of_tensors(self) -> ProcessSet:
         """Return the world with a group for tensors of the device (`world` has a CPU group only). All ranks call this alike."""
-        if self._links.works is None:
+        if self._mesh_groups.works is None:
             return self.world
-        return replace(self.world, groups=self._links.create(self.world.ranks, ["data"]))
+        return replace(self.world, groups=self._mesh_groups.create(self.world.ranks, ["data"]))
 
     def neighbour(self, axis: Axis, step: int, *, wrap: bool = False) -> int | None:
         """Return the rank `step` places further along `axis` (back when negative); None past an end, unless `wrap` closes it."""
@@ -251,7 +255,7 @@ class ProcessMesh:
                 raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
             ranks = torch.arange(self.world_size).view(self.shape.sizes)
             made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
-            self._links.adopt(made.get_all_groups())
+            self._mesh_groups.adopt(made.get_all_groups())
             self._device_mesh = made
         return self._device_mesh
 
@@ -273,14 +277,14 @@ class ProcessMesh:
         if cause is not error:
             raise cause from error
 
-    def refuse(self, error: BaseException) -> None:
+    def publish_failed_start(self, error: BaseException) -> None:
         """Publish the error because of which this rank does not start, and leave the groups; the mesh is unusable afterwards."""
         self.watch.fail(error)
-        self._links.leave()
+        self._mesh_groups.leave()
 
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh cannot be used afterwards."""
-        self._links.leave(default=True)
+        self._mesh_groups.leave(default=True)
 
 
 def _recorder_of(device: torch.device) -> StepRecorder:

@@ -235,7 +235,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
     """
 
     def __init__(self, world: ProcessSet, links: MeshGroups, recorder: StepRecorder, as_set: AsSet) -> None:
-        self._world, self._links, self._recorder, self._as_set = world, links, recorder, as_set
+        self._world, self._mesh_groups, self._recorder, self._as_set = world, links, recorder, as_set
         self._sets: dict[str, ProcessSet] = {}
         self._lock = threading.Lock()
         self._agreement: ProcessSet | None = None
@@ -292,7 +292,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
                 raise LayoutError(f"process set {name!r} cannot be removed: there is none (there are {there})")
             gone = self._sets.pop(name)
             self._recorder.close_account(name)
-            self._links.leave_named(name)
+            self._mesh_groups.leave_named(name)
             if gone.groups is not None:
                 gone.groups.clear()
 
@@ -320,8 +320,10 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return made
 
     def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
-        purposes: list[GroupPurpose] = ["data"] if self._links.works is not None else []
-        return self._as_set(name, ranks, self._links.create(ranks, purposes, name=name) if len(ranks) > 1 else None)
+        purposes: list[GroupPurpose] = ["data"] if self._mesh_groups.works is not None else []
+        return self._as_set(
+            name, ranks, self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None
+        )
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:

@@ -75,10 +75,10 @@ class PieceOptimizer(BucketOptimizer):
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
-        self._twin = twin_of(own_class.optimizer)
+        self._blank = blank_copy_of(own_class.optimizer)
         count, names = len(bucket.layout.slots), {name for each in own_class.plans.values() for name in each.scalars}
         self._scalars = {name: torch.zeros(count, dtype=torch.float64) for name in sorted(names)}
-        self._before = self._scalars
+        self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
         nothing = StatePlan(tensors={}, scalars={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
@@ -96,7 +96,7 @@ class PieceOptimizer(BucketOptimizer):
 
     def begin(self) -> None:
         super().begin()
-        self._before = {name: values.clone() for name, values in self._scalars.items()}
+        self._scalars_before = {name: values.clone() for name, values in self._scalars.items()}
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
         for name, values in self._scalars.items():
@@ -109,8 +109,10 @@ class PieceOptimizer(BucketOptimizer):
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state |= {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()}
-            state |= {name: _to_type(each, float(self._before[name][number])) for name, each in plan.scalars.items()}
-        (state,) = _run_step(self._twin, group, [(master, grad, state)])
+            state |= {
+                name: _to_type(each, float(self._scalars_before[name][number])) for name, each in plan.scalars.items()
+            }
+        (state,) = _run_step(self._blank, group, [(master, grad, state)])
         after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
@@ -168,7 +170,7 @@ class WholeOptimizer(PieceOptimizer):
             value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
             try:
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(self._twin, optimizer.param_groups[spec.group], [(value, gradient, {})])
+                    (state,) = _run_step(self._blank, optimizer.param_groups[spec.group], [(value, gradient, {})])
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
@@ -242,27 +244,27 @@ def _from_plain_tensors(name: str, example: torch.Tensor, parts: Mapping[str, to
     return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
 
 
-def twin_of(optimizer: Optimizer) -> Optimizer:
+def blank_copy_of(optimizer: Optimizer) -> Optimizer:
     """Make an optimizer with the attributes of another one, but neither its groups and states nor its hooks."""
-    twin = type(optimizer).__new__(type(optimizer))
-    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED})
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    return twin
+    blank = type(optimizer).__new__(type(optimizer))
+    vars(blank).update({name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED})
+    blank._optimizer_step_pre_hooks, blank._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    return blank
 
 
-def _run_step(twin: Optimizer, group: Mapping[str, Any], tensors: Iterable[_UpdateInputs]) -> list[dict[str, Any]]:
+def _run_step(blank: Optimizer, group: Mapping[str, Any], tensors: Iterable[_UpdateInputs]) -> list[dict[str, Any]]:
     """Update values in place, from their gradients and states; returns the states after the update."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    twin.param_groups = [{"params": parameters, **plain_group(group)}]
-    twin.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
-    twin.step()
+    blank.param_groups = [{"params": parameters, **plain_group(group)}]
+    blank.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
+    blank.step()
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
             value.copy_(parameter.detach())
-    kept = [twin.state[parameter] for parameter in parameters]
+    kept = [blank.state[parameter] for parameter in parameters]
     return [{name: value for name, value in state.items() if value is not None} for state in kept]
 
 
@@ -322,7 +324,7 @@ class _Trial:
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"
             )
-        self._whole = alone[0]
+        self._updated_alone = alone[0]
 
     @property
     def element_wise(self) -> bool:
@@ -330,7 +332,7 @@ class _Trial:
             return False
         try:
             with torch.compiler.set_stance("force_eager"):
-                return self._equal(self._run([0], cut=True), self._whole)
+                return self._equal(self._run([0], cut=True), self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
@@ -343,16 +345,16 @@ class _Trial:
                 [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
             )
 
-        twin, values = twin_of(self._optimizer), parts(self._values)
-        before, states = _attribute_marks(twin), [dict[str, Any]() for _ in values]
+        blank, values = blank_copy_of(self._optimizer), parts(self._values)
+        before, states = _attribute_marks(blank), [dict[str, Any]() for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [set(state) for state in states]
-            states = _run_step(twin, self._group, zip(values, parts(gradients), states, strict=True))
+            states = _run_step(blank, self._group, zip(values, parts(gradients), states, strict=True))
             if step and names != [set(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
-            if {name: value for name, value in twin.param_groups[0].items() if name != "params"} != self._group:
+            if {name: value for name, value in blank.param_groups[0].items() if name != "params"} != self._group:
                 raise ValueError("it changes values of its groups")
-        changed = [name for name, mark in _attribute_marks(twin).items() if before.get(name) != mark]
+        changed = [name for name, mark in _attribute_marks(blank).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states

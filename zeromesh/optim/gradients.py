@@ -57,7 +57,7 @@ class GradientReducer:
         """Called inside the last backward with `optimizer_in_backward`, once a bucket's sum over its replicas has started."""
         self.buckets: Sequence[Bucket] = ()
         """The buckets of the running backward, in the order in which they are reduced."""
-        self.inside = False
+        self.updates_in_backward = False
         """True in a backward whose buckets are updated as soon as they are summed."""
         self._reducer = reducer
         self._options = options
@@ -76,7 +76,7 @@ class GradientReducer:
         self._queue: deque[BucketArrivals] = deque()
         self._flying: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
-        self._reduce = self._first = self._last = self._known_order = False
+        self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}
         """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
         self._sums: dict[int, Callable[[], None]] = {}
@@ -93,10 +93,10 @@ class GradientReducer:
         """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
         rank's sums. `known_order`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
-        self.inside = last and self._options.optimizer_in_backward
-        self._reduce = reduce and not self._is_alone
-        self._first = self.shards.first = first
-        self._last, self._known_order = last, known_order
+        self.updates_in_backward = last and self._options.optimizer_in_backward
+        self._reduces = reduce and not self._is_alone
+        self._first_microbatch = self.shards.first_microbatch = first
+        self._last_microbatch, self._known_order = last, known_order
         self.incomplete.clear()
         self._queue.clear()
         self._arrivals = {}
@@ -107,7 +107,7 @@ class GradientReducer:
             self._queue.append(arrivals)
             if first:
                 self.with_gradient[id(bucket)] = set()
-            if self._reduce:
+            if self._reduces:
                 self._next_sequence += 1
 
     def take(self, bucket: Bucket, index: int) -> None:
@@ -129,8 +129,8 @@ class GradientReducer:
         if self._reducer.on_stream:
             if not again:  # Autograd has added a second gradient to the first, on `.grad`.
                 arrivals.waiting.append(index)
-        elif not self._reduce:
-            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first)
+        elif not self._reduces:
+            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first_microbatch)
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
@@ -142,7 +142,7 @@ class GradientReducer:
         if not arrivals.missing:
             if not again:
                 self.incomplete[bucket.unit_index] -= 1
-            if not self._reduce:
+            if not self._reduces:
                 self._add_to_sum(arrivals)
             elif self._options.overlap:
                 self.launch_ready()
@@ -161,7 +161,7 @@ class GradientReducer:
 
     def flush(self) -> None:
         """End a backward: launch the remaining buckets, with zeros for missing gradients, and finish all reductions and sums."""
-        for arrivals in () if self._reduce else [*self._queue]:
+        for arrivals in () if self._reduces else [*self._queue]:
             if not arrivals.launched:
                 self._add_to_sum(arrivals)
         while self._queue:
@@ -208,9 +208,9 @@ class GradientReducer:
         _store_gradients(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
-        if bucket.partial is not None and not self._first:
+        if bucket.partial is not None and not self._first_microbatch:
             filled.add_(bucket.partial)
-        add = bucket.partial is None and not self._first
+        add = bucket.partial is None and not self._first_microbatch
         with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
@@ -220,10 +220,10 @@ class GradientReducer:
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum, and pass on the sums that are next in the order that all ranks share."""
-        if self._first or arrivals.waiting:
+        if self._first_microbatch or arrivals.waiting:
             target = self._accumulator(arrivals.bucket)
-            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first)
-            if self._first:
+            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first_microbatch)
+            if self._first_microbatch:
                 _zero_missing(target, arrivals)
         arrivals.launched = True
         while self._queue and self._queue[0].launched:
@@ -235,7 +235,7 @@ class GradientReducer:
     def _after_reduction(self, bucket: Bucket) -> None:
         # Preliminary: `find_missing` also takes other ranks' gradients into account.
         bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
-        if not self._last:
+        if not self._last_microbatch:
             if bucket.grad is not None:
                 self.shards.offload(bucket, last=False)
             return
@@ -249,7 +249,7 @@ class GradientReducer:
         wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
-        if self.inside:
+        if self.updates_in_backward:
             self.on_summed(bucket)
         elif bucket.grad_rest is not None:
             self._to_offload.append(bucket)
@@ -269,7 +269,7 @@ class GradientReducer:
 
     def _end_sums(self) -> None:
         """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
-        if not self.inside:
+        if not self.updates_in_backward:
             self._offload(but=0)
             while self._sums:
                 self._sums.pop(next(iter(self._sums)))()
@@ -365,7 +365,7 @@ class GradientShards:
         self._tiers = tiers
         self._keeps_memory = options.gradients_stay(tiers.device)
         self._pass_through = options.gradients_pass_through
-        self.first = True
+        self.first_microbatch = True
         """True in a step's first backward, for which no earlier sum is read."""
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._offloading: deque[tuple[Transfer, int]] = deque()
@@ -393,7 +393,12 @@ class GradientShards:
             return
         if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._allocate_grad(bucket)
-        elif rest is not None and bucket.partial is None and not self.first and id(bucket) not in self._arriving:
+        elif (
+            rest is not None
+            and bucket.partial is None
+            and not self.first_microbatch
+            and id(bucket) not in self._arriving
+        ):
             memory = self._allocate_grad(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 

@@ -73,11 +73,11 @@ class WeightAverage:
         """The number of updates in the averages. Before the first one, the averages equal the weights."""
         self._settings = settings
         self._tiers = tiers
-        self._at = at
+        self._tier = at
 
     def begin(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
-        bucket.average = self._tiers.allocate(master.numel, master.dtype, self._at, Purpose.AVERAGES, what)
+        bucket.average = self._tiers.allocate(master.numel, master.dtype, self._tier, Purpose.AVERAGES, what)
         bucket.average.copy_from(master)
 
     def due(self, update: int) -> bool:
@@ -293,7 +293,7 @@ class OptimizerStep:
 
     def finish_units(self, units: Iterable[Unit]) -> None:
         """Record that this rank has finished backward of these units, and update inside backward the buckets that are ready."""
-        if self.gradients.inside:
+        if self.gradients.updates_in_backward:
             self._end_reads(units)
             self._update_ready()
 
@@ -417,7 +417,7 @@ class OptimizerStep:
         self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit_index].index)
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
-        grad = gradient_of(bucket) if self.gradients.inside else None
+        grad = gradient_of(bucket) if self.gradients.updates_in_backward else None
         averages = self._due_averages
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
@@ -454,7 +454,7 @@ class OptimizerStep:
         if averaging and bucket.average is not None:
             states.append(bucket.average)
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
-        if not self.gradients.inside:
+        if not self.gradients.updates_in_backward:
             rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
             if rest is not None:
                 uses.append(StreamOperand(tensor=rest, mode=Access.READ))

@@ -104,7 +104,7 @@ class Executor:
         marks = [_now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)
-        self._channels.settle()
+        self._channels.wait_for_sends()
         return marks
 
     def bubble(self, schedule: PipelineSchedule, marks: Sequence[_Moment]) -> Bubble:

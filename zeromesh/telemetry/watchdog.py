@@ -137,7 +137,7 @@ class Watchdog:
         if step is not None:
             self._step, own[status_board.MICROBATCH] = step + 1, 0
         if self.broken is not None:
-            self.refuse()
+            self.raise_if_broken()
         self._doing = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
         if own[status_board.STATE] != state:  # Repeated posts of one state keep its start time.
@@ -221,7 +221,7 @@ class Watchdog:
         self._calls.append(entry)
         try:
             yield
-            self.refuse()
+            self.raise_if_broken()
         except BaseException as error:
             cause = self.cause_of(error)
             self.board.write(RankNote.LEFT, number, f"{type(cause).__name__}: {cause}".removesuffix(": "))
@@ -313,7 +313,7 @@ class Watchdog:
         late: Callable[[], CollectiveError] | None = None,
         behind: Callable[[], list[int]] | None = None,
     ) -> None:
-        self.refuse()
+        self.raise_if_broken()
         since = time.monotonic_ns()
         self.ring.add(status_board.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
@@ -330,7 +330,7 @@ class Watchdog:
                 if now < (look_at or began + 0.02):
                     continue
                 look_at = now + 0.05
-                self.refuse()
+                self.raise_if_broken()
                 patience = patience or Patience(self, peers, what, late)
                 patience.look()
                 if now >= say_at:  # Reading rows of other hosts costs requests to the store.
@@ -353,7 +353,7 @@ class Watchdog:
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
         return self.broken if follows and self.broken is not None else error
 
-    def refuse(self) -> None:
+    def raise_if_broken(self) -> None:
         """Raise the error that has broken the run, if there is one."""
         if self.broken is not None:
             self.error_raised.set()

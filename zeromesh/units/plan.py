@@ -37,7 +37,7 @@ class UnitPlan:
         """Group the specs by kind, in the order in which each kind first appears."""
         kinds: dict[object, list[ParameterSpec]] = {}
         for spec in self.specs:
-            kinds.setdefault(spec.kind, []).append(spec)
+            kinds.setdefault(spec.bucket_key, []).append(spec)
         return tuple(map(tuple, kinds.values()))
 
 

@@ -50,23 +50,23 @@ _METADATA = frozenset(
 
 
 class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
-    """The metaclass of an engine's parameter classes: instances of their `kind` count as theirs, so that comparisons of classes,
-    as in `torch.testing.assert_close`, succeed."""
+    """The metaclass of an engine's parameter classes: instances of their `live_type` count as theirs, so that comparisons of
+    classes, as in `torch.testing.assert_close`, succeed."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        kind = vars(cls).get("kind")
+        kind = vars(cls).get("live_type")
         return bool(super().__instancecheck__(instance) if kind is None else isinstance(instance, kind))
 
 
 def make_subclass(base: Any, kind: type[nn.Parameter], name: str, **attributes: Any) -> Any:
-    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"kind": kind, **attributes})
+    return type(name, (base,) if kind is nn.Parameter else (base, kind), {"live_type": kind, **attributes})
 
 
 class AtRest(nn.Parameter, metaclass=ParameterMeta):
     """A parameter at rest; its first use calls `on_use` with it. See [Note: Parameters at rest]."""
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
-    kind: ClassVar[type[nn.Parameter]]
+    live_type: ClassVar[type[nn.Parameter]]
     """The class of the parameter while it is live."""
 
     @classmethod
@@ -103,13 +103,13 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
     """Replace the values of a parameter, which may be at rest."""
     if issubclass(kind := type(parameter), AtRest):  # `isinstance` would call the slower metaclass of parameters.
-        parameter.__class__ = kind.kind
+        parameter.__class__ = kind.live_type
     parameter.data = values
 
 
 def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
     kind = type(parameter)
-    return kind.kind if issubclass(kind, AtRest) else kind
+    return kind.live_type if issubclass(kind, AtRest) else kind
 
 
 class Phase(Enum):
@@ -217,7 +217,7 @@ class Bucket:
         """Make the parameters views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if issubclass(kind := type(parameter), AtRest):
-                parameter.__class__ = kind.kind
+                parameter.__class__ = kind.live_type
             parameter.data = view
         self._versions = list(map(_version_of, self.parameters))
         if self._versions_unreliable:
@@ -380,21 +380,21 @@ class InplaceWrites:
         """Record digests of a unit that is about to run forward: in its first forwards, then in one of every `units` forwards."""
         self._calls[unit.index] += 1
         if self._calls[unit.index] <= _FIRST_FORWARDS or self.training_forwards % units == unit.index:
-            self.refuse_in_pass([unit])  # Compare the values noted before the unit's earlier call.
+            self.require_unchanged_in_pass([unit])  # Compare the values noted before the unit's earlier call.
             unit.record_digests()
 
-    def refuse_in_pass(self, units: Iterable[Unit]) -> None:
+    def require_unchanged_in_pass(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` if forward has changed a parameter, since ranks would train different weights."""
         for unit, name in _changed_parameters(units):
             self._raise_changed(unit, name)
 
     def unread_comparisons(self, units: Iterable[Unit]) -> list[tuple[Unit, Bucket, torch.Tensor]]:
-        """List the comparisons of digests whose result is on a device and not yet read by the host, for `refuse_changed`."""
+        """List the comparisons of digests whose result is on a device and not yet read by the host, for `require_unchanged`."""
         buckets = ((unit, bucket) for unit in units for bucket in unit.buckets)
         return [(unit, bucket, bucket.first_changed) for unit, bucket in buckets if bucket.first_changed is not None]
 
-    def refuse_changed(self, unit: Unit, bucket: Bucket, first: int) -> None:
-        """Raise as `refuse_in_pass` if a bucket's parameter number `first` was changed; there is none past the last."""
+    def require_unchanged(self, unit: Unit, bucket: Bucket, first: int) -> None:
+        """Raise `PhaseError` if `first`, the index of a bucket's first changed parameter, is that of one: else none was changed."""
         bucket.first_changed = None
         if first < len(bucket.parameters):
             self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)

@@ -68,7 +68,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            copied = type(self).kind(self.detach().clone(), self.requires_grad)
+            copied = type(self).live_type(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -268,7 +268,7 @@ class AutogradPasses(Passes):
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
         # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
-        graph.progress.reached, graph.progress.inside = set(), []
+        graph.progress.reached, graph.progress.in_backward = set(), []
         step.closed, step.summed, step.norm = False, False, None
         self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -355,7 +355,9 @@ class AutogradEngine(ZeroEngine):
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
-            bucket.set_live_classes([getattr(live_class(each), "kind", nn.Parameter) for each in bucket.parameters])
+            bucket.set_live_classes(
+                [getattr(live_class(each), "live_type", nn.Parameter) for each in bucket.parameters]
+            )
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""

@@ -269,7 +269,7 @@ class ZeroEngine:
             with self.mesh.recorder.span(StepPhase.OPTIMIZER):
                 values, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
             for (unit, bucket, _), first in zip(unread, values[len(scalars) :], strict=True):
-                writes.refuse_changed(unit, bucket, int(first))
+                writes.require_unchanged(unit, bucket, int(first))
         except BaseException as error:
             self.mesh.fail(error)
             raise

@@ -164,5 +164,5 @@ class MemoryModel:
             return sum(root) + sum(map(sum, units))
         largest = max((length for unit in units for length in unit), default=0)
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
-        # When all of the root's shards exist, one of them is itself in flight.
+        # The last of the root's shards is in flight itself, so its largest is not counted twice.
         return sum(root) + flying - min(largest, *root) if root else flying

@@ -67,7 +67,7 @@ class PassProgress:
     """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
     reached: set[int] = field(default_factory=set)
     """The indices of units whose outputs backward has reached."""
-    inside: list[int] = field(default_factory=list)
+    in_backward: list[int] = field(default_factory=list)
     """The indices of units whose backward is not over."""
     calls: int = 0
     first_visits: dict[int, int] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Passes:
         self.gradients.flush()
         self._updater.finish_units(self._chunks[self._progress.chunk])
 
-    # Any pass
+    # Methods of every kind of pass
 
     @contextmanager
     def evaluation(self) -> Iterator[Passes]:
@@ -214,7 +214,7 @@ class Passes:
             begun = self._mesh.watch.operations_begun
             try:
                 yield self
-                self.writes.refuse_in_pass(self.units)
+                self.writes.require_unchanged_in_pass(self.units)
                 self.end()
             except BaseException as error:
                 if self._mesh.watch.operations_begun != begun:
@@ -378,7 +378,7 @@ class Passes:
             self._recorder.end_range()
         ends = self._direct_call is unit.module
         if self._releases or ends:
-            self.writes.refuse_in_pass(self.units if ends else [unit])
+            self.writes.require_unchanged_in_pass(self.units if ends else [unit])
         if self._releases or self.mode is PassMode.FORWARD or torch.is_grad_enabled():
             tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
             for each in (self.units if ends else [unit]) if self._releases else ():
@@ -410,7 +410,7 @@ class Passes:
     def _end_forward(self, outputs: Tensors) -> None:
         """End forward, whose results are `outputs`, and hold the units that backward will enter without a hook."""
         self.writes.training_forwards += 1
-        self.writes.refuse_in_pass(self.units)
+        self.writes.require_unchanged_in_pass(self.units)
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for index, parameter in self._calls.unhooked_entries(roots):
             unit = self.units[index]
@@ -433,7 +433,7 @@ class Passes:
             self._keep_live(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return
         progress, needed = self._progress, []
-        for index in progress.inside:
+        for index in progress.in_backward:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
@@ -444,7 +444,7 @@ class Passes:
                     left.rest()
                 if not self._defers_weights:
                     self._updater.finish_units([left])
-        progress.inside = needed
+        progress.in_backward = needed
         if unit.index in progress.reached:
             return
         progress.reached.add(unit.index)
@@ -456,8 +456,8 @@ class Passes:
         self._mesh.post(Activity.BACKWARD, unit.index)
 
     def _make_live_in_backward(self, unit: Unit) -> None:
-        if unit.index not in self._progress.inside:
-            self._progress.inside.append(unit.index)
+        if unit.index not in self._progress.in_backward:
+            self._progress.in_backward.append(unit.index)
             for bucket in unit.trainable:
                 self.gradients.shards.prefetch(bucket)
             self.make_live(unit)

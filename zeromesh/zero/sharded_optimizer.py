@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import classify, twin_of
+from zeromesh.optim.class_optimizer import blank_copy_of, classify
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
@@ -134,11 +134,11 @@ class ChainedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for number, each in enumerate(self.optimizers):
-            twin = twin_of(each)
-            twin.param_groups = [group for group in self.param_groups if group[_OPTIMIZER_KEY] == number]
-            twin.state = self.state
-            if twin.param_groups:
-                twin.step()
+            blank = blank_copy_of(each)
+            blank.param_groups = [group for group in self.param_groups if group[_OPTIMIZER_KEY] == number]
+            blank.state = self.state
+            if blank.param_groups:
+                blank.step()
         return loss
 
 

@@ -259,7 +259,7 @@ def threads_of_meshes(mesh: Mesh, end: str) -> None:
         if end == "closed":
             other.close()
         elif end == "refused":
-            other.refuse(ValueError("not begun"))
+            other.publish_failed_start(ValueError("not begun"))
         del other
         gc.collect()
         mesh.world.barrier("between two meshes")

@@ -84,7 +84,7 @@ def gradients_leave_and_come_back_without_the_host(mesh: Mesh, folder: str) -> N
     waited = AssertionError("the host has waited for gradients")
     with patch.object(Transfer, "wait", side_effect=waited):  # For a thread that waits for the device.
         for turn in range(3):
-            shards.first = turn == 0
+            shards.first_microbatch = turn == 0
             for number, bucket in enumerate(buckets):
                 shards.allocate(bucket)
                 bucket.grad = bucket.grad.zero_() if turn == 0 else bucket.grad

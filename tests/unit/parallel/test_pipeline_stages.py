@@ -289,7 +289,7 @@ def test_what_an_action_has_received_is_freed_before_its_outputs_are_sent() -> N
 
     group: Any = SimpleNamespace(size=3, index=1, watch=WATCH, on_stream=False, require_same=lambda *_, **__: None)
     channels: Any = SimpleNamespace(device=torch.device("cpu"), group=group, receive=receive)
-    channels.advance = channels.settle = lambda: None
+    channels.advance = channels.wait_for_sends = lambda: None
     channels.send = lambda *_: held.append([each() is not None for each in received])
     runner: Any = SimpleNamespace(signature=lambda number: number, run=lambda action, given: [torch.ones(2)])
     Executor(group, channels).run(make_schedule("gpipe", ranks=3, microbatches=1), runner)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import memory_report
 import pytest
-from bench import measure
+from bench import measure, timeline
 from bench.account import Case, Growth, Line, Measured, Prediction
 from bench.activations import Activations
 from bench.launch import Run
 from bench.predict import predict
 from bench.workload import Workload
+
+from zeromesh.offload import Transfer
 
 MIB = 1 << 20
 FAR = "more than 10% from the system's figure"
@@ -126,3 +128,9 @@ def test_the_prediction_for_the_default_workload() -> None:
     after = predict(Workload(transport="shared", in_backward=False), 3, activations=7)
     assert "GRADIENTS" not in after.staying
     assert after.passing == 2 * count + gathered  # from reduction to update
+
+
+def test_what_a_timeline_records_is_there() -> None:
+    with timeline.Recorder().watching():
+        assert Transfer.wait_for_end.__name__ == "call"
+    assert Transfer.wait_for_end.__name__ == "wait_for_end"

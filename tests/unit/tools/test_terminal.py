@@ -61,7 +61,7 @@ def test_the_console_shows_notes_and_status_as_escapes() -> None:
     console._is_terminal = True
     console.status(EVIL)
     console.start(total_steps=3)
-    console._drawn = -1e9
+    console._drawn_at = -1e9
     console.status(EVIL)
     console.close()
     assert terminal.getvalue().count(SHOWN) >= 2
@@ -268,7 +268,7 @@ console.note("data     37,844 sequences of 256 tokens; 128 for evaluation")
 console.start(total_steps=3)
 for number in range(3):
     console.status(f"evaluating: {number} of 3 batches of a set of samples that has a name which is rather long, to be sure")
-    console._drawn = -1e9
+    console._drawn_at = -1e9
     print("a line of the user's own, with words enough for more than one line of a terminal of eighty columns")
     console.step(dict(step=number + 1, loss=5.0, grad_norm=1.0, lr=1e-3, tokens=10, tokens_per_second=1e5,
                       step_seconds=0.1, peak_memory_bytes=10**9, mfu=0.68712))

@@ -86,7 +86,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
                 given.read(0, values).wait()
             except StorageError as error:  # The other ranks go on, so this rank must too.
                 failures.append(error)
-        whole = TieredTensor.of(_exchange(values, rows, cuts, [part["columns"] for part in parts], axis))
+        whole = TieredTensor.of(_exchange_columns(values, rows, cuts, [part["columns"] for part in parts], axis))
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
         found[number] = TensorShard(
             spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
@@ -96,7 +96,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
     return found
 
 
-def _exchange(
+def _exchange_columns(
     values: torch.Tensor,
     rows: StridedRows,
     cuts: Sequence[int],
@@ -215,7 +215,7 @@ class ShardWriter:
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
-    def release(self, owner: int, on_progress: Callable[[], None]) -> float:
+    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> float:
         """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
         called now and then while writing goes on."""
         return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0

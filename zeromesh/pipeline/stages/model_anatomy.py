@@ -82,9 +82,9 @@ def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]
         try:
             return recorder.conclude(recorder.run(inputs))
         except LayoutError:
-            if recorder.alone <= opened:
+            if recorder.called_in_part <= opened:
                 raise
-            opened |= recorder.alone
+            opened |= recorder.called_in_part
 
 
 def refusal(model: nn.Module, reason: str) -> LayoutError:
@@ -192,19 +192,19 @@ class _Recorder:
 
     def __init__(self, model: nn.Module, body: str, blocks: str, outside: Sequence[str]) -> None:
         self._model, self._body, self._blocks, self._outside = model, body, blocks, outside
-        self._list = list(model.get_submodule(blocks).children())
+        self._block_modules = list(model.get_submodule(blocks).children())
         self._hidden_arguments: list[int | str] = []
         """The position or name of the argument that is the hidden state, for each block after the first."""
         self._outputs: list[Any] = []
-        self._leaf = 0
+        self._hidden_leaf = 0
         """The index of the hidden state among the leaves of a block's output."""
         self._order: list[int] = []
-        self._guess = ""
+        self._guessed_module = ""
         """The first module in a block that could not run without values, so that its result is guessed, and its error."""
         self._begun: dict[str, set[int]] = {}
         """The numbers of blocks that had begun when each module outside the blocks ran."""
-        self._running = ""
-        self.alone: set[str] = set()
+        self._running_outside = ""
+        self.called_in_part: set[str] = set()
         """Names of modules outside the blocks of which a submodule was called directly, without the module's own forward."""
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
@@ -225,7 +225,7 @@ class _Recorder:
                 outer = self._model.get_submodule(name)
                 for module in outer.modules():
                     wrap(module, self._run_outside if module is outer else self._run_part, name)
-            for index, block in enumerate(self._list):
+            for index, block in enumerate(self._block_modules):
                 for module in block.modules():
                     wrap(module, self._run_or_guess, type(module).__name__)
                 wrap(block, self._run_block, index)
@@ -244,8 +244,8 @@ class _Recorder:
         )
         _mark(output)
         self._outputs.append(output)
-        if len(self._order) == len(self._list) > 1:
-            _mark(pytree.tree_leaves(output)[self._leaf], value=False)
+        if len(self._order) == len(self._block_modules) > 1:
+            _mark(pytree.tree_leaves(output)[self._hidden_leaf], value=False)
         return output
 
     def _run_or_guess(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -255,7 +255,7 @@ class _Recorder:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if not tensors:
                 raise
-            self._guess = self._guess or f"{kind}: {summary(error)}"
+            self._guessed_module = self._guessed_module or f"{kind}: {summary(error)}"
             return torch.empty_like(tensors[0])
 
     def _check_arguments(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
@@ -264,12 +264,16 @@ class _Recorder:
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
-            guess = f", as far as can be told in a trial without values ({self._guess})" if self._guess else ""
+            guess = (
+                f", as far as can be told in a trial without values ({self._guessed_module})"
+                if self._guessed_module
+                else ""
+            )
             reason = f"block {index} does not take what the block before it returns just as it is{guess}"
             raise refusal(self._model, reason)
         self._hidden_arguments.append(places[0])
         hidden = arguments[places[0]]
-        self._leaf = returned.index(id(hidden))
+        self._hidden_leaf = returned.index(id(hidden))
         for place, value in arguments.items():
             if value is not hidden and any(map(_is_marked, pytree.tree_leaves(value))):
                 which = f"its argument {place + 1}" if isinstance(place, int) else place
@@ -280,26 +284,26 @@ class _Recorder:
         return {place: plain if value is hidden else value for place, value in arguments.items()}
 
     def _run_part(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if self._running != name:
-            self.alone.add(name)
+        if self._running_outside != name:
+            self.called_in_part.add(name)
         return forward(*args, **kwargs)
 
     def _run_outside(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         begun = len(self._order)
         self._begun.setdefault(name, set()).add(begun)
-        if begun == len(self._list) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
+        if begun == len(self._block_modules) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
             raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
-        before, self._running = self._running, name
+        before, self._running_outside = self._running_outside, name
         output = forward(*args, **kwargs)
-        self._running = before
+        self._running_outside = before
         if not begun:
             _mark(output)
         return output
 
     def conclude(self, output: Any) -> Anatomy:
-        if self.alone:
-            raise refusal(self._model, f"parts of {min(self.alone)} run without it")
-        count = len(self._list)
+        if self.called_in_part:
+            raise refusal(self._model, f"parts of {min(self.called_in_part)} run without it")
+        count = len(self._block_modules)
         if self._order != list(range(count)):
             raise refusal(self._model, f"its blocks run in the order {self._order}, instead of each once")
         if count > 1 and any(map(_is_marked, pytree.tree_leaves(output)[:1])):
@@ -315,7 +319,7 @@ class _Recorder:
             count=count,
             hidden_argument=self._hidden_arguments[0] if self._hidden_arguments else 0,
             outputs=tuple(map(self._structure_of, self._outputs)),
-            reshapes=len({pytree.tree_leaves(each)[self._leaf].shape for each in self._outputs}) > 1,
+            reshapes=len({pytree.tree_leaves(each)[self._hidden_leaf].shape for each in self._outputs}) > 1,
             before=tuple(name for name in self._outside if self._begun.get(name) == {0}),
             after=tuple(name for name in self._outside if self._begun.get(name) != {0}),
             idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
@@ -323,8 +327,8 @@ class _Recorder:
 
     def _structure_of(self, output: Any) -> Any:
         leaves, structure = pytree.tree_flatten(output)
-        if len(leaves) <= self._leaf:
+        if len(leaves) <= self._hidden_leaf:
             raise refusal(self._model, "its blocks return structures that differ")
         leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        leaves[self._leaf] = HIDDEN
+        leaves[self._hidden_leaf] = HIDDEN
         return pytree.tree_unflatten(leaves, structure)

@@ -61,7 +61,8 @@ class Stub(nn.Module):
 
 
 class BlockStub(Stub):
-    """A stub for block `index`. `shape` is a stub that returns NaN in the block's result shapes; None if no block changes them."""
+    """The stub of block `index`, which belongs to another pipeline stage. `shape` makes its result where blocks change the shape of
+    the hidden state; None: the hidden state is passed on."""
 
     def __init__(
         self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: NanStub | None = None
