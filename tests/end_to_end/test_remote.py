@@ -25,7 +25,7 @@ LAUNCHER = """\
 import sys
 from zeromesh.launch.ssh import run_attached
 silence, *arguments = sys.argv[1:]
-result = run_attached(["-c", *arguments], float(silence))
+result = run_attached(arguments, float(silence), print, modules=())
 sys.exit(result if isinstance(result, int) else result.exit_code)
 """
 RANK = """\
@@ -34,7 +34,7 @@ from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.launch.rank_processes import become_worker
 become_worker(lambda error: 2 if isinstance(error, ConfigError) else 1)
 folder, alone, *bodies = sys.argv[1:]
-host, launcher = os.environ.get("HOST_NAME", "a"), os.getppid()
+host, launcher = os.environ.get("HOST_NAME", "a"), int(os.environ["ZEROMESH_ERROR_FILE"].split("/")[2])
 
 def there():
     open(f"{folder}/{host}", "a").write(f"{os.getpid()}\\n")
@@ -57,11 +57,13 @@ class Launch:
         )
         ssh.chmod(0o755)
         self.ssh = str(ssh)
+        self.rank = folder / "rank.py"
+        self.rank.write_text(RANK)
 
     def plan(self, a: str, b: str, *, alone: str = "", least: int = 2, restarts: int = 0) -> LaunchPlan:
         return LaunchPlan(
             hosts=tuple(Host(name=name, slots=1, address="127.0.0.1") for name in "ab"),
-            command=(sys.executable, "-c", LAUNCHER, str(SILENCE), RANK, str(self.folder), alone, a, b),
+            command=(sys.executable, "-c", LAUNCHER, str(SILENCE), str(self.rank), str(self.folder), alone, a, b),
             ssh=(self.ssh,),
             directory=str(self.folder),
             python_path=str(ROOT),

@@ -6,6 +6,7 @@ folder, its variables and its streams over, passes signals on, and ends as the f
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import runpy
@@ -25,6 +26,7 @@ from tests.support.zygote import die_with_parent
 _CLIENT = """\
 #!{python} -IS
 import json, os, signal, socket, sys
+kept = [int(name) for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)]
 there = socket.socket(socket.AF_UNIX)
 def tell(number, _):
     there.send(bytes([number]))
@@ -33,8 +35,8 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, sig
         signal.signal(number, tell)
 there.connect({address!r})
 asked = dict(words=sys.argv[1:], name={name!r}, folder=os.getcwd(), environment=dict(os.environ), parent=os.getppid())
-said = json.dumps(asked).encode()
-socket.send_fds(there, [len(said).to_bytes(8, "big")], [0, 1, 2])
+said = json.dumps(dict(asked, kept=kept)).encode()
+socket.send_fds(there, [len(said).to_bytes(8, "big")], kept)
 there.sendall(said)
 code = int(there.recv(100) or b"-9")
 if code < 0:
@@ -69,7 +71,7 @@ class Programs:
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    size, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    size, streams, _, _ = socket.recv_fds(connection, 8, 64)
     said = b""
     while len(said) < int.from_bytes(size, "big"):
         said += connection.recv(1 << 16)
@@ -83,9 +85,13 @@ def _become(asked: dict[str, Any], executable: str) -> list[str]:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    for number, stream in enumerate(asked["streams"]):
-        os.dup2(stream, number)
+    free = max([*asked["kept"], *asked["streams"]]) + 1
+    copies = [fcntl.fcntl(stream, fcntl.F_DUPFD, free) for stream in asked["streams"]]
+    for stream in asked["streams"]:
         os.close(stream)
+    for number, copy in zip(asked["kept"], copies, strict=True):
+        os.dup2(copy, number)
+        os.close(copy)
     # The objects stay, as modules that are imported have them.
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.chdir(asked["folder"])
@@ -93,7 +99,9 @@ def _become(asked: dict[str, Any], executable: str) -> list[str]:
     os.environ.update(asked["environment"])
     constants.HF_HUB_OFFLINE = "HF_HUB_OFFLINE" in os.environ  # which the library has read when it was imported
     sys.executable = executable
-    os.getppid = lambda: asked["parent"]  # whom a rank takes for its launcher
+    own, parent = os.getpid(), os.getppid
+    # Whom this program, and no fork of it, takes for its launcher.
+    os.getppid = lambda: asked["parent"] if os.getpid() == own else parent()
     module = _MODULES.get(asked["name"])
     return ["-P", "-m", module, *asked["words"]] if module else asked["words"]
 

@@ -6,34 +6,24 @@ itself imports nothing: meanwhile it answers other hosts and signals. Both ends 
 
 from __future__ import annotations
 
-import atexit
-import gc
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import import_module
-from multiprocessing.connection import Connection, Pipe, wait
-from pathlib import Path
+from multiprocessing.connection import Pipe
 from typing import Any
 
 from zeromesh.environment import (
-    IMPORTED,
-    die_with_launcher,
-    export,
     kept_environment,
     launched_by,
     python_arguments,
     setting,
 )
 
-_MODULE = "zeromesh.launch.nursery"
+_MODULE = "zeromesh.launch.fork_server"
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
 _LOST = -int(signal.SIGKILL)
 """The exit code of forks whose nursery has ended: the kernel kills them with it."""
@@ -120,115 +110,3 @@ class Nursery:
         self._process.wait()
         self.receive()
         self._connection.close()
-
-
-# The process of the nursery
-
-
-def _obstacle() -> str | None:
-    """Return the reason why this process cannot be forked from: a thread or a device would be missing in a fork."""
-    names = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-    if len(names) > 1:
-        return f"an imported module has started a thread ({', '.join(sorted(names)[1:])})"
-    accelerator = sys.modules.get("zeromesh.offload.accelerator")
-    return "an imported module uses a GPU already" if accelerator and accelerator.is_initialized() else None
-
-
-def _serve(connection: Connection) -> list[str] | None:
-    """Fork a process for each request, and report the ends of the forks. Returns its arguments in a fork, None at the end."""
-    ended, wake = Pipe(duplex=False)
-    os.set_blocking(wake.fileno(), False)
-    signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # Without a handler the descriptor is not written to.
-    running: set[int] = set()
-    while True:
-        ready = wait([connection, ended])
-        if ended in ready:
-            os.read(ended.fileno(), 1 << 10)
-        for pid in list(running):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                running.remove(pid)
-                code = os.waitstatus_to_exitcode(status)
-                connection.send_bytes(json.dumps({"ended": pid, "code": code}).encode())
-        if connection in ready:
-            try:
-                request = json.loads(connection.recv_bytes())
-            except EOFError:
-                return None
-            parent, pid = os.getpid(), os.fork()
-            if pid == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                signal.set_wakeup_fd(-1)
-                for each in (connection, ended, wake):
-                    each.close()
-                os.setsid()
-                export({**request["variables"], **launched_by(parent)})
-                die_with_launcher()
-                return list(request["arguments"])
-            running.add(pid)
-            connection.send_bytes(json.dumps({"forked": pid}).encode())
-
-
-def _run(arguments: Sequence[str]) -> int:
-    """Run `python ARGUMENTS`, which begin with `-m MODULE` or a script, in this fork; returns the exit code."""
-    words = [
-        *arguments[arguments[0] == "-P" :]
-    ]  # The module search path is that of the nursery, which has this option too.
-    is_module = words[0] == "-m"
-    sys.argv[:] = words[is_module:]
-    try:
-        if is_module:
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            runpy.run_path(words[0], run_name="__main__")
-    except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or 0
-        sys.stderr.write(f"{end.code}\n")
-        return 1
-    except KeyboardInterrupt:
-        return 128 + int(signal.SIGINT)
-    except BaseException:  # noqa: BLE001
-        sys.excepthook(*sys.exc_info())  # The hook records the error for the launcher.
-        return 1
-    return 0
-
-
-def _end(code: int) -> None:
-    """End this fork as an interpreter ends, but without taking the modules apart, which takes a second."""
-    with suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
-    os._exit(code)
-
-
-def main() -> None:
-    """Run the nursery: `python -m zeromesh.launch.nursery DESCRIPTOR MODULE...`."""
-    descriptor, *modules = sys.argv[1:]
-    die_with_launcher()
-    connection, began = Connection(int(descriptor)), time.monotonic()
-    # torch asks the driver's management library then, so that a fork can still begin to use a GPU.
-    export({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
-    gc.disable()  # Imports create almost no garbage, and collecting it takes a second.
-    try:
-        for module in modules:
-            import_module(module)
-        obstacle = _obstacle()
-    except Exception as error:  # noqa: BLE001 - The ranks will meet it too, and report it whole.
-        obstacle = f"{type(error).__name__}: {error}"
-    gc.freeze()
-    gc.enable()
-    connection.send_bytes(json.dumps({"obstacle": obstacle}).encode())
-    export({IMPORTED: str(time.monotonic() - began)})
-    arguments = None if obstacle else _serve(connection)
-    if arguments is not None:
-        _end(_run(arguments))
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from zeromesh.errors import ConfigError
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
 from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
-from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Result, run_starts
+from zeromesh.launch.rendezvous import ALONE, TRAINER, Follower, Leader, Member, Nodes, Result, run_starts
 
 BEGIN = b"\x1ezeromesh:"
 MAX_SLOTS = 1024
@@ -315,7 +315,9 @@ def drain(processes: Sequence[HostProcess], until: float) -> None:
             each.read()
 
 
-def run_attached(arguments: Sequence[str], silence_seconds: float, notify: Callable[[str], None]) -> Result:
+def run_attached(
+    arguments: Sequence[str], silence_seconds: float, notify: Callable[[str], None], modules: Sequence[str] = TRAINER
+) -> Result:
     """Run `python ARGUMENTS` as the ranks requested by the `zeromesh launch` at the other end of standard input and output. They
     are killed when that end is silent for `silence_seconds`, or has closed the connection."""
 
@@ -328,4 +330,6 @@ def run_attached(arguments: Sequence[str], silence_seconds: float, notify: Calla
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        return run_starts(arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests, notify)
+        return run_starts(
+            arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests, notify, modules=modules
+        )

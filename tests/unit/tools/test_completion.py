@@ -13,7 +13,9 @@ import pytest
 from zeromesh.trainer.cli.main import SHELLS, config_keys, main
 from zeromesh.trainer.config.messages import known_paths
 
-_ALL = "train launch evaluate generate serve config init plan status trace verify checkpoint report doctor completion"
+_ALL = (
+    "train run launch evaluate generate serve config init plan status trace verify checkpoint report doctor completion"
+)
 _COMPLETED = [
     ("", {*_ALL.split()}),
     ("che", {"checkpoint"}),
