@@ -59,6 +59,8 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 export({**request["variables"], **launched_by(parent)})
                 die_with_launcher()
+                if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
+                    sys.modules["numpy.random"].seed()
                 return list(request["arguments"])
             running.add(pid)
             connection.send_bytes(json.dumps({"forked": pid}).encode())

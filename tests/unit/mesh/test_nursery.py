@@ -26,6 +26,10 @@ if what == "tells":
     threading.Thread(target=lambda: (time.sleep(0.2), write("thread"))).start()
     mine = [str(imported.PID == os.getppid()), str(os.getsid(0) == os.getpid()), str(signal.getsignal(signal.SIGCHLD))]
     write(" ".join([__name__, os.environ["GIVEN"], os.environ["EARLY"], *mine]))
+elif what == "draws":
+    import random
+    import numpy
+    write(f"{random.random()} {numpy.random.random()}")
 elif what == "waits":
     write("waiting")
     time.sleep(60)
@@ -83,6 +87,13 @@ def test_the_end_of_a_fork_is_that_of_an_interpreter(nursery, tmp_path, what, co
     (tmp_path / "out").touch()
     assert nursery("imported")[0].fork(["-m", "program", what, str(tmp_path / "out")], {}).wait() == code
     assert (tmp_path / "out").read_text() == written
+
+
+def test_forks_draw_different_numbers(nursery, tmp_path):
+    found, notified = nursery("numpy.random")
+    assert [found.fork(["-m", "program", "draws", str(tmp_path / "out")], {}).wait() for _ in range(3)] == [0, 0, 0]
+    assert notified == []
+    assert len(set((tmp_path / "out").read_text().split())) == 6
 
 
 def test_a_killed_fork_says_so_and_others_go_on(nursery, tmp_path):
