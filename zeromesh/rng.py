@@ -105,7 +105,7 @@ class Streams:
         """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
         self._prefix = f"{seed}/{step}/{first_sample}"
         self._calls: Counter[str] = Counter()
-        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        self._by_mark: dict[tuple[str, int], tuple[int, int]] = {}
         """The index of a call and the mark of the caller's stream after it, by unit and mark of the caller's stream before it."""
         self._callers: list[tuple[str, int, GeneratorStates]] = []
         self._first_mark = number_of(f"{self._prefix}//marks")
@@ -126,10 +126,10 @@ class Streams:
         """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call, which the mark
         on the caller's stream identifies, if `torch.utils.checkpoint` has restored that, else it is taken for the last one."""
         caller, mark = GeneratorStates.now(), torch.initial_seed()
-        if (unit, mark) not in self._known:
-            self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
+        if (unit, mark) not in self._by_mark:
+            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) & _MASK)
             self._calls[unit] += not again
-        number, after = self._known[unit, mark]
+        number, after = self._by_mark[unit, mark]
         self._callers.append((unit, after, caller))
         seed_all(number_of(f"{self._prefix}/{unit}/{number}" if number else f"{self._prefix}/{unit}"))
 

@@ -85,7 +85,7 @@ def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[En
     """Backward waits at its second block until the peers have got as far as the first reduction."""
     timeline = Timeline()
     run = watched_run(mesh, Layout(stage=stage, transport=transport, overlap=overlap), timeline)
-    flying = run.engine._passes.gradients._flying
+    flying = run.engine._passes.gradients._in_flight
 
     def wait_for_peers(_gradient: torch.Tensor) -> None:
         deadline = time.monotonic() + 10

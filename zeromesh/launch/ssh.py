@@ -276,7 +276,7 @@ class HostProcess(LauncherConnection):
         else:
             gone = "; the host, its network or its connection is gone" if there else " since it was to start"
             reason = self._ending() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
-        return f": {reason}", (self.alive_at if there else now) + self._silence + _MARGIN_SECONDS
+        return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + _MARGIN_SECONDS
 
     def _ending(self) -> str:
         """Return a text on how the local command ended; empty while it runs."""

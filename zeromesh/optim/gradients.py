@@ -74,7 +74,7 @@ class GradientReducer:
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
-        self._flying: deque[tuple[Bucket, Reduction]] = deque()
+        self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}
@@ -156,7 +156,7 @@ class GradientReducer:
             if not wait and first.filled is None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
+        while not self._reducer.on_stream and self._in_flight and self._in_flight[0][1].ready():
             self._finish_oldest()
 
     def flush(self) -> None:
@@ -166,7 +166,7 @@ class GradientReducer:
                 self._add_to_sum(arrivals)
         while self._queue:
             self._launch_next()
-        while self._flying:
+        while self._in_flight:
             self._finish_oldest()
         for bucket, reduction in self._unfinished_wholes:
             reduction.gather_sums()
@@ -176,7 +176,7 @@ class GradientReducer:
         self.incomplete.clear()
         self._end_sums()
 
-    def lacking(self, bucket: Bucket) -> frozenset[int]:
+    def without_gradient(self, bucket: Bucket) -> frozenset[int]:
         """Return the indices of trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
@@ -185,7 +185,7 @@ class GradientReducer:
 
     def find_missing(self, buckets: Sequence[Bucket]) -> None:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
-        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
+        came = [[float(n not in self.without_gradient(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
@@ -196,7 +196,7 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
-        while arrivals.filled is None and self._slot_of(arrivals) is None and self._flying:
+        while arrivals.filled is None and self._slot_of(arrivals) is None and self._in_flight:
             self._finish_oldest()
         bucket, filled = arrivals.bucket, arrivals.filled
         if filled is None:
@@ -214,7 +214,7 @@ class GradientReducer:
         with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
-        self._flying.append((bucket, reduction))
+        self._in_flight.append((bucket, reduction))
         if not self._options.overlap:
             self._finish_oldest()
 
@@ -234,7 +234,7 @@ class GradientReducer:
 
     def _after_reduction(self, bucket: Bucket) -> None:
         # Preliminary: `find_missing` also takes other ranks' gradients into account.
-        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
+        bucket.missing = frozenset() if self.keep_zeros else self.without_gradient(bucket)
         if not self._last_microbatch:
             if bucket.grad is not None:
                 self.shards.offload(bucket, last=False)
@@ -314,7 +314,7 @@ class GradientReducer:
         return arrivals.filled
 
     def _finish_oldest(self) -> None:
-        bucket, reduction = self._flying.popleft()
+        bucket, reduction = self._in_flight.popleft()
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:

@@ -283,7 +283,7 @@ class ZeroEngine:
     def lacks_gradients(self) -> bool:
         """True if a trained parameter has had no gradient on this rank in the present step, or on any rank in the latest."""
         trained = [bucket for bucket in self._buckets if any(bucket.training)]
-        return any(bucket.missing or self._passes.gradients.lacking(bucket) for bucket in trained)
+        return any(bucket.missing or self._passes.gradients.without_gradient(bucket) for bucket in trained)
 
     @property
     def without_gradient(self) -> list[str]:
