@@ -121,7 +121,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
+        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, polls=0)
 
 
 def shared_segments(

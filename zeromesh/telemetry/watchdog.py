@@ -269,13 +269,13 @@ class Watchdog:
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
         *,
-        looks: int = 200,
+        polls: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `looks` leaves
-        no record."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `polls` calls of
+        `done` leaves no record."""
         self.operations_begun += 1
-        for _ in range(looks):
+        for _ in range(polls):
             if done():
                 return
         self._wait(done, peers, what, pause, behind=behind)
