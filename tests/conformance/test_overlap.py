@@ -64,7 +64,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
     original = gradients._reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
-    announce = gradients._announce
+    announce = gradients._post_reduction
 
     def remember(bucket: Bucket) -> None:
         current[:] = [bucket]
@@ -77,7 +77,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         timeline.wrap(reduction, "finish", f"finish {name}")
         return reduction
 
-    gradients._announce = remember  # type: ignore[method-assign]
+    gradients._post_reduction = remember  # type: ignore[method-assign]
     gradients._reducer.launch = launch  # type: ignore[method-assign]
 
 

@@ -75,8 +75,8 @@ class StepRecorder:
         self._open_phases: list[StepPhase] = []
         self._interval_begin: Any = None
         self._accounts: dict[str, CommAccount] = {}
-        self._nested: list[record_function] = []
-        self._current: record_function | None = None
+        self._open_ranges: list[record_function] = []
+        self._unit_range: record_function | None = None
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
         """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
@@ -142,25 +142,25 @@ class StepRecorder:
     def begin_range(self, what: str, of: str = "") -> None:
         if self.profiling:
             name = f"{what} {of}".rstrip()
-            self._nested.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
+            self._open_ranges.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
 
     def end_range(self) -> None:
         """End the latest range of `begin_range`, if one is open."""
-        if self._nested:
-            self._nested.pop().__exit__(None, None, None)
+        if self._open_ranges:
+            self._open_ranges.pop().__exit__(None, None, None)
 
     def next_range(self, of: str | None) -> None:
         """End the profiler range of the unit whose backward ran before, and begin that of unit `of`; None: backward has ended."""
-        if self._current is not None:
-            self._current.__exit__(None, None, None)
-        self._current = None
+        if self._unit_range is not None:
+            self._unit_range.__exit__(None, None, None)
+        self._unit_range = None
         if self.profiling and of is not None:
-            self._current = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
+            self._unit_range = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
 
     def end_ranges(self) -> None:
         """End all open ranges, after an error too."""
         self.next_range(None)
-        while self._nested:
+        while self._open_ranges:
             self.end_range()
 
 

@@ -235,7 +235,7 @@ class ZeroEngine:
         needed, name, slots = self._needed_slot_bytes(), self.reduction.name, self.options.gradient_slots
         if needed > self._slot_bytes and name != "local":
             wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
-            self._passes.gradients.use(wider.reducer)
+            self._passes.gradients.set_reducer(wider.reducer)
             if self._wider is not None:
                 self._wider.close()
             self._wider, self._slot_bytes = wider, needed
