@@ -22,7 +22,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.rng import number_of, seed_all
+from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
@@ -371,7 +371,7 @@ class Trainer(ModelOnMesh):
         model = self.run.model
         check_arguments(model.module, named, model.mesh if model.engine is not None else None)
         model.generations += 1
-        own = number_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
+        own = seed_of(f"{self.config.run.seed}/{self.run.progress.step}/{model.generations}/generate")
         set_seed = partial(seed_all, own) if seed is None else partial(torch.manual_seed, seed)
         with model.guarded("trainer.generate()" if model.engine is not None else ""):
             return generate(model, named, seed=set_seed)

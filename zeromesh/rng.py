@@ -105,33 +105,33 @@ class Streams:
         """Create the streams. `first_sample` is the global index of the first sample; `step` may name another kind of pass."""
         self._prefix = f"{seed}/{step}/{first_sample}"
         self._calls: Counter[str] = Counter()
-        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        self._by_mark: dict[tuple[str, int], tuple[int, int]] = {}
         """The index of a call and the mark of the caller's stream after it, by unit and mark of the caller's stream before it."""
         self._callers: list[tuple[str, int, GeneratorStates]] = []
-        self._first_mark = number_of(f"{self._prefix}//marks")
+        self._first_mark = seed_of(f"{self._prefix}//marks")
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Inside the block the generators draw from these streams, first from that of the loss; afterwards restore them."""
-        with own_randomness():
+        with kept_generators():
             self._callers.clear()
-            seed_all(number_of(f"{self._prefix}//loss"))
+            seed_all(seed_of(f"{self._prefix}//loss"))
             yield
 
     def begin(self, unit: str) -> None:
         """Begin the stream of a unit's first call, for code that runs a part of the unit without calling it."""
-        seed_all(number_of(f"{self._prefix}/{unit}"))
+        seed_all(seed_of(f"{self._prefix}/{unit}"))
 
     def enter(self, unit: str, *, again: bool) -> None:
         """Seed the generators for a unit's call and save the caller's states. `again`: backward recomputes the call, which the mark
         on the caller's stream identifies, if `torch.utils.checkpoint` has restored that, else it is taken for the last one."""
         caller, mark = GeneratorStates.now(), torch.initial_seed()
-        if (unit, mark) not in self._known:
-            self._known[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._known)) & _MASK)
+        if (unit, mark) not in self._by_mark:
+            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) & _MASK)
             self._calls[unit] += not again
-        number, after = self._known[unit, mark]
+        number, after = self._by_mark[unit, mark]
         self._callers.append((unit, after, caller))
-        seed_all(number_of(f"{self._prefix}/{unit}/{number}" if number else f"{self._prefix}/{unit}"))
+        seed_all(seed_of(f"{self._prefix}/{unit}/{number}" if number else f"{self._prefix}/{unit}"))
 
     def leave(self, unit: str) -> None:
         """Restore the caller's generator states after a unit's call. Inner calls that an exception ended are dropped."""
@@ -148,21 +148,21 @@ class Streams:
 _MASK = 2**63 - 1
 
 
-def number_of(text: str) -> int:
-    """Hash a text to 63 bits."""
+def seed_of(text: str) -> int:
+    """Hash a text to a seed of 63 bits, which is the same in all processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 @contextmanager
 def data_randomness(seed: int, first_sample: int) -> Iterator[None]:
     """Inside the block datasets and collators draw numbers that belong to the microbatch of this first sample."""
-    with own_randomness():
-        seed_all(number_of(f"{seed}/data/{first_sample}"))
+    with kept_generators():
+        seed_all(seed_of(f"{seed}/data/{first_sample}"))
         yield
 
 
 @contextmanager
-def own_randomness(*, host_only: bool = False) -> Iterator[None]:
+def kept_generators(*, host_only: bool = False) -> Iterator[None]:
     """Restore the generators after the block, so that its draws do not disturb the user's; `host_only`: NumPy's and Python's."""
     states = GeneratorStates.now(host_only=host_only)
     try:

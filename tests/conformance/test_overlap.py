@@ -64,7 +64,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
     original = gradients._reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
-    announce = gradients._announce
+    announce = gradients._post_reduction
 
     def remember(bucket: Bucket) -> None:
         current[:] = [bucket]
@@ -77,7 +77,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         timeline.wrap(reduction, "finish", f"finish {name}")
         return reduction
 
-    gradients._announce = remember  # type: ignore[method-assign]
+    gradients._post_reduction = remember  # type: ignore[method-assign]
     gradients._reducer.launch = launch  # type: ignore[method-assign]
 
 
@@ -85,7 +85,7 @@ def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[En
     """Backward waits at its second block until the peers have got as far as the first reduction."""
     timeline = Timeline()
     run = watched_run(mesh, Layout(stage=stage, transport=transport, overlap=overlap), timeline)
-    flying = run.engine._passes.gradients._flying
+    flying = run.engine._passes.gradients._in_flight
 
     def wait_for_peers(_gradient: torch.Tensor) -> None:
         deadline = time.monotonic() + 10

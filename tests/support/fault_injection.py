@@ -88,7 +88,7 @@ _BEGINS = {
     (stores, "publish"): "before-rename",
     (Remover, "remove"): "during-retention",
     (Passes, "before_forward"): "forward",
-    (GradientReducer, "_announce"): "reduce",
+    (GradientReducer, "_post_reduction"): "reduce",
     (OptimizerStep, "_update"): "optimizer",
 }
 """The sites that are where a method begins."""

@@ -100,7 +100,7 @@ def _prompts_of(source: str | None) -> list[PromptLine]:
 def _generate(
     options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: Sequence[PromptLine]
 ) -> int:
-    from zeromesh.rng import number_of
+    from zeromesh.rng import seed_of
     from zeromesh.trainer.inference.generator import Generator
 
     with Generator(options.config, options.config_file, overrides=keys) as generator:
@@ -111,7 +111,7 @@ def _generate(
             _serve_chat(generator, fields)
             return 0
         seed = generator.config.run.seed if options.seed is None else options.seed
-        asked = [{"seed": number_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
+        asked = [{"seed": seed_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
         for line, prompt in zip(prompts, asked, strict=True):
             try:
                 request, _ = generator.request_of(prompt, fields)

@@ -17,7 +17,7 @@ import torch
 
 from zeromesh.errors import CheckpointError, DataError, counted, summary
 from zeromesh.offload import tensor_bytes
-from zeromesh.rng import number_of, own_randomness, seed_all
+from zeromesh.rng import kept_generators, seed_all, seed_of
 
 _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
@@ -146,9 +146,9 @@ class StreamedDataset:
 
     def _read(self, until: int) -> None:
         start = self._next // self.block * self.block
-        with own_randomness():
+        with kept_generators():
             # The seed is that of the block, not of a microbatch, so that all ranks read the same samples.
-            seed_all(number_of(f"{self._seed}/stream/{start}"))
+            seed_all(seed_of(f"{self._seed}/stream/{start}"))
             if self._next == start:
                 self._save_state()
             while self._next < min(start + self.block, until):

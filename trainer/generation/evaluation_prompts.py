@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from zeromesh.errors import ConfigError, DataError, some
-from zeromesh.rng import number_of, seed_all
+from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments, decoder_positions, ends_of, settings_with
@@ -70,7 +70,7 @@ class BatchGeneration:
             name: value.to(compute) if isinstance(value, Tensor) and value.is_floating_point() else value
             for name, value in inputs.items()
         }
-        seed = number_of(f"{self._seed}/{samples[0]}/predict_with_generate")
+        seed = seed_of(f"{self._seed}/{samples[0]}/predict_with_generate")
         tokens: Tensor = generate(placed, {**arguments, **self._fixed}, seed=partial(seed_all, seed))
         begun = inputs.get("decoder_input_ids")
         given = inputs["input_ids"].shape[1] if not has_encoder else begun.shape[1] if isinstance(begun, Tensor) else 1

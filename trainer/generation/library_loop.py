@@ -21,7 +21,7 @@ from zeromesh.errors import LayoutError, some
 from zeromesh.options import Placement
 from zeromesh.overrides import cached_tensors_removed
 from zeromesh.pipeline.generation import CACHE
-from zeromesh.rng import own_randomness, seed_all
+from zeromesh.rng import kept_generators, seed_all
 from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.sampling import RowDraws, at_least_float32, logprobs_of
@@ -68,7 +68,7 @@ def generate(
     mode = in_evaluation_mode(model) if seed is not None else nullcontext()
     # Tensors that modules keep between tokens belong to this text alone.
     with mode, torch.no_grad(), cached_tensors_removed(model) as put_aside:
-        with own_randomness() if seed is not None else nullcontext():
+        with kept_generators() if seed is not None else nullcontext():
             if seed is not None:
                 seed()
             # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.

@@ -33,7 +33,7 @@ from zeromesh.errors import (
 )
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
-from zeromesh.rng import number_of
+from zeromesh.rng import seed_of
 from zeromesh.trainer.config.load import ConfigSource, Consent, foreign_code, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
@@ -175,9 +175,9 @@ class Generator(ModelOnMesh):
         if not prompts:
             raise DataError("there are no prompts; give at least one")
         self._calls += 1
-        number = number_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
+        number = seed_of(f"{self.config.run.seed}/{self._calls}/generator") if seed is None else seed
         checked = [
-            self.request_of(prompt, fields, number=index, seed=number_of(f"{number}/{index}"), where=f"prompt {index}")
+            self.request_of(prompt, fields, number=index, seed=seed_of(f"{number}/{index}"), where=f"prompt {index}")
             for index, prompt in enumerate(prompts)
         ]
         requests = [request for request, _ in checked]

@@ -190,7 +190,7 @@ class Stepper:
         engine, mesh = self._engine, self._mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
-        began, waited = time.perf_counter(), mesh.watch.waited
+        began, waited = time.perf_counter(), mesh.watch.waited_seconds
         mesh.recorder.take_traffic()  # Traffic since the last step is not counted.
         mesh.recorder.begin_step(engine.waits)
         mesh.post(Activity.DATA, step=step)
@@ -279,7 +279,7 @@ class Stepper:
             bubble={} if bubble is None else {"predicted": bubble.predicted, "measured": bubble.measured},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
-            idle=mesh.watch.waited - waited,
+            idle=mesh.watch.waited_seconds - waited,
         )
 
     def evaluate(

@@ -25,7 +25,7 @@ from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.options import ZeroOptions
-from zeromesh.rng import GeneratorStates, own_randomness
+from zeromesh.rng import GeneratorStates, kept_generators
 from zeromesh.trainer.config.sections.model import Attention, ModelSection
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import Compile
@@ -139,7 +139,7 @@ def _replay_rng(function: Callable[..., Any]) -> Callable[..., Any]:
     def replaying(*args: Any, **kwargs: Any) -> Any:
         if not next(calls):
             return function(*args, **kwargs)
-        with own_randomness(host_only=True):
+        with kept_generators(host_only=True):
             state.restore()
             return function(*args, **kwargs)
 

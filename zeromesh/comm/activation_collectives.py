@@ -211,7 +211,7 @@ class SharedExchange(Exchange):
         super().__init__(group)
         self._group = group
         self._ring = SharedRing(group, "activations")
-        self._flying: dict[int, weakref.ref[Pending]] = {}
+        self._pending: dict[int, weakref.ref[Pending]] = {}
 
     def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
@@ -222,7 +222,7 @@ class SharedExchange(Exchange):
         with traffic.timed(kind.collective):
             # All ranks must have consumed the entry that is about to be overwritten.
             if (oldest := ring.next - ring.room) >= 0:
-                found = self._flying.get(oldest)
+                found = self._pending.get(oldest)
                 if found is not None and (arriving := found()) is not None:
                     arriving.read_result()
                 ring.consumed.wait(oldest + 1, f"room for one more {what}")
@@ -248,11 +248,11 @@ class SharedExchange(Exchange):
                 return self._combine(kind, parts, dim, lengths)
 
         def consume() -> None:
-            self._flying.pop(sequence, None)
+            self._pending.pop(sequence, None)
             ring.consume(sequence)
 
         pending = Pending(read, consume)
-        self._flying[sequence] = weakref.ref(pending)
+        self._pending[sequence] = weakref.ref(pending)
         return pending
 
     def _disagreement(self, rank: int, other: list[int], own: list[int]) -> CollectiveError:

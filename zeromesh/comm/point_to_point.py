@@ -54,15 +54,15 @@ class Incoming:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: tuple[torch.Tensor, Launched] | None = None
         self._tensors: list[torch.Tensor] = []
-        self._flights: list[Launched] | None = None
+        self._receives: list[Launched] | None = None
 
     def advance(self, *, block: bool) -> bool:
         """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
         channel = self._channel
-        if self._flights is not None:
+        if self._receives is not None:
             return True
         if self._specs is None:
-            self._specs = channel.known.get(self._kind)
+            self._specs = channel.sent_specs.get(self._kind)
         if self._specs is None:
             if self._header is None:
                 data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=channel.device)
@@ -71,17 +71,17 @@ class Incoming:
             if not block and not flight.done():
                 return False
             flight.wait()
-            self._specs = channel.known[self._kind] = read_header(data)
+            self._specs = channel.sent_specs[self._kind] = read_header(data)
         self._tensors = [spec.empty(channel.device) for spec in self._specs]
-        self._flights = [channel.start(tensor, self.what) for tensor in self._tensors]
+        self._receives = [channel.start(tensor, self.what) for tensor in self._tensors]
         return True
 
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
         """Return the tensors and their specifications; may be called once."""
         self._channel.advance(self)
-        for flight in self._flights or ():
+        for flight in self._receives or ():
             flight.wait()
-        tensors, self._tensors, self._flights = self._tensors, [], []
+        tensors, self._tensors, self._receives = self._tensors, [], []
         return tensors, self._specs or ()
 
 
@@ -90,11 +90,11 @@ class _Channel:
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
         self.pair, self.device = pair, device
-        self.known: dict[Hashable, Sequence[MessageSpec]] = {}
+        self.sent_specs: dict[Hashable, Sequence[MessageSpec]] = {}
         """The specifications sent so far, by kind of message; equal on both ends."""
         self.queue: deque[Incoming] = deque()
         """Messages requested by the receiver, in the order of arrival."""
-        self.flying: deque[tuple[torch.Tensor, Launched]] = deque()
+        self.sending: deque[tuple[torch.Tensor, Launched]] = deque()
         """Messages that are being sent."""
 
     def start(self, tensor: torch.Tensor, what: str) -> Launched:
@@ -104,15 +104,15 @@ class _Channel:
         call = CollectiveCall(flat, flat[: received[index]], what, received, times=1.0 - index)
         return self.pair.start(Collective.POINT_TO_POINT, call)
 
-    def advance(self, wanted: Incoming | None = None) -> None:
-        """Begin to receive messages of known shapes, in order; wait for the shapes of `wanted` and of the messages before it."""
-        while self.queue and self.queue[0].advance(block=self.pair.on_stream or wanted in self.queue):
+    def advance(self, until: Incoming | None = None) -> None:
+        """Begin to receive messages of known shapes, in order; wait for the shapes of `until` and of the messages before it."""
+        while self.queue and self.queue[0].advance(block=self.pair.on_stream or until in self.queue):
             self.queue.popleft()
 
     def send(self, tensor: torch.Tensor, what: str) -> None:
-        while self.flying and self.flying[0][1].done():
-            self.flying.popleft()[1].wait()  # This raises the error of a failed send.
-        self.flying.append((tensor, self.start(tensor, what)))
+        while self.sending and self.sending[0][1].done():
+            self.sending.popleft()[1].wait()  # This raises the error of a failed send.
+        self.sending.append((tensor, self.start(tensor, what)))
 
 
 class Channels:
@@ -156,7 +156,7 @@ class Channels:
         others."""
         channel, found = self._out[target], [MessageSpec.of(tensor) for tensor in tensors]
         if specs is None:
-            specs = channel.known.setdefault(kind, found)
+            specs = channel.sent_specs.setdefault(kind, found)
             if specs is found:
                 channel.send(write_header(found).to(self.device), what)
         if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
@@ -183,10 +183,10 @@ class Channels:
     def wait_for_sends(self) -> None:
         """Wait until all messages are sent, and bound the number of remembered specifications; called at the end of a step."""
         for channel in (*self._out.values(), *self._in.values()):
-            while channel.flying:
-                channel.flying.popleft()[1].wait()
-            if len(channel.known) > _MOST_KINDS:
-                channel.known.clear()
+            while channel.sending:
+                channel.sending.popleft()[1].wait()
+            if len(channel.sent_specs) > _MOST_KINDS:
+                channel.sent_specs.clear()
 
     def close(self) -> None:
         """Leave the groups, on all ranks alike, when nothing is in flight; after a failed wait they stay until the process ends."""

@@ -121,7 +121,7 @@ class Counters:
                     futex.wait(seen, seconds)
                     return
 
-        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, looks=0)
+        watch.wait(lambda: self.reached(value), behind(), what, pause, behind, polls=0)
 
 
 def shared_segments(
@@ -288,7 +288,7 @@ class SharedBuffer(GatherBuffer):
         self._arena, self._written, self._done, self._traffic = arena, written, done, group.traffic
         self._counted_generation = self._generation = 0
         self._reading: Transfer | None = None
-        self._live, self._pages_freed = False, True
+        self._valid, self._pages_freed = False, True
         self._memory = None
         length, itemsize = request.padded // group.size, request.dtype.itemsize
         self._own = slice(group.index * length, (group.index + 1) * length)
@@ -309,13 +309,13 @@ class SharedBuffer(GatherBuffer):
             self._written.set(self._generation)
 
     def gather(self, shard: TieredTensor) -> None:
-        if self.persistent or self._live:
+        if self.persistent or self._valid:
             return
         if not self._done.reached(self._generation):
             self._await(self._done, "end of reading before the refill")
         if self._pages_freed:
             self._reserve_own()
-        self._live = True
+        self._valid = True
         self._generation += 1
         reading = shard.read(0, self._shard)
         if reading is DONE:
@@ -344,11 +344,11 @@ class SharedBuffer(GatherBuffer):
         self._written.set(self._generation)
 
     def release(self) -> None:
-        if self.persistent or not self._live:
+        if self.persistent or not self._valid:
             return
         if self._reading is not None:
             self._finish_reading(self._reading)
-        self._live = False
+        self._valid = False
         self._done.set(self._generation)
         self.poll()
 
@@ -360,7 +360,7 @@ class SharedBuffer(GatherBuffer):
         """Publish this rank's shard once it is in place; free its pages once no rank reads them."""
         if self._reading is not None and self._reading.done():
             self._finish_reading(self._reading)
-        if not self.persistent and not self._live and not self._pages_freed and self._done.reached(self._generation):
+        if not self.persistent and not self._valid and not self._pages_freed and self._done.reached(self._generation):
             self._arena.give_back(*self._own_bytes)
             self._pages_freed = True
 

@@ -72,8 +72,8 @@ class GatherBuffer:
         self._queue = deque[GatherBuffer]() if queue is None else queue
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
-        self._flight: Launched | None = None
-        self._live = False
+        self._launched: Launched | None = None
+        self._valid = False
         if group is not None:
             self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
         if self.persistent:
@@ -100,17 +100,17 @@ class GatherBuffer:
 
     def end_write(self) -> None:
         """Mark this rank's shard as new; gathered copies on other ranks are then out of date."""
-        self._live = self._live and self._group is None
+        self._valid = self._valid and self._group is None
 
     def gather(self, shard: TieredTensor) -> None:
         """Start to fill `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype on any tier."""
-        if self._live or self._flight is not None or (self._group is not None and self._reading is not None):
+        if self._valid or self._launched is not None or (self._group is not None and self._reading is not None):
             return
         if self._memory is not None:
             self._memory.take()
         self._reading = DONE if self._memory is None else shard.read(0, self.own())
         if self._group is None:
-            self._live = True
+            self._valid = True
             return
         while self._group.on_stream and self._queue:
             self._queue.popleft().start()
@@ -132,7 +132,7 @@ class GatherBuffer:
         if reading is not None and self._group is not None:
             with reading.ordering():
                 call = CollectiveCall(self.full, self.own(), self._what)
-                self._flight = self._group.start(Collective.ALL_GATHER, call)
+                self._launched = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
         """Wait until `full` is complete and current."""
@@ -140,24 +140,24 @@ class GatherBuffer:
             self._reading.wait()
         while self._group is not None and self._reading is not None:
             self._queue.popleft().start()
-        if self._flight is not None:
-            self._flight.wait()
-            self._flight, self._live = None, True
+        if self._launched is not None:
+            self._launched.wait()
+            self._launched, self._valid = None, True
 
     def release(self) -> None:
         """Free the memory unless the buffer is persistent. This rank reads no more before the next gather."""
-        if self._memory is not None and (self._live or self._group is not None):
+        if self._memory is not None and (self._valid or self._group is not None):
             self.wait()
             self._memory.give_back()
-            self._live = False
+            self._valid = False
 
     def end_read(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""
 
     def order_gather(self) -> None:
         """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
-        if self._flight is not None and self._group is not None and self._group.on_stream:
-            self._flight.wait()
+        if self._launched is not None and self._group is not None and self._group.on_stream:
+            self._launched.wait()
 
 
 @dataclass(kw_only=True, eq=False)

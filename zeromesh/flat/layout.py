@@ -314,7 +314,7 @@ class ParameterSpec:
 
     @property
     def counted_at(self) -> dict[Axis, int]:
-        """The index, along axes that divide the model, of the ranks that count and write it."""
+        """The index, along axes that divide the model, of the ranks that count it in norms and write it."""
         first = {"tensor": self.holders[0] if self.holders else 0}
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 

@@ -127,9 +127,9 @@ class LauncherConnection:
         """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the
         follower's latest beat that was echoed."""
         self._writer = writer
-        self._hello, self._silence, self._mark = hello_seconds, silence_seconds, mark
+        self._hello_seconds, self._silence_seconds, self._mark = hello_seconds, silence_seconds, mark
         self._key = secret.encode()
-        self._serves = serves
+        self._is_server = serves
         self._agreed = b""
         self._numbers = {True: 0, False: 0}
         self._partial = b""
@@ -146,7 +146,7 @@ class LauncherConnection:
     def send(self, message: Message) -> None:
         """Queue a message, and send as much as the connection takes now."""
         data = json.dumps(message).encode("ascii")
-        self._unsent += self._mark + self._digest(data, self._serves) + b" " + data + b"\n"
+        self._unsent += self._mark + self._digest(data, self._is_server) + b" " + data + b"\n"
         self._flush()
 
     def _flush(self) -> None:
@@ -161,22 +161,22 @@ class LauncherConnection:
         """Return the messages that have arrived, without waiting. Raises `MessageError` for a malformed one, or one without a valid
         digest, and `ConnectionError` when the connection has ended, or nothing was received for some seconds."""
         now = time.monotonic()
-        if self._agreed and not self._serves and now > self._beat_at + self._silence / BEATS:
+        if self._agreed and not self._is_server and now > self._beat_at + self._silence_seconds / BEATS:
             self._beat_at = now
             self.send({"beat": int(now * 1e6)})
         self._flush()
         lines, messages = self.read(), []
         for line in lines or ():
-            message = self.opened(line)
-            if "beat" in message and self._serves:
+            message = self.verified_message(line)
+            if "beat" in message and self._is_server:
                 self.send({"echo": field(message, "beat", MISSING)})
-            elif "echo" in message and not self._serves:
+            elif "echo" in message and not self._is_server:
                 self.alive_at = max(self.alive_at, min(field(message, "echo", MISSING) / 1e6, self._beat_at))
             elif not {"beat", "echo"} & message.keys():
                 messages.append(message)
-        if lines and self._serves:
+        if lines and self._is_server:
             self.alive_at = now
-        if lines is None or now > self.alive_at + (self._silence if self._agreed else self._hello):
+        if lines is None or now > self.alive_at + (self._silence_seconds if self._agreed else self._hello_seconds):
             raise ConnectionError("the connection is gone")
         return messages
 
@@ -188,19 +188,19 @@ class LauncherConnection:
         *whole, self._partial = (self._partial + data).split(b"\n")
         return None if not data or len(self._partial) > MAX_MESSAGE else whole
 
-    def opened(self, line: bytes) -> Message:
+    def verified_message(self, line: bytes) -> Message:
         """Check the digest of a line and return its message. Raises `MessageError`."""
         digest, _, data = line.partition(b" ")
-        first = not self._numbers[not self._serves]
-        if first and self._serves:
+        first = not self._numbers[not self._is_server]
+        if first and self._is_server:
             # The first line carries the random word of its sender, which its digest covers already.
             self.agree(self.drawn, field(parsed(data), "drawn", ""))
-        if not hmac.compare_digest(digest, self._digest(data, not self._serves)):
+        if not hmac.compare_digest(digest, self._digest(data, not self._is_server)):
             raise MessageError(
                 "a message has not the digest that this run's secret gives (ZEROMESH_SECRET on every host)"
             )
         message = parsed(data)
-        if first and not self._serves:
+        if first and not self._is_server:
             self.agree(field(message, "drawn", ""), self.drawn)
         return message
 

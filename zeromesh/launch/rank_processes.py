@@ -114,8 +114,8 @@ class RankProcesses:
             return True
         failed = [each for each in self._ranks if each.ended and each.process.returncode]
         # A process that has recorded its error may not end while a stopped peer holds its connections.
-        told = any(os.fstat(each.error).st_size for each in self._ranks)
-        if self._stop_until is None and (failed or told):
+        recorded = any(os.fstat(each.error).st_size for each in self._ranks)
+        if self._stop_until is None and (failed or recorded):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
             if now > self._cause_until or any(each.end().distance == 0 for each in failed):
                 self.stop(signal.SIGTERM)
@@ -186,30 +186,30 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
 
 class StopSignals:
     """The signals received by this process and not yet passed on, and the number of those passed on to its child processes. Signals
-    in `told` do not ask this process to stop; they are only passed on."""
+    in `only_forwarded` do not ask this process to stop; they are only passed on."""
 
-    def __init__(self, told: Sequence[int] = ()) -> None:
+    def __init__(self, only_forwarded: Sequence[int] = ()) -> None:
         self.first = 0
         self.passed_on = 0
         self.pending: list[int] = []
-        self.told = tuple(told)
+        self.only_forwarded = tuple(only_forwarded)
 
     def receive(self, number: int, frame: object) -> None:
         """Record a signal; this is a signal handler."""
-        if number not in self.told:
+        if number not in self.only_forwarded:
             self.first = self.first or number
         self.pending.append(number)
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None], most: int = 1) -> None:
-        """Pass on received signals: those of `told` always; of others, the first `most` let the child processes end in order, and
-        one more kills them."""
+        """Pass on received signals: those of `only_forwarded` always; of others, the first `most` let the child processes end
+        in order, and one more kills them."""
         while self.pending:
             number = self.pending.pop(0)
-            if number in self.told or self.passed_on < most:
+            if number in self.only_forwarded or self.passed_on < most:
                 send(number)
             else:
                 kill()
-            self.passed_on += number not in self.told
+            self.passed_on += number not in self.only_forwarded
 
     def exit_code(self) -> int:
         """Return 128 plus the number of the first signal, or 0."""
@@ -249,8 +249,8 @@ def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object
 
 
 @contextmanager
-def noted_signals(told: Sequence[int] = ()) -> Iterator[StopSignals]:
-    """Inside the block, signals are recorded instead of ending this process. `told`: signals that do not ask it to stop."""
-    requests = StopSignals(told)
+def noted_signals(only_forwarded: Sequence[int] = ()) -> Iterator[StopSignals]:
+    """Inside the block, signals are recorded and do not end this process. `only_forwarded`: those that do not ask it to stop."""
+    requests = StopSignals(only_forwarded)
     with handled_signals(_SIGNALS, requests.receive):
         yield requests

@@ -122,25 +122,25 @@ class Leader:
         """True once ranks were signalled to stop: a failure then does not stop the other ranks, which may still be saving."""
         self._lost: list[WorkersFailed] = []
         """The members lost since the latest start, as failures."""
-        self._safe_at = 0.0
+        self._hosts_dead_at = 0.0
         """The monotonic time in seconds after which no process of the run is alive on the lost hosts."""
         self._failed_at: float | None = None
         self._refused: set[str] = set()
-        self._joining = self._stopping = False
+        self._has_new_hosts = self._stopping = False
         self._failures = self._starts = 0
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
     def first_start(self) -> RankRange | Result:
         """Wait until enough launchers have joined; returns the ranks of this host, or the result if there is no start."""
-        nodes, told = self._nodes, len(self._lost)
+        nodes, reported = self._nodes, len(self._lost)
         began, enough_since = time.monotonic(), None
         while not self._stopped():
             self._serve()
-            now, present, lost = time.monotonic(), 1 + len(self._known), self._lost[told:]
+            now, present, lost = time.monotonic(), 1 + len(self._known), self._lost[reported:]
             if lost and self._too_few:
                 return self._end(lost[0])
             if self._listener is None:
-                ready = present > len(self._members) and now >= self._safe_at
+                ready = present > len(self._members) and now >= self._hosts_dead_at
             else:
                 enough_since = None if present < nodes.least else enough_since or now
                 ready = present >= nodes.most or (enough_since or now) + _LAST_CALL_SECONDS < now
@@ -159,12 +159,12 @@ class Leader:
         """Return the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
         self._serve()
         numbered = [each for each in self._members if each.numbered]
-        self._joining = len(numbered) < min(len(self._known), self._nodes.most - 1)
+        self._has_new_hosts = len(numbered) < min(len(self._known), self._nodes.most - 1)
         failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
         failed = late or bool(self._lost) or any(not each.distance for each in failures)
-        if self._joining or (failed and not self.ending):
+        if self._has_new_hosts or (failed and not self.ending):
             self._stop()
         return self._nodes.rest_seconds if self._stopping else None
 
@@ -188,7 +188,7 @@ class Leader:
             return self._end(0)
         if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few)):
             return self._end(cause)
-        if not lost and not self._joining:
+        if not lost and not self._has_new_hosts:
             self._failures += 1
             if cause is not None and self._failures > self._nodes.max_restarts:
                 return self._end(cause)
@@ -235,7 +235,7 @@ class Leader:
         for each in self._members:
             each.numbered = each in members
         self._starts += 1
-        self._lost, self._failed_at, self._joining, self._stopping = [], None, False, False
+        self._lost, self._failed_at, self._has_new_hosts, self._stopping = [], None, False, False
         return assigned
 
     def _stop(self) -> None:
@@ -269,7 +269,7 @@ class Leader:
             )
         elif self._lost:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
-        elif self._joining:
+        elif self._has_new_hosts:
             self._notify(f"another host has come; {again}")
         else:
             self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
@@ -294,11 +294,11 @@ class Leader:
                     self._take(each, message)
                 continue
             except (MessageError, ConnectionError) as error:
-                self._drop(each, error)
+                self._report_loss(each, error)
             each.connection.close()
             self._members.remove(each)
 
-    def _drop(self, each: Member, error: MessageError | ConnectionError) -> None:
+    def _report_loss(self, each: Member, error: MessageError | ConnectionError) -> None:
         if self._listener is not None and isinstance(error, MessageError):
             # A stranger may connect here: one line per address, and for a few addresses only.
             if each.name not in self._refused and len(self._refused) < _MOST_STRANGERS:
@@ -308,7 +308,7 @@ class Leader:
         if each.running or (each.slots and not each.numbered):
             reason, safe_at = each.connection.loss(error)
             self._lost.append(WorkersFailed(message=f"host {each.name}{reason}", exit_code=1))
-            self._safe_at = max(self._safe_at, safe_at)
+            self._hosts_dead_at = max(self._hosts_dead_at, safe_at)
 
     def _take(self, each: Member, message: Message) -> None:
         """Handle a message: the first of a launcher introduces it, `rest` says that its ranks have ended."""
@@ -361,7 +361,7 @@ class Follower:
                 self._connection = self._join((self._attach or self._dial)())
             except OSError as error:
                 if time.monotonic() > until:
-                    return self._unreached(error.strerror or str(error))
+                    return self._unreachable_error(error.strerror or str(error))
                 time.sleep(4 * _TICK_SECONDS)
             if self._stopped():
                 return 0
@@ -427,7 +427,7 @@ class Follower:
                 self._take(message)
         except (MessageError, ConnectionError) as error:
             if self._result is None:
-                self._result, self._stop = self._unreached(str(error)), 0
+                self._result, self._stop = self._unreachable_error(str(error)), 0
         if self._result is not None:
             self._stop = self.rest_seconds if self._stop is None else self._stop
             self.close()
@@ -446,7 +446,7 @@ class Follower:
         elif self._attach is not None and "signal" in message:
             os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=_MOST_SIGNAL))
 
-    def _unreached(self, reason: str) -> WorkersFailed:
+    def _unreachable_error(self, reason: str) -> WorkersFailed:
         nodes = self._nodes
         message = (
             f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
@@ -527,9 +527,9 @@ def _run(
     ranks = RankProcesses(arguments, assigned, nursery)
 
     def hand_on(number: int) -> None:
-        if number not in requests.told:
+        if number not in requests.only_forwarded:
             ranks.stop(number, _REST_SECONDS)
-        if number in requests.told or requests.passed_on:  # They are stopping already, and must now end soon.
+        if number in requests.only_forwarded or requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
     try:

@@ -190,9 +190,9 @@ class Output:
 class HostStream:
     """One output stream of a host, read in arbitrary pieces: printed lines and, in standard output, messages between them."""
 
-    def __init__(self, output: Output, carries: bool, host: str) -> None:
+    def __init__(self, output: Output, is_stdout: bool, host: str) -> None:
         self.last = ""
-        self.carries = carries
+        self.is_stdout = is_stdout
         """True for standard output, which carries messages."""
         self._output = output
         self._prefix = f"[{host}] "
@@ -205,7 +205,7 @@ class HostStream:
         printed = b""
         for line in whole:
             # A message may interrupt a printed line, which goes on after it.
-            begin, mark, content = line.partition(BEGIN) if self.carries else (line, b"", b"")
+            begin, mark, content = line.partition(BEGIN) if self.is_stdout else (line, b"", b"")
             printed += begin
             try:
                 if mark:
@@ -230,7 +230,7 @@ class HostStream:
     def _put(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace").rstrip("\r")
         self.last = text.strip() or self.last
-        self._output.put(1 if self.carries else 2, self._prefix + text)
+        self._output.put(1 if self.is_stdout else 2, self._prefix + text)
 
 
 class HostProcess(LauncherConnection):
@@ -276,7 +276,7 @@ class HostProcess(LauncherConnection):
         else:
             gone = "; the host, its network or its connection is gone" if there else " since it was to start"
             reason = self._ending() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
-        return f": {reason}", (self.alive_at if there else now) + self._silence + _MARGIN_SECONDS
+        return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + _MARGIN_SECONDS
 
     def _ending(self) -> str:
         """Return a text on how the local command ended; empty while it runs."""
@@ -285,7 +285,7 @@ class HostProcess(LauncherConnection):
         except subprocess.TimeoutExpired:
             return ""
         drain([self], time.monotonic() + self._patience)
-        last_line = next((f": {each.last}" for each in self._printed.values() if not each.carries and each.last), "")
+        last_line = next((f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last), "")
         return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
 
     def close(self) -> None:

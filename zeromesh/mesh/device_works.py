@@ -141,7 +141,7 @@ class DeviceWorks:
             self._patience = first, Patience(self.watch, first.peers, first.what)
             return
         try:
-            self._patience[1].look()
+            self._patience[1].check_peers()
         except CollectiveError as error:
             self._abort_communicators(error)
 

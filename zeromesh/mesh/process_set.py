@@ -254,8 +254,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
         declared = {name: _numbers(ranks) for name, ranks in sorted(sets.items())}
         with self._lock:
             listed = ", ".join(f"{name!r} of ranks {ranks}" for name, ranks in declared.items())
-            self._agree(f"to declare {listed or 'nothing'}")
-            return self._make(declared)
+            self._require_same_call(f"to declare {listed or 'nothing'}")
+            return self._add_checked(declared)
 
     def add(self, ranks: Sequence[int], *, name: str = "") -> ProcessSet:
         """Add the set of these ranks, in this order; the default name is made from the ranks."""
@@ -269,7 +269,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
         Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
         """
         with self._lock:
-            rows = self._agree(f"to split the world as {name!r}").gather_integers(
+            rows = self._require_same_call(f"to split the world as {name!r}").gather_integers(
                 [-1 if colour is None else colour, key]
             )
             wrong = [f"rank {rank} gave {row[0]}" for rank, row in enumerate(rows) if row[0] < -1]
@@ -279,14 +279,14 @@ class ProcessSets(Mapping[str, ProcessSet]):
             for rank in sorted(range(len(rows)), key=rows.__getitem__):
                 if rows[rank][0] >= 0:
                     found.setdefault(f"{name} {rows[rank][0]}", []).append(rank)
-            made = self._make(found)
+            made = self._add_checked(found)
             return None if colour is None else made[f"{name} {colour}"]
 
     def remove(self, removed: ProcessSet | str) -> None:
         """Destroy the groups of a set, on all ranks, when it has nothing in flight. Using the set afterwards is an error."""
         name = removed if isinstance(removed, str) else removed.name
         with self._lock:
-            self._agree(f"to remove {name!r}")
+            self._require_same_call(f"to remove {name!r}")
             if name not in self._sets:
                 there = ", ".join(map(repr, self._sets)) or "no others"
                 raise LayoutError(f"process set {name!r} cannot be removed: there is none (there are {there})")
@@ -296,15 +296,15 @@ class ProcessSets(Mapping[str, ProcessSet]):
             if gone.groups is not None:
                 gone.groups.clear()
 
-    def _agree(self, call: str) -> ProcessSet:
+    def _require_same_call(self, call: str) -> ProcessSet:
         """Compare the calls of all ranks; returns the set over which they were compared."""
         if self._agreement is None:
-            self._agreement = self._apart(_AGREEMENT, self._world.ranks)
+            self._agreement = self._new_set(_AGREEMENT, self._world.ranks)
         advice = "No process set was changed: every rank of the world makes the same calls in the same order, also outside of a set"
         self._agreement.require_same({"the call": call}, CollectiveError, advice=advice)
         return self._agreement
 
-    def _make(self, declared: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
+    def _add_checked(self, declared: Mapping[str, Sequence[int]]) -> dict[str, ProcessSet]:
         world = self._world.size
         for name, ranks in declared.items():
             where = f"process set {name!r} of ranks {list(ranks)}"
@@ -315,11 +315,11 @@ class ProcessSets(Mapping[str, ProcessSet]):
                 raise LayoutError(f"{where}: {there}; remove it, or choose another name")
             if not ranks or len(set(ranks)) != len(ranks) or any(not 0 <= rank < world for rank in ranks):
                 raise LayoutError(f"{where}: allowed are ranks 0 to {world - 1}, at least one, each at most once")
-        made = {name: self._apart(name, tuple(ranks)) for name, ranks in declared.items()}
+        made = {name: self._new_set(name, tuple(ranks)) for name, ranks in declared.items()}
         self._sets |= made
         return made
 
-    def _apart(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
+    def _new_set(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
         purposes: list[GroupPurpose] = ["data"] if self._mesh_groups.works is not None else []
         return self._as_set(
             name, ranks, self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None

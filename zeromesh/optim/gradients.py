@@ -39,7 +39,7 @@ class BucketArrivals:
     sequence: int
     missing: int
     """The number of parameters that have no gradient yet."""
-    filled: torch.Tensor | None = None
+    slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
     launched: bool = False
@@ -74,7 +74,7 @@ class GradientReducer:
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
-        self._flying: deque[tuple[Bucket, Reduction]] = deque()
+        self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}
@@ -85,7 +85,7 @@ class GradientReducer:
         self._tied: list[Bucket] = []
         """Buckets with parameters tied between pipeline stages, which are summed after all backwards of the step."""
 
-    def use(self, reducer: Reducer) -> None:
+    def set_reducer(self, reducer: Reducer) -> None:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
         self._reducer, self._next_sequence = reducer, 0
 
@@ -134,7 +134,7 @@ class GradientReducer:
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
             if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
-                _store_gradients(arrivals.filled, bucket, [index], add=True)
+                _store_gradients(arrivals.slot, bucket, [index], add=True)
         elif (slot := self._slot_of(arrivals)) is not None:
             _store_gradients(slot, bucket, [index], add=False)
         else:
@@ -153,10 +153,10 @@ class GradientReducer:
         cannot be circular: all ranks launch in one order, and have left the units that peers may be waiting to update."""
         wait = wait or self._reducer.on_stream
         while self._queue and not (first := self._queue[0]).missing:
-            if not wait and first.filled is None and self._slot_of(first) is None:
+            if not wait and first.slot is None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while not self._reducer.on_stream and self._flying and self._flying[0][1].ready():
+        while not self._reducer.on_stream and self._in_flight and self._in_flight[0][1].ready():
             self._finish_oldest()
 
     def flush(self) -> None:
@@ -166,7 +166,7 @@ class GradientReducer:
                 self._add_to_sum(arrivals)
         while self._queue:
             self._launch_next()
-        while self._flying:
+        while self._in_flight:
             self._finish_oldest()
         for bucket, reduction in self._unfinished_wholes:
             reduction.gather_sums()
@@ -174,9 +174,9 @@ class GradientReducer:
         self._unfinished_wholes.clear()
         self._arrivals = {}
         self.incomplete.clear()
-        self._end_sums()
+        self._wait_for_sums()
 
-    def lacking(self, bucket: Bucket) -> frozenset[int]:
+    def without_gradient(self, bucket: Bucket) -> frozenset[int]:
         """Return the indices of trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
         if len(came) == sum(bucket.training):
@@ -185,7 +185,7 @@ class GradientReducer:
 
     def find_missing(self, buckets: Sequence[Bucket]) -> None:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
-        came = [[float(n not in self.lacking(each)) for n in range(len(each.training))] for each in buckets]
+        came = [[float(n not in self.without_gradient(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
@@ -196,13 +196,13 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
-        while arrivals.filled is None and self._slot_of(arrivals) is None and self._flying:
+        while arrivals.slot is None and self._slot_of(arrivals) is None and self._in_flight:
             self._finish_oldest()
-        bucket, filled = arrivals.bucket, arrivals.filled
+        bucket, filled = arrivals.bucket, arrivals.slot
         if filled is None:
             filled = self._slot_of(arrivals, block=True)
         self.shards.allocate(bucket)
-        self._announce(bucket)
+        self._post_reduction(bucket)
         if filled is None or bucket.grad is None:
             raise PhaseError(f"bucket {bucket.name} is launched without a slot or a gradient shard")
         _store_gradients(filled, bucket, arrivals.waiting, add=False)
@@ -214,7 +214,7 @@ class GradientReducer:
         with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
-        self._flying.append((bucket, reduction))
+        self._in_flight.append((bucket, reduction))
         if not self._options.overlap:
             self._finish_oldest()
 
@@ -229,12 +229,12 @@ class GradientReducer:
         while self._queue and self._queue[0].launched:
             bucket = self._queue.popleft().bucket
             if self._is_alone:
-                self._announce(bucket)
+                self._post_reduction(bucket)
             self._after_reduction(bucket)
 
     def _after_reduction(self, bucket: Bucket) -> None:
         # Preliminary: `find_missing` also takes other ranks' gradients into account.
-        bucket.missing = frozenset() if self.keep_zeros else self.lacking(bucket)
+        bucket.missing = frozenset() if self.keep_zeros else self.without_gradient(bucket)
         if not self._last_microbatch:
             if bucket.grad is not None:
                 self.shards.offload(bucket, last=False)
@@ -267,7 +267,7 @@ class GradientReducer:
         if wait is not None:
             wait()
 
-    def _end_sums(self) -> None:
+    def _wait_for_sums(self) -> None:
         """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
         if not self.updates_in_backward:
             self._offload(but=0)
@@ -280,7 +280,7 @@ class GradientReducer:
         tied, self._tied = sorted(self._tied, key=lambda bucket: bucket.spec.name), []
         for bucket in tied:
             self._sum_replicas(bucket)
-        self._end_sums()
+        self._wait_for_sums()
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """Drop the gradients of a step that has ended early."""
@@ -288,7 +288,7 @@ class GradientReducer:
             pending.clear()
         self.shards.abandon(buckets)
 
-    def _announce(self, bucket: Bucket) -> None:
+    def _post_reduction(self, bucket: Bucket) -> None:
         if self._watched_ranks:
             self._mesh.watch.event(
                 Activity.REDUCE, bucket.unit_index, self._watched_ranks, known_order=self._known_order
@@ -307,14 +307,14 @@ class GradientReducer:
 
     def _slot_of(self, arrivals: BucketArrivals, *, block: bool = False) -> torch.Tensor | None:
         """Return a bucket's slot, `[padded]` in the dtype of the reduction; None while the ring has no free one."""
-        if arrivals.filled is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
+        if arrivals.slot is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
             bucket = arrivals.bucket
             dtype = self._wire_dtype(bucket.dtype)
-            arrivals.filled = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
-        return arrivals.filled
+            arrivals.slot = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
+        return arrivals.slot
 
     def _finish_oldest(self) -> None:
-        bucket, reduction = self._flying.popleft()
+        bucket, reduction = self._in_flight.popleft()
         with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
             reduction.finish()
         if bucket.is_shard:

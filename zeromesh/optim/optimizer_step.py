@@ -227,7 +227,7 @@ class OptimizerStep:
             "device" if update_on == "auto" and untried else update_on,
             mesh,
             partial(time_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
-            in_reach=not self._most_elsewhere(tiers.device),
+            in_reach=not self._most_offloaded_tensors(tiers.device),
         )
         self._stream = self._make_stream(device)
 
@@ -250,7 +250,7 @@ class OptimizerStep:
             self._stream.drop_read_ahead()
             self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
 
-    def _most_elsewhere(self, device: torch.device) -> int:
+    def _most_offloaded_tensors(self, device: torch.device) -> int:
         """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
 
         def count(bucket: Bucket) -> int:
@@ -264,7 +264,7 @@ class OptimizerStep:
     def _make_stream(self, device: torch.device, replaced_nbytes: int = 0) -> UpdateStream:
         stream = UpdateStream(
             device,
-            width=self._most_elsewhere(device),
+            width=self._most_offloaded_tensors(device),
             longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
             nbytes=self._options.offload.staging_on(device),
             waits=self._tiers.waits,

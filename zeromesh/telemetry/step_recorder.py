@@ -71,19 +71,19 @@ class StepRecorder:
         self._between = between
         self._waits = WaitTime()
         self._waited_before = 0.0
-        self._pieces: deque[tuple[StepPhase, Any, Any, float]] = deque()
-        self._open: list[StepPhase] = []
-        self._last: Any = None
+        self._intervals: deque[tuple[StepPhase, Any, Any, float]] = deque()
+        self._open_phases: list[StepPhase] = []
+        self._interval_begin: Any = None
         self._accounts: dict[str, CommAccount] = {}
-        self._nested: list[record_function] = []
-        self._current: record_function | None = None
+        self._open_ranges: list[record_function] = []
+        self._unit_range: record_function | None = None
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
         """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
-        self._open = [StepPhase.OTHER] if self.enabled else []
+        self._open_phases = [StepPhase.OTHER] if self.enabled else []
         self._waits = waits or self._waits
         self._waited_before = self._waits.total
-        self._last = self._mark() if self.enabled else None
+        self._interval_begin = self._mark() if self.enabled else None
 
     def span(self, phase: StepPhase, name: str = "") -> AbstractContextManager[object]:
         """Return a block that belongs to `phase`, recorded as a profiler range called `name` if ranges are recorded."""
@@ -91,16 +91,16 @@ class StepRecorder:
 
     def take_seconds(self) -> dict[str, float]:
         """End the step and return its seconds by phase without zeros; empty if no step has begun."""
-        if self._open:
+        if self._open_phases:
             self._end_interval()
-        self._open = []
+        self._open_phases = []
         found: dict[StepPhase, float] = {}
-        while self._pieces:
-            phase, begin, end, waited = self._pieces[0]
+        while self._intervals:
+            phase, begin, end, waited = self._intervals[0]
             seconds = self._between(end, begin)
             if seconds is None:
                 break
-            self._pieces.popleft()
+            self._intervals.popleft()
             found[phase] = found.get(phase, 0.0) + max(0.0, seconds - waited)
             if waited:
                 found[StepPhase.OFFLOAD_WAIT] = found.get(StepPhase.OFFLOAD_WAIT, 0.0) + waited
@@ -109,8 +109,8 @@ class StepRecorder:
     def _end_interval(self) -> None:
         """Add the time since the last mark to the phase of the innermost open span, and set the mark to now."""
         now, waited = self._mark(), self._waits.total
-        self._pieces.append((self._open[-1], self._last, now, waited - self._waited_before))
-        self._last, self._waited_before = now, waited
+        self._intervals.append((self._open_phases[-1], self._interval_begin, now, waited - self._waited_before))
+        self._interval_begin, self._waited_before = now, waited
 
     def account(self, axis: str, ranks: int) -> CommAccount:
         """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
@@ -142,25 +142,25 @@ class StepRecorder:
     def begin_range(self, what: str, of: str = "") -> None:
         if self.profiling:
             name = f"{what} {of}".rstrip()
-            self._nested.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
+            self._open_ranges.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
 
     def end_range(self) -> None:
         """End the latest range of `begin_range`, if one is open."""
-        if self._nested:
-            self._nested.pop().__exit__(None, None, None)
+        if self._open_ranges:
+            self._open_ranges.pop().__exit__(None, None, None)
 
     def next_range(self, of: str | None) -> None:
         """End the profiler range of the unit whose backward ran before, and begin that of unit `of`; None: backward has ended."""
-        if self._current is not None:
-            self._current.__exit__(None, None, None)
-        self._current = None
+        if self._unit_range is not None:
+            self._unit_range.__exit__(None, None, None)
+        self._unit_range = None
         if self.profiling and of is not None:
-            self._current = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
+            self._unit_range = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
 
     def end_ranges(self) -> None:
         """End all open ranges, after an error too."""
         self.next_range(None)
-        while self._nested:
+        while self._open_ranges:
             self.end_range()
 
 
@@ -180,9 +180,9 @@ class _Span:
         recorder = self._recorder
         if recorder.profiling:
             recorder.begin_range(self._name)
-        if recorder._open:
+        if recorder._open_phases:
             recorder._end_interval()
-            recorder._open.append(self._phase)
+            recorder._open_phases.append(self._phase)
             recorder.ring.add(BEGIN | self._number)
         if self._figures is not None:
             self._figures[3] = time.perf_counter()
@@ -191,9 +191,9 @@ class _Span:
         recorder = self._recorder
         if self._figures is not None:
             self._figures[2] += time.perf_counter() - self._figures[3]
-        if len(recorder._open) > 1:
+        if len(recorder._open_phases) > 1:
             recorder._end_interval()
-            recorder._open.pop()
+            recorder._open_phases.pop()
             recorder.ring.add(END | self._number)
         if recorder.profiling:
             recorder.end_range()

@@ -73,13 +73,13 @@ class Watchdog:
         self.alike: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
-        self._doing = (Activity.IDLE, -1)
+        self._activity = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
         self._calls: list[tuple[int, str]] = []
         """The numbers and names of the calls that this rank is in, innermost last."""
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
-        self.waited = 0.0
+        self.waited_seconds = 0.0
         """Seconds that this rank has waited for others so far."""
         self.may_hang = False
         """True if collectives may be in flight that never end: a wait failed, or this rank stopped in the middle of a step."""
@@ -138,7 +138,7 @@ class Watchdog:
             self._step, own[status_board.MICROBATCH] = step + 1, 0
         if self.broken is not None:
             self.raise_if_broken()
-        self._doing = (activity, unit)
+        self._activity = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
         if own[status_board.STATE] != state:  # Repeated posts of one state keep its start time.
             own[status_board.STATE], own[status_board.SINCE] = state, (now := time.monotonic_ns())
@@ -168,7 +168,7 @@ class Watchdog:
         """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`. On one host every event is
         compared; across hosts only one without a `known_order` (as recorded in an earlier pass): this rank then publishes it and
         waits for the peers' events. Raises `CollectiveError` when a peer has posted another event in its place."""
-        self._doing = (activity, unit)
+        self._activity = (activity, unit)
         state = (activity << UNIT_BITS) | (unit + 1)
         if activity is Activity.CALL:
             stream, code = _CALLS, zlib.crc32(call.encode()) & ((1 << UNIT_BITS) - 1)
@@ -187,7 +187,7 @@ class Watchdog:
         elif not known_order:
             self.board.publish()
             what = f"agreement on {self._phrase(word)}"
-            behind = partial(self._behind, peers, stream, number)
+            behind = partial(self._late_peers, peers, stream, number)
             self.wait(lambda: not behind(), peers, what, behind=behind)
             self._compare(peers)
 
@@ -196,7 +196,7 @@ class Watchdog:
         """Mark the block as a call that all `peers` make, and wait at its start until all of them have made it. A rank that leaves
         the block with an error tells it to those that still wait in it. Raises `CollectiveError`, naming the call, when a peer
         makes another one, does not come within the patience, or is gone."""
-        before = self._doing
+        before = self._activity
         number = self._events.get(_CALLS, (-1, 0))[0] + 2
         self.board.write(RankNote.CALL, number, name)
         self.event(Activity.CALL, -1, (), call=name)
@@ -209,7 +209,7 @@ class Watchdog:
                 f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
             )
 
-        behind = partial(self._behind, peers, _CALLS, number - 1)
+        behind = partial(self._late_peers, peers, _CALLS, number - 1)
         try:
             self._wait(lambda: not behind(), peers, f"the call of {name} by all ranks", late=not_called, behind=behind)
             self._compare(peers, _CALLS)
@@ -247,7 +247,7 @@ class Watchdog:
             f"{what}{where} ({_at_step(self._step)})"
         )
 
-    def _behind(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
+    def _late_peers(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
         return [peer for peer in peers if not self.board.reached(peer, stream, number)]
 
     def _missing(self, peers: Sequence[int], what: str) -> list[int]:
@@ -269,13 +269,13 @@ class Watchdog:
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
         *,
-        looks: int = 200,
+        polls: int = 200,
     ) -> None:
         """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `looks` leaves
-        no record."""
+        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `polls` calls of
+        `done` leaves no record."""
         self.operations_begun += 1
-        for _ in range(looks):
+        for _ in range(polls):
             if done():
                 return
         self._wait(done, peers, what, pause, behind=behind)
@@ -332,7 +332,7 @@ class Watchdog:
                 look_at = now + 0.05
                 self.raise_if_broken()
                 patience = patience or Patience(self, peers, what, late)
-                patience.look()
+                patience.check_peers()
                 if now >= say_at:  # Reading rows of other hosts costs requests to the store.
                     say_at = now + 0.5
                     found = self._missing(peers, what) if behind is None else behind()
@@ -343,7 +343,7 @@ class Watchdog:
             self.error_raised.set()
             raise
         finally:
-            self.waited += time.perf_counter() - began
+            self.waited_seconds += time.perf_counter() - began
             self.ring.add(status_board.WAITED | (missing[0] + 1 if len(missing) == 1 else 0))
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
@@ -453,7 +453,7 @@ class Watchdog:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
         return phrase_of(Activity(activity), unit - 1, self.unit_names.get(self._rank, ()))
 
-    def _late(self, peers: Sequence[int], what: str) -> CollectiveError:
+    def _timeout_error(self, peers: Sequence[int], what: str) -> CollectiveError:
         return self._called_alone(peers, what) or CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
@@ -468,10 +468,10 @@ class Patience:
     ) -> None:
         """Start the wait for `peers`; `what` names it in errors, and `late` makes the error after the deadline."""
         self._watch, self._others, self._what = watch, watch._others(peers), what
-        self._late = late or (lambda: watch._late(peers, what))
-        self._seen, self._deadline, self._left_at = -1, 0.0, float("inf")
+        self._timeout_error = late or (lambda: watch._timeout_error(peers, what))
+        self._latest_progress, self._deadline, self._peer_left_at = -1, 0.0, float("inf")
 
-    def look(self) -> None:
+    def check_peers(self) -> None:
         """Check the peers, a few times a second during the wait. Raises `CollectiveError` when one is gone, has failed, runs
         another operation or left the call, or none makes progress."""
         watch, now = self._watch, time.perf_counter()
@@ -480,13 +480,13 @@ class Patience:
         for peer in self._others if inside else ():
             number, why = watch.board.read(peer, RankNote.LEFT)
             if number in inside:
-                self._left_at = min(self._left_at, now)
-                if now - self._left_at >= watch.LEFT_SECONDS:
+                self._peer_left_at = min(self._peer_left_at, now)
+                if now - self._peer_left_at >= watch.LEFT_SECONDS:
                     left = f"rank {peer} has left {inside[number]} with {why}"
                     raise CollectiveError(f"{self._what} cannot end: {left}")
                 break
         progress = sum(map(watch.board.progress, self._others))
-        if progress != self._seen:
-            self._seen, self._deadline = progress, now + watch.timeout_seconds
+        if progress != self._latest_progress:
+            self._latest_progress, self._deadline = progress, now + watch.timeout_seconds
         elif now > self._deadline:
-            raise self._late()
+            raise self._timeout_error()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from zeromesh.offload import accelerator
-from zeromesh.rng import number_of, seed_generators
+from zeromesh.rng import seed_generators, seed_of
 from zeromesh.tensor.autograd_collectives import uncompiled
 
 
@@ -36,7 +36,7 @@ class ShardedRandomness:
             return
         common = int(torch.randint(2**62, (), device="cpu"))
         self._states = torch.get_rng_state(), accelerator.generator_state()
-        self._seed = number_of(f"{common}/{self._rank}")
+        self._seed = seed_of(f"{common}/{self._rank}")
         seed_generators(self._seed)
 
     @uncompiled

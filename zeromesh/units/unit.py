@@ -185,7 +185,7 @@ class Bucket:
         flat = buffer.carve([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._placeholders = [poison.expand(slot.spec.shape) for slot in layout.slots]
-        self.uses = UseCallback(self.parameters, layout)
+        self.use_callback = UseCallback(self.parameters, layout)
         self._resting_classes: list[type[AtRest]] = []
         self.set_live_classes(list(map(type, self.parameters)))
         self._versions: list[int] = []
@@ -196,7 +196,7 @@ class Bucket:
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
-        on_use = staticmethod(self.uses)
+        on_use = staticmethod(self.use_callback)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting_classes = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
@@ -294,7 +294,7 @@ class Unit:
             bucket.adopt_requires_grad()
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """The buckets that receive gradients in the current step."""
-        self.keeps_writes = all(
+        self.writes_persist = all(
             bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
             for bucket in self.buckets
         )
@@ -400,7 +400,7 @@ class InplaceWrites:
             self._raise_changed(unit, bucket.layout.slots[first].spec.fqn)
 
     def _raise_changed(self, unit: Unit, name: str) -> None:
-        if not (self._is_alone and unit.keeps_writes):
+        if not (self._is_alone and unit.writes_persist):
             raise PhaseError(
                 f"parameter {name} of unit {unit.name} was changed in place during a pass over the model, as by "
                 "Embedding(max_norm=), averaged codebooks, clamped or rescaled weights; ranks would then have different weights, "
@@ -410,7 +410,7 @@ class InplaceWrites:
     def refuse_between_passes(self, units: Iterable[Unit]) -> None:
         """Raise `PhaseError` when a parameter was changed since the last update in a way that the next update would lose."""
         for unit, name in _changed_parameters(units):
-            if not unit.keeps_writes:
+            if not unit.writes_persist:
                 raise PhaseError(
                     f"parameter {name} was changed in place between steps, and the change would be lost: the optimizer updates "
                     "master weights, of which the model's parameters are copies. Change it before training"

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.errors import ConfigError, LayoutError, some, summary
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
-from zeromesh.rng import number_of
+from zeromesh.rng import seed_of
 
 Table = Literal["_parameters", "_buffers"]
 
@@ -34,7 +34,7 @@ def seeded_cpu(seed: int, name: str) -> Iterator[None]:
     """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`) and then restored.
     `torch.manual_seed` would reseed every accelerator as well."""
     state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(number_of(f"{seed}\0{name}"))
+    torch.default_generator.manual_seed(seed_of(f"{seed}\0{name}"))
     try:
         with torch.no_grad(), torch.device("cpu"):
             yield

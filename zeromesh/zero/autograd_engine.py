@@ -110,7 +110,7 @@ class AutogradPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._reduces_each = self._reduces_each or self._options.accumulation == 1
+        self._reduces_microbatches = self._reduces_microbatches or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
         self.generation = 0

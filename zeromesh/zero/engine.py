@@ -235,7 +235,7 @@ class ZeroEngine:
         needed, name, slots = self._needed_slot_bytes(), self.reduction.name, self.options.gradient_slots
         if needed > self._slot_bytes and name != "local":
             wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
-            self._passes.gradients.use(wider.reducer)
+            self._passes.gradients.set_reducer(wider.reducer)
             if self._wider is not None:
                 self._wider.close()
             self._wider, self._slot_bytes = wider, needed
@@ -283,7 +283,7 @@ class ZeroEngine:
     def lacks_gradients(self) -> bool:
         """True if a trained parameter has had no gradient on this rank in the present step, or on any rank in the latest."""
         trained = [bucket for bucket in self._buckets if any(bucket.training)]
-        return any(bucket.missing or self._passes.gradients.lacking(bucket) for bucket in trained)
+        return any(bucket.missing or self._passes.gradients.without_gradient(bucket) for bucket in trained)
 
     @property
     def without_gradient(self) -> list[str]:

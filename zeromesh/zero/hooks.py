@@ -84,7 +84,7 @@ class Hooks:
         for unit in units:
             self._hook_forward(unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit))
             for bucket in unit.buckets:
-                bucket.uses.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
+                bucket.use_callback.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
             for bucket in unit.trainable:
                 self.on_gradients(unit, bucket)
         # A caller may run modules inside the root that hold its parameters without running the root.
@@ -97,7 +97,7 @@ class Hooks:
     def remove(self) -> None:
         self._handles.close()
         for bucket in self._buckets:
-            bucket.uses.on_use = refuse_closed
+            bucket.use_callback.on_use = refuse_closed
         self._on_gradients = []
 
     def _hook_forward(self, module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> None:

@@ -26,7 +26,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.rng import Streams, own_randomness
+from zeromesh.rng import Streams, kept_generators
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
 from zeromesh.units.build import BuiltUnits
@@ -102,7 +102,7 @@ class Passes:
         self._updater = updater
         self._transport = built.transport
         self._releases = built.releases
-        self._reduces_each = options.placements.accumulating is Placement.SHARDED
+        self._reduces_microbatches = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self._orders: dict[str, list[int]] = {}
         """The order of gathers of the latest pass of each kind, such as training or evaluation."""
@@ -146,7 +146,7 @@ class Passes:
         gradients of inputs, and hold back those of parameters for `backward_weight`."""
         self._enter_backward(forward)
         self._defers_weights = inputs_only
-        with own_randomness(), self._recorder.span(StepPhase.BACKWARD):
+        with kept_generators(), self._recorder.span(StepPhase.BACKWARD):
             if inputs_only:
                 self._make_held_live()
                 self._run_backward(gradients)
@@ -196,7 +196,7 @@ class Passes:
         known = order == self._last_reduce_order.get(chunk)
         self._last_reduce_order[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        reduce = progress.last or self._reduces_each
+        reduce = progress.last or self._reduces_microbatches
         self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, known_order=known)
         self._make_held_live()
 

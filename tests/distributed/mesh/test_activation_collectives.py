@@ -240,7 +240,7 @@ def test_ranks_that_exchange_something_else_are_named_though_another_has_ended()
 
     ring = MagicMock(next=0, room=IN_FLIGHT, read=read)
     ring.publish = lambda _number, about: own.append(about)
-    exchange._group, exchange._ring, exchange._flying = group, ring, {}
+    exchange._group, exchange._ring, exchange._pending = group, ring, {}
     with pytest.raises(CollectiveError, match="rank 0 asked for a sum of float32"):
         exchange.all_reduce_async(torch.ones(4)).wait()
     group.watch.examine.assert_not_called()

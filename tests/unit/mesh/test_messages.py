@@ -229,10 +229,10 @@ def test_no_line_of_a_connection_can_be_sent_again() -> None:
         follows.send({"drawn": follows.drawn})
         follows.send({"rest": 0})
         first, second = leads.read() or ()
-        assert [leads.opened(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
+        assert [leads.verified_message(line) for line in (first, second)] == [{"drawn": follows.drawn}, {"rest": 0}]
         for line in (second, first):
             with pytest.raises(MessageError, match="has not the digest"):
-                leads.opened(line)
+                leads.verified_message(line)
 
 
 def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.rng import GeneratorStates, Streams, own_randomness, seed_all, seed_generators
+from zeromesh.rng import GeneratorStates, Streams, kept_generators, seed_all, seed_generators
 
 
 def test_seeds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def _drawn(count: int) -> list[float]:
 @pytest.mark.parametrize("before", [0, 1, 312, 1000])
 def test_generators_of_the_host_go_on_where_they_were(before: int) -> None:
     """A state that is kept as a seed, before anything was drawn, is as good as a whole one; 312 doubles are one round of it."""
-    with own_randomness():
+    with kept_generators():
         seed_all(2**40 + 7)
         expected = _drawn(before) + _drawn(2) if before else _drawn(2)
         seed_all(2**40 + 7)
@@ -68,7 +68,7 @@ def test_a_unit_does_not_disturb_what_its_caller_draws_from_the_host() -> None:
 
 
 def test_the_host_is_put_back_whatever_seeded_it() -> None:
-    with own_randomness():
+    with kept_generators():
         seed_all(3)
         np.random.seed(4)
         random.seed(4)

@@ -201,7 +201,7 @@ class ShardWriter:
         self._device = device
         self._pieces = deque(pieces)
         self._rank = rank
-        self._left = Counter(owner for piece in pieces for owner in piece.owners)
+        self._not_copied = Counter(owner for piece in pieces for owner in piece.owners)
         """The number of pieces that are not copied yet, by owner (bucket), which must not be updated before."""
         self._changed = threading.Condition()
         self._checksums: list[ChecksumPiece] = []
@@ -218,7 +218,7 @@ class ShardWriter:
     def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> float:
         """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
         called now and then while writing goes on."""
-        return self._wait(lambda: not self._left.get(owner), on_progress) if self._left.get(owner) else 0.0
+        return self._wait(lambda: not self._not_copied.get(owner), on_progress) if self._not_copied.get(owner) else 0.0
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
         """Wait until everything is on the disk; returns the pieces that this rank has written. Raises the thread's error."""
@@ -266,7 +266,7 @@ class ShardWriter:
                     future.result()
         finally:
             with self._changed:
-                self._left.clear()
+                self._not_copied.clear()
                 self._changed.notify_all()
 
     def _fill(self, piece: WritePiece, data: torch.Tensor) -> None:
@@ -283,7 +283,7 @@ class ShardWriter:
             )
         with self._changed:
             for owner in piece.owners:
-                self._left[owner] -= 1
+                self._not_copied[owner] -= 1
             self._changed.notify_all()
 
     def _store(self, file: PositionalFile, piece: WritePiece, buffer: torch.Tensor, pool: StagingPool) -> None:

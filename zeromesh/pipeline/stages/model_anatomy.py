@@ -99,7 +99,7 @@ _REFUSED = {
 }
 """The reason why a pipeline cannot run a model, by the configuration key that implies it."""
 
-_WITHOUT_VALUES = (RuntimeError, NotImplementedError, TypeError, ValueError)
+_VALUE_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError)
 """Errors of a module that reads values on the meta device, whose result is then replaced by a tensor."""
 _RUN_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, AssertionError)
 
@@ -123,7 +123,7 @@ def _block_lists(model: Any, body: str) -> list[str]:
     config: Any = getattr(model, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config(decoder=True)
-    wanted = getattr(config, "num_hidden_layers", None)
+    layer_count = getattr(config, "num_hidden_layers", None)
     decoder = getattr(model, "get_decoder", lambda: None)()
     inside = set(decoder.modules()) if isinstance(decoder, nn.Module) else set()
     found: list[tuple[bool, bool, int, str]] = []
@@ -132,7 +132,7 @@ def _block_lists(model: Any, body: str) -> list[str]:
         plain = all(isinstance(child, nn.Embedding | nn.ModuleList) for child in module.children())
         if isinstance(module, nn.ModuleList) and not plain and not outer:
             size = sum(parameter.numel() for parameter in module.parameters())
-            found.append((module in inside, len(module) == wanted, size, name))
+            found.append((module in inside, len(module) == layer_count, size, name))
     if not found:
         raise refusal(model, "it has no list of modules, which its blocks would be")
     found.sort(reverse=True)
@@ -201,8 +201,8 @@ class _Recorder:
         self._order: list[int] = []
         self._guessed_module = ""
         """The first module in a block that could not run without values, so that its result is guessed, and its error."""
-        self._begun: dict[str, set[int]] = {}
-        """The numbers of blocks that had begun when each module outside the blocks ran."""
+        self._ran_after: dict[str, set[int]] = {}
+        """The numbers of blocks that had begun at the calls of each module outside the blocks."""
         self._running_outside = ""
         self.called_in_part: set[str] = set()
         """Names of modules outside the blocks of which a submodule was called directly, without the module's own forward."""
@@ -251,7 +251,7 @@ class _Recorder:
     def _run_or_guess(self, kind: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except _WITHOUT_VALUES as error:
+        except _VALUE_ERRORS as error:
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if not tensors:
                 raise
@@ -290,7 +290,7 @@ class _Recorder:
 
     def _run_outside(self, name: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         begun = len(self._order)
-        self._begun.setdefault(name, set()).add(begun)
+        self._ran_after.setdefault(name, set()).add(begun)
         if begun == len(self._block_modules) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
             raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
         before, self._running_outside = self._running_outside, name
@@ -310,7 +310,7 @@ class _Recorder:
             raise refusal(self._model, "what comes after the blocks is computed from parameters of the first stage")
         if len(set(self._hidden_arguments)) > 1:
             raise refusal(self._model, "its blocks take the hidden state in different places")
-        for name, when in self._begun.items():
+        for name, when in self._ran_after.items():
             if not (when == {0} or when == {count}):
                 raise refusal(self._model, f"{name} runs between blocks, or both before and after them")
         return Anatomy(
@@ -320,9 +320,9 @@ class _Recorder:
             hidden_argument=self._hidden_arguments[0] if self._hidden_arguments else 0,
             outputs=tuple(map(self._structure_of, self._outputs)),
             reshapes=len({pytree.tree_leaves(each)[self._hidden_leaf].shape for each in self._outputs}) > 1,
-            before=tuple(name for name in self._outside if self._begun.get(name) == {0}),
-            after=tuple(name for name in self._outside if self._begun.get(name) != {0}),
-            idle=tuple(name for name in self._outside if name not in self._begun and name.startswith(self._body)),
+            before=tuple(name for name in self._outside if self._ran_after.get(name) == {0}),
+            after=tuple(name for name in self._outside if self._ran_after.get(name) != {0}),
+            idle=tuple(name for name in self._outside if name not in self._ran_after and name.startswith(self._body)),
         )
 
     def _structure_of(self, output: Any) -> Any:
