@@ -107,8 +107,7 @@ def compare(mine: Path, theirs: Path) -> None:
             assert (mine / text).read_text() == (theirs / text).read_text()
     weights = [load_file(path / "model.safetensors") for path in (mine, theirs)]
     assert set(weights[0]) == set(weights[1])
-    apart = max(float((weights[0][name] - each).abs().max()) for name, each in weights[1].items())
-    assert apart < 2e-5
+    assert max(float((weights[0][name] - each).abs().max()) for name, each in weights[1].items()) < 2e-5
     assert (mine / "tokenizer.json").exists()
     for card in (mine / "README.md", theirs / "README.md"):
         assert "# " + card.parent.name in card.read_text()

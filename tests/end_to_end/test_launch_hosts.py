@@ -83,8 +83,7 @@ def all_over(two: Hosts) -> bool:
 
 def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
     """gloo left alone would bind the loopback here, where each host's own name leads."""
-    process = start()
-    assert process.wait(timeout=120) == 0, (tmp_path / "err").read_text()
+    assert start().wait(timeout=120) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "out").read_text().splitlines()
     assert said[0] == "[alpha] run: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line for line in said if "over gloo" in line], said
@@ -124,8 +123,7 @@ def test_a_host_that_is_lost_is_named(
 def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: Path, plugged: None, lost: str) -> None:
     """All had met at the first of them."""
     left = "beta" if lost == "alpha" else "alpha"
-    options = ("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5")
-    process = start(*options, *FOREVER)
+    process = start("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5", *FOREVER)
     wait_for(lambda: logged_steps(tmp_path) >= 25, 120, lambda: heard(tmp_path))
     for name in two.names:
         assert two.listening(name) == {two.address(name)}, (

@@ -83,8 +83,7 @@ def test_every_configuration_of_the_repository_trains(
         short["run__eval_every"] = short["checkpoint__every_steps"] = 1
     if (asked.schedule.warmup_steps or 0) > 3:
         short["schedule__warmup_steps"] = 1
-    words = ["train", str(path), *shortened(here, **short)]
-    found = workers.run(size, "input_cases:command", words=words)
+    found = workers.run(size, "input_cases:command", words=["train", str(path), *shortened(here, **short)])
     assert [each["code"] for each in found] == [0] * size, found
     assert [each["err"] for each in found] == [""] * size
     assert [each["out"] for each in found[1:]] == [""] * (size - 1)

@@ -97,8 +97,7 @@ def test_a_run_goes_on_from_parts(
 ) -> None:
     """The last of them are other numbers of ranks, which need bytes of parts that they do not see."""
     before = whole(copied, 4, tmp_path / "before")
-    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
-    assert "resumed from step 4" in found[0]["said"]
+    assert "resumed from step 4" in apart(disks, copied, mirror=str(tmp_path / "mirror"))[0]["said"]
     assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
     if disks == TWO:
         assert unequal(whole(copied, STEPS, tmp_path / "out"), step(undisturbed, STEPS)) == []
@@ -148,11 +147,9 @@ def test_a_host_that_joins_with_an_empty_disk_gets_what_it_needs(
     apart: Any, copied: Path, tmp_path: Path, disks: list[int]
 ) -> None:
     before = whole(copied, 4, tmp_path / "before")
-    found = apart(disks, copied, mirror=str(tmp_path / "mirror"))
-    assert "resumed from step 4" in found[0]["said"]
+    assert "resumed from step 4" in apart(disks, copied, mirror=str(tmp_path / "mirror"))[0]["said"]
     assert unequal(before, tmp_path / "mirror" / "step-00000000") == []
-    parts = [step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))]
-    assert len(open_parts(parts)) == 3
+    assert len(open_parts([step(disk, STEPS) for disk in sorted(copied.glob("disk-*"))])) == 3
 
 
 def test_without_a_host_no_new_run_begins(apart: Any, copied: Path) -> None:

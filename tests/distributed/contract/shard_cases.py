@@ -517,8 +517,7 @@ def loaded(mesh: Mesh, folder: str, stage: int) -> tuple[int, float]:
     scheduler.load_state_dict({name: value for name, value in state.items() if name != "step"})
     for step in range(state["step"] + 1, 4):
         pair = Side(plain.model, plain.optimizer, 0, 2)
-        loss = torch.stack([mse(ours.model, batch) for batch in pair.batches(step)]).mean()
-        loss.backward()
+        torch.stack([mse(ours.model, batch) for batch in pair.batches(step)]).mean().backward()
         ours.finish()
         scheduler.step()
     return state["step"], apart(ours, plain)

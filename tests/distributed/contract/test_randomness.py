@@ -40,8 +40,7 @@ class Block(nn.Module):
         self.book = (book,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.dropout(torch.tanh(self.linear(x)), 0.3, self.training)
-        return x + y * self.book[0].draw()
+        return x + F.dropout(torch.tanh(self.linear(x)), 0.3, self.training) * self.book[0].draw()
 
 
 class Drawing(nn.Module):
@@ -74,8 +73,7 @@ def _train(
 
     def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         first = len(book.numbers)
-        noise = torch.randn_like(batch["x"]) * book.draw()
-        x = (batch["x"] + noise).requires_grad_()
+        x = (batch["x"] + torch.randn_like(batch["x"]) * book.draw()).requires_grad_()
         total = (model(x) - model(x) * 0.5 + book.draw()).square().sum()
         if not torch.is_grad_enabled():
             evaluated.append(float(total))

@@ -212,8 +212,7 @@ def test_two_processes_say_it_once_and_end(here: Path, change: str, wanted: str,
     done = subprocess.run(
         [sys.executable, "-m", "zeromesh", *words], capture_output=True, text=True, env=marked, timeout=120, check=False
     )
-    message = one_message(done.stderr)
-    assert wanted in message
+    assert wanted in one_message(done.stderr)
     assert done.returncode == code
     assert "tokens/s" not in done.stdout
     assert _processes_with(f"ZEROMESH_TEST_MARK={here}".encode()) == []

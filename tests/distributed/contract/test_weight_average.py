@@ -145,8 +145,7 @@ def skipped(mesh: Mesh, folder: str) -> float:
     ) as trainer:
         assert trainer.fit().skipped_steps == 1
         found = {name: value.clone() for name, value in trainer.state_dict(ema=True)}
-    wanted = {name: seen[0][name] / 4 + seen[1][name] / 4 + seen[3][name] / 2 for name in found}
-    return distance(found, wanted)
+    return distance(found, {name: seen[0][name] / 4 + seen[1][name] / 4 + seen[3][name] / 2 for name in found})
 
 
 def begun_later(mesh: Mesh, folder: str) -> float:

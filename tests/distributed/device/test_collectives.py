@@ -274,8 +274,7 @@ def test_the_latest_collectives_are_written_and_their_file_is_named(
     assert path.read_bytes() == b"trace"
     with pytest.raises(CollectiveError, match=f"did not end.*The latest collectives of this rank are in {path}"):
         watch.post(Activity.FORWARD, 0)
-    aborted = RuntimeError("NCCL communicator was aborted on rank 0")
-    assert watch.cause_of(aborted) is watch.broken
+    assert watch.cause_of(RuntimeError("NCCL communicator was aborted on rank 0")) is watch.broken
     assert isinstance(watch.cause_of(KeyboardInterrupt()), KeyboardInterrupt)
 
 

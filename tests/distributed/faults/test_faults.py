@@ -119,8 +119,7 @@ def test_a_fault_is_named_by_all_others(
         for word in (f"rank {1 - outcome.rank if parted else fault.rank}", *words):
             assert word in outcome.message, outcome.message
         assert fault.kind == "raise" or re.search(r"unit (blocks\.\d|root|head)", outcome.message), outcome.message
-        late = stuck or parted or (apart and fault.kind != "raise")
-        assert outcome.at - happened < SOON + TIMEOUT * late
+        assert outcome.at - happened < SOON + TIMEOUT * (stuck or parted or (apart and fault.kind != "raise"))
         assert not stuck or apart or outcome.at - happened > TIMEOUT - 0.1
     assert not parted or any("disagree on the order of units" in outcome.message for outcome in outcomes)
 

@@ -244,8 +244,7 @@ class Refused:
             Accelerator()
 
     def compressed_gradients(self) -> None:
-        hook = DDPCommunicationHookType.BF16
-        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
     def scaler(self) -> None:
         Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])

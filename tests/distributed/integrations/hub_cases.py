@@ -81,8 +81,7 @@ def own_code(mesh: Mesh, folder: str, source: str, modules: str, trust: bool) ->
 
 def with_code(directory: Path) -> None:
     """A tiny Llama whose class is its directory's own."""
-    model = seeded(llama)
-    model.save_pretrained(directory)
+    seeded(llama).save_pretrained(directory)
     (directory / "own.py").write_text(CODE)
     values = json.loads((directory / "config.json").read_text())
     values |= {"model_type": "own-llama", "architectures": ["OwnModel"]}

@@ -89,8 +89,7 @@ def test_what_is_downloaded_is_pinned(hub: Hub) -> None:
 def test_nothing_is_asked_that_is_not_needed(hub: Hub, tmp_path: Path) -> None:
     for settings in ({}, {"model": {"source": str(tmp_path)}, "data": {"tokenizer": str(tmp_path)}}):
         config = load_config(settings)
-        pinned = pin_sources(config, one_rank(), model_given=False)
-        assert pinned == config
+        assert pin_sources(config, one_rank(), model_given=False) == config
     given = load_config({"model": {"source": "someone/model"}})
     assert pin_sources(given, one_rank(), model_given=True) == given
     assert hub.calls == []

@@ -97,8 +97,7 @@ def _mlflow(folder: Path, figure: str, setting: str) -> Kept:
     from mlflow import MlflowClient
 
     client = MlflowClient(places(folder)["MLFLOW_TRACKING_URI"])
-    experiment = client.get_experiment_by_name("zeromesh")
-    runs = client.search_runs([experiment.experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name("zeromesh").experiment_id])
     rows = [each for run in runs for each in client.get_metric_history(run.info.run_id, figure)]
     assert {run.info.status for run in runs} == {"FINISHED"}
     return sorted((row.step, row.value) for row in rows), [float(run.data.params[setting]) for run in runs]

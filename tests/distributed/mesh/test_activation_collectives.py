@@ -31,8 +31,7 @@ def _values(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) 
 
 
 def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].float() if narrow else parts[0].clone()
+    total = parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)

@@ -46,10 +46,8 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         left = self.left(x, scale=0.5, plus=self.frozen(x.detach()))
-        right = self.right(x, plus=left["given"])
-        both = torch.cat([left["hidden"], right["hidden"]], dim=-1).relu_()
-        hidden = self.drop(self.middle(both)) + self.embedding(left["largest"])
-        return self.head(hidden).pow(2).mean()
+        both = torch.cat([left["hidden"], self.right(x, plus=left["given"])["hidden"]], dim=-1).relu_()
+        return self.head(self.drop(self.middle(both)) + self.embedding(left["largest"])).pow(2).mean()
 
 
 def _build(**options: Any) -> Towers:

@@ -285,8 +285,7 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -
         steps.append(step)
         said = "^the model was called by itself, and this rank has but some stages of it"
         with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
-            apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
-            assert apart < 1e-12
+            assert (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max() < 1e-12
             tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
             assert tokens[0] == tokens[1]
             trainer.model.train()

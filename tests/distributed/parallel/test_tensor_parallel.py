@@ -265,8 +265,7 @@ def test_an_embedding_is_divided_where_it_gives_rows_alone(kind: type[nn.Embeddi
         plan = plan_tensor(model, 2)
         assert ("model.embed_tokens" in _styles(plan)) is divided
         assert any(f"embed_tokens ({kind.__name__}) is whole" in note for note in plan.notes) is not divided
-        parts = parts_of(model, plan, 1, sequence=False)
-        assert ("model.embed_tokens.weight" in parts) is divided
+        assert ("model.embed_tokens.weight" in parts_of(model, plan, 1, sequence=False)) is divided
 
 
 def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
@@ -297,8 +296,7 @@ def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str],
 
 def test_a_plain_module_by_a_users_rules() -> None:
     model = nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})
-    plan = plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"})
-    parts = parts_of(model, plan, 1, sequence=False)
+    parts = parts_of(model, plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"}), 1, sequence=False)
     assert {name: part.region.local_shape for name, part in parts.items()} == {
         "up.weight": (5, 6), "up.bias": (5,), "down.weight": (6, 5),
     }  # fmt: skip

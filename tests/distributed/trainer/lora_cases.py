@@ -147,8 +147,7 @@ def added(mesh: Mesh, folder: str) -> dict[str, Any]:
 def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, Any]:
     """A configuration with `model.lora` over a directory of weights."""
     base, path = base_of(mesh, folder), Path(folder) / "adapter"
-    model = {"source": str(base), "lora": {"rank": 2, **lora}}
-    config = settings(folder, model=model, zero={"stage": stage})
+    config = settings(folder, model={"source": str(base), "lora": {"rank": 2, **lora}}, zero={"stage": stage})
     wanted = logits(tf.AutoModelForCausalLM.from_pretrained(base).double())
     with Trainer(None, config, sentences()) as trainer:
         with torch.no_grad():
@@ -191,8 +190,7 @@ def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
         found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
     found["verify"] = command(mesh, ["checkpoint", "verify", str(root / "a")])["code"]
     for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
-        plain = tf.AutoModelForCausalLM.from_pretrained(base).double()
-        found[name] = in_peft(plain, directory, wanted)
+        found[name] = in_peft(tf.AutoModelForCausalLM.from_pretrained(base).double(), directory, wanted)
         by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double()
         found[f"{name} by name"] = _apart(logits(by_name), wanted)
     for name in ("merged", "small"):

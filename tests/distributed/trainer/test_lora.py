@@ -195,8 +195,7 @@ def test_the_checkpoints_of_a_loop_name_frozen_weights_as_those_of_a_run_do(tmp_
 
     model, optimizer = sharded(1)
     wanted = {name: each.clone() for name, each in zeromesh.state_dict(model)}
-    path = zeromesh.save(tmp_path / "saved", model, optimizer)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((zeromesh.save(tmp_path / "saved", model, optimizer) / "manifest.json").read_text())
     named = {name for name, row in manifest["tensors"]["model"].items() if row[0].startswith("source/")}
     trained = {name for name in manifest["tensors"]["model"] if "lora_" in name}
     assert named == (set(manifest["tensors"]["model"]) - trained if frozen == "auto" else set())
@@ -258,8 +257,7 @@ def test_adapters_are_not_divided(axis: str) -> None:
 
 
 def built(**changes: Any) -> BuiltModel:
-    config = {"model_type": "llama", **LLAMA, **changes}
-    return build_model(ModelSection(config=config), 3)
+    return build_model(ModelSection(config={"model_type": "llama", **LLAMA, **changes}), 3)
 
 
 def test_adapters_over_weights_that_are_nowhere_yet() -> None:
@@ -291,8 +289,7 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj = Router(32, 48)
     model.model.extra = nn.Sequential(nn.Linear(32, 32))
-    left_out = _excluded_modules(model)
-    assert left_out == ["model.layers.0", "model.layers.0.mlp.up_proj"]
+    assert _excluded_modules(model) == ["model.layers.0", "model.layers.0.mlp.up_proj"]
     made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
     adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}
     assert "base_model.model.model.extra.0" in adapted_layers

@@ -81,8 +81,7 @@ def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
 def test_other_ranks_and_stages_load_what_was_on_files(trained: Callable[..., Any], tmp_path: Path) -> None:
     for number, (size, stage, offload) in enumerate(((3, 3, FILES), (2, 1, {"optimizer": "file"}), (1, 3, FILES)), 1):
         mirror = tmp_path / f"mirror-{number}"
-        sections = {"zero": {"stage": stage}, "offload": offload}
-        trained("", 2 * number, sections, size=size, mirror=str(mirror))
+        trained("", 2 * number, {"zero": {"stage": stage}, "offload": offload}, size=size, mirror=str(mirror))
         if number > 1:
             assert unequal(step(tmp_path, 2 * number - 2), mirror / "step-00000000") == []
 

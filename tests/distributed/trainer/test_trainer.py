@@ -84,5 +84,4 @@ def test_rows_of_the_start_and_the_next_command_at_the_end(workers: Workers, tmp
     assert [line.split()[0] for line in lines[-2:]] == ["model", "next"]
     assert lines[-2].endswith("step-00000004")
     assert lines[-1].startswith("next     zeromesh report ")
-    start = json.loads(next(tmp_path.glob("*/starts.jsonl")).read_text().splitlines()[0])
-    assert start["parameters"] == 49
+    assert json.loads(next(tmp_path.glob("*/starts.jsonl")).read_text().splitlines()[0])["parameters"] == 49

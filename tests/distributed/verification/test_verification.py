@@ -76,8 +76,7 @@ def test_a_loss_of_the_users_own_says_what_it_counts(workers: Workers, tmp_path:
 
 
 def test_a_large_model_of_ones_own_is_refused(workers: Workers, tmp_path: Path) -> None:
-    said = workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
-    assert "Sequential has 2,266,510 parameters" in said
+    assert "Sequential has 2,266,510 parameters" in workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
 
 
 @pytest.mark.full

@@ -147,8 +147,7 @@ def trained_with(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> dict[st
 
 def verified(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> list[str]:
     """Verify the layout in which a bug bites; returns what differs from the exact result, the nearest to its cause first."""
-    seeded = BUGS[bug]
-    config = seeded.config(run__output_dir=folder, run__name=f"{bug}-{planted}-verified")
+    config = BUGS[bug].config(run__output_dir=folder, run__name=f"{bug}-{planted}-verified")
     checks = ("dropout",) if "dropout" in bug else ()
     with _planted(bug, planted), Trainer(None, config) as trainer:
         return [each.sentence() for each in trainer.verify(checks=checks).differences]
