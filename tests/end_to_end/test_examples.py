@@ -156,12 +156,11 @@ def test_under_torchrun(pools: dict[int, Pool], folder: Path, name: str) -> None
 def launch(folder: Path, script: str, words: list[str]) -> None:
     """Run a script on two ranks of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         [*launcher, str(SCRIPTS / script), *words],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
         cwd=folder,
         timeout=300,
         check=False,

@@ -84,9 +84,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _settings(folder: Path, **model: object) -> dict[str, Any]:
-    config = {"model_type": "llama", **LLAMA, "vocab_size": 256, **model}
     return {
-        "model": {"config": config},
+        "model": {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256, **model}},
         "data": {"sequence_length": 16},
         "run": {"name": "a", "output_dir": str(folder), "max_steps": 2},
         "batch": {"global_size": 4},

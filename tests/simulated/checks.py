@@ -124,11 +124,10 @@ def parts_from_the_others(mesh: Mesh) -> None:
     for group in groups:
         dist.all_reduce(values, group=group)
     order = groups if mesh.rank == 0 else groups[::-1]
-    works = [
+    for work in [
         dist.all_reduce(torch.ones(2 + groups.index(group), device=mesh.device), group=group, async_op=True)
         for group in order
-    ]
-    for work in works:
+    ]:
         work.wait()
 
 

@@ -25,8 +25,7 @@ def prepare(mesh: Mesh, folder: str) -> None:
     root = Path(folder)
     model = llama()
     model.save_pretrained(root / "good")
-    damaged = ("none", "pickle", "cut", "config", "shapes")
-    for name in damaged:
+    for name in ("none", "pickle", "cut", "config", "shapes"):
         shutil.copytree(root / "good", root / name)
     for name in ("none", "pickle"):
         (root / name / "model.safetensors").unlink()

@@ -489,8 +489,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
             found[f"{name} dtype"] = str(loaded.dtype)
     found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
     found["config"] = json.loads((root / "after/config.json").read_text())
-    sources = {"during": save.seen, "after": digest(clones(model))}
-    for name, state in sources.items():
+    for name, state in {"during": save.seen, "after": digest(clones(model))}.items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:
             found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state

@@ -141,9 +141,8 @@ def test_gathers_are_launched_in_one_order_whenever_their_shards_are_read(worker
 
 def gathers_from_files(mesh: Mesh, seconds: float) -> None:
     """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them."""
-    group = mesh.shard
     requests = [BufferRequest(name=name, padded=_LENGTH, dtype=torch.float64, persistent=False) for name in "abc"]
-    transport = open_transport("nccl", group, mesh.device, requests, 2, _LENGTH * 8)
+    transport = open_transport("nccl", mesh.shard, mesh.device, requests, 2, _LENGTH * 8)
     parts = _parts((_LENGTH // 2,), mesh.device)
     out = torch.zeros(_LENGTH // 2, dtype=torch.float64, device=mesh.device)
     shard = _Slow(parts[mesh.rank], mesh.rank * seconds)

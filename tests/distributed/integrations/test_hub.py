@@ -75,8 +75,7 @@ def test_what_is_downloaded_is_pinned(hub: Hub) -> None:
     pinned = pin_sources(config, one_rank(), model_given=False)
     assert (pinned.model.source, pinned.model.revision) == ("someone/model", COMMIT)
     assert pinned.data.tokenizer == str(hub.root / "someone--words" / COMMIT)
-    asked = [(call["source"], call["revision"], call["local_files_only"]) for call in hub.calls]
-    assert asked == [
+    assert [(call["source"], call["revision"], call["local_files_only"]) for call in hub.calls] == [
         ("someone/model", "v2", False), ("someone/words", None, False), ("someone/words", COMMIT, True)
     ]  # fmt: skip
     assert hub.calls[0]["allow_patterns"] == list(MODEL_FILES)

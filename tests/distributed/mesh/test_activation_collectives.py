@@ -129,12 +129,11 @@ def refusals(mesh: Mesh, kind: Any) -> None:
 
 def test_alone_everything_is_a_copy() -> None:
     exchange, tensor = Exchange(), torch.arange(6.0).view(2, 3)
-    results = [
+    for pending in [
         exchange.all_reduce_async(tensor),
         exchange.all_gather_async(tensor, 1),
         exchange.reduce_scatter_async(tensor, 0),
-    ]
-    for pending in results:
+    ]:
         result = pending.wait()
         assert torch.equal(result, tensor)
         assert result.data_ptr() != tensor.data_ptr()

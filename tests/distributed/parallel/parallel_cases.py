@@ -237,8 +237,7 @@ def again(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> list[float]:
     """Losses of two runs one after the other of one model, under two Trainers; and what a model in stages says when called."""
     model, losses = seeded(_deep), []
     for name in ("first", "second"):
-        config = settings(folder, parallel=axes, run={"name": name})
-        with Trainer(model, config, sentences()) as trainer:
+        with Trainer(model, settings(folder, parallel=axes, run={"name": name}), sentences()) as trainer:
             losses += list(trainer.fit().losses)
             assert list(trainer.fit().losses) == losses[-4:]
     return losses

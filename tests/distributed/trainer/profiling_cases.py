@@ -156,9 +156,8 @@ def exhausted(mesh: Mesh, *, folder: str, kind: str, rank: int) -> None:
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Measure this machine with tiny sizes."""
     told: list[str] = []
-    machine = measure_machine(mesh, Path(folder), told.append, TINY_SIZES)
     return {
-        "machine": machine.to_yaml(),
+        "machine": measure_machine(mesh, Path(folder), told.append, TINY_SIZES).to_yaml(),
         "told": told,
         "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
     }

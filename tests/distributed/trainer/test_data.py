@@ -166,8 +166,7 @@ def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path)
     whole, cut = folders(tmp_path)
     pool = workers.fresh(PoolOptions(size=2, timeout_seconds=5.0))
     try:
-        arguments = {"folder": str(cut), "workers": 2, "kind": "stream", "after": 3}
-        survivor, killed = pool.outcomes("test_data:trains", **arguments)
+        survivor, killed = pool.outcomes("test_data:trains", folder=str(cut), workers=2, kind="stream", after=3)
         assert (survivor.error, killed.error) == ("CollectiveError", "died")
         assert not set(readers_left(cut)) - {str(pid) for pid in pool.pids}
     finally:
