@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import fault_injection
-from tests.support.plain import sentence_loss
+from tests.support.plain import after_steps, calling, error_of, fitted, sentence_loss
 from tests.support.trainer_cases import gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.saver import SaveContent, Saver
@@ -202,15 +202,9 @@ def cramped(mesh: Mesh, *, folder: str, free: int) -> dict[str, Any]:
 def after_damage(mesh: Mesh, *, folder: str, steps: int) -> list[str]:
     """What a trainer says that found no whole checkpoint, and what it says to one who wants its weights all the same."""
     torch.manual_seed(7)
-    said = []
     with Trainer(llama(), configured(folder, steps, {}), sentences()) as trainer:
-        for act in (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit):
-            try:
-                act()
-                said.append("")
-            except ZeromeshError as error:
-                said.append(f"{type(error).__name__}: {error}")
-    return said
+        acts = (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit)
+        return [error_of(act, ZeromeshError) for act in acts]
 
 
 def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
@@ -241,22 +235,14 @@ def removed_late(mesh: Mesh, *, folder: str) -> dict[str, Any]:
     trained, held = threading.Event(), []
     unlink = os.unlink
 
-    class Watching(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 5:
-                trained.set()
-
     def slow(path: Any, *arguments: Any, **named: Any) -> None:
         if threading.current_thread() is not threading.main_thread() and str(path).endswith(".safetensors"):
             held.append(not trained.wait(8))
         unlink(path, *arguments, **named)
 
     config = configured(folder, 5, {"checkpoint": {"every_steps": 1, "keep_last": 1}})
-    with (
-        patch.object(os, "unlink", slow),
-        Trainer(llama(), config, sentences(), callbacks=[Watching()]) as trainer,
-    ):
-        trainer.fit()
+    with patch.object(os, "unlink", slow):
+        fitted(llama(), config, sentences(), callbacks=[after_steps(lambda _, step: step == 5 and trained.set())])
     mesh.world.barrier("the end of the run")
     return {"held": any(held), "left": sorted(path.name for path in (Path(folder) / "run" / "checkpoints").iterdir())}
 
@@ -274,17 +260,12 @@ def slow_calls(
             time.sleep(seconds)
         return real(*arguments, **named)
 
-    class Slowed(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            for name in calls if step == 2 and mesh.rank == 0 else ():
-                stack.enter_context(patch.object(os, name, partial(slow, name, getattr(os, name))))
+    def slow_down(trainer: Trainer, step: int) -> None:
+        for name in calls if step == 2 and mesh.rank == 0 else ():
+            stack.enter_context(patch.object(os, name, partial(slow, name, getattr(os, name))))
 
     section = {"every_steps": 1, "keep_last": 2, "timeout_seconds": patience}
     config = configured(folder, 3, {"checkpoint": section, "parallel": {"timeout_seconds": limit}})
-    try:
-        with contextlib.ExitStack() as stack, Trainer(llama(), config, sentences(), callbacks=[Slowed()]) as trainer:
-            trainer.fit()
-        ended = ""
-    except ZeromeshError as error:
-        ended = f"{type(error).__name__}: {error}"
-    return {"struck": sorted(struck), "ended": ended}
+    with contextlib.ExitStack() as stack:
+        run = partial(fitted, llama(), config, sentences(), callbacks=[calling(on_step_begin=slow_down)])
+        return {"ended": error_of(run, ZeromeshError), "struck": sorted(struck)}

@@ -13,7 +13,7 @@ import datasets
 import torch
 from torch import nn
 
-from tests.support.plain import sentence_loss
+from tests.support.plain import after_steps, sentence_loss
 from tests.support.trainer_cases import Pictures, gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -126,17 +126,12 @@ def _detached(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 def refused(mesh: Mesh, folder: str, name: str) -> dict[str, Any]:
     """How an input is refused by `Trainer(...)` or `fit()`."""
     steps: list[int] = []
-
-    class Count(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-            steps.append(step)
-
     trainer: Trainer | None = None
     try:
         trainer = INPUTS[name](
             settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"})
         )
-        trainer.events.add(Count())
+        trainer.events.add(after_steps(lambda _, step: steps.append(step)))
         trainer.fit()
     except Exception as error:  # noqa: BLE001 - what it is, is what the test asks
         return {"error": type(error).__name__, "message": str(error), "steps": steps}

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,12 @@ from torch.nn import functional as F
 from tests.support.plain import (
     Gradients,
     Plain,
+    after_steps,
     apart,
     clones,
     compare,
     distance,
+    error_of,
     like,
     plain_fit,
     sentence_loss,
@@ -460,18 +463,17 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
     root, data = Path(folder), sentences()
     found: dict[str, Any] = {}
 
-    class Save(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 2:
-                trainer.save(root / "during")
-                self.seen = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
+    def save(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            trainer.save(root / "during")
+            states["during"] = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
 
-    save, model = Save(), seeded(build)
+    states, model = dict[str, str](), seeded(build)
     if compute == "bfloat16":
         model = seeded(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
     with (
         patch("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", largest),
-        Trainer(model, settings(folder, precision=precision), data, callbacks=[save]) as trainer,
+        Trainer(model, settings(folder, precision=precision), data, callbacks=[after_steps(save)]) as trainer,
     ):
         trainer.save(root / "before")
         trainer.fit()
@@ -489,7 +491,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
             found[f"{name} dtype"] = str(loaded.dtype)
     found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
     found["config"] = json.loads((root / "after/config.json").read_text())
-    for name, state in {"during": save.seen, "after": digest(clones(model))}.items():
+    for name, state in (states | {"after": digest(clones(model))}).items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:
             found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state
@@ -501,7 +503,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
 
 def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
     """Save where something is already, and where nothing can be, in the order that `folder` was prepared for."""
-    root, said = Path(folder), []
+    root = Path(folder)
     data = {"train": str(root / "text.txt"), "tokenizer": tokenizer, "sequence_length": LENGTH}
     moe = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
     config = settings(
@@ -511,11 +513,9 @@ def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
         precision={**WIDE, "compute": "bfloat16", "master": "float32", "reduce": "float32"},
     )
     with Trainer(None, config) as trainer:
-        for path in (root / "file", root / "file/below", "/proc/nothing", root / "out"):
-            try:
-                trainer.save(path)
-            except RuntimeError as error:
-                said.append(f"{type(error).__name__}: {error}")
+        paths = (root / "file", root / "file/below", Path("/proc/nothing"))
+        said = [error_of(partial(trainer.save, path), RuntimeError) for path in paths]
+        trainer.save(root / "out")
         report = trainer.fit()
         wanted = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         trainer.save(root / "out")

@@ -285,20 +285,21 @@ def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Pa
         assert (max(workers.run(layout.ranks, "test_parameters:changed", **arguments)) < 1e-9) == (stop == 6)
 
 
-def test_flags_change_inside_backward_and_on_files(workers: Workers, tmp_path: Path) -> None:
-    assert max(workers.run(2, "test_parameters:changed_inside_backward", folder=str(tmp_path))) < 1e-12
-
-
-def test_weights_trained_later_get_master_weights(workers: Workers, tmp_path: Path) -> None:
-    assert max(workers.run(2, "test_parameters:changed_in_bfloat16", folder=str(tmp_path))) == 0
+@pytest.mark.parametrize(
+    ("case", "axes", "most"),
+    [
+        ("changed_inside_backward", {}, 1e-12),
+        ("changed_in_bfloat16", {}, 0.0),
+        *(("changed_over_axes", {axis: 2}, 1e-9) for axis in ("tensor", "pipeline", "replicate")),
+    ],
+)
+def test_runs_whose_flags_change_end_alike(
+    workers: Workers, tmp_path: Path, case: str, axes: dict[str, int], most: float
+) -> None:
+    assert max(workers.run(2, f"test_parameters:{case}", folder=str(tmp_path), **axes)) <= most
 
 
 def test_flags_that_differ_between_ranks_are_refused(workers: Workers) -> None:
     found = workers.run(2, "test_parameters:flags_that_differ")
     message = "given different things: requires_grad of head.bias, changed is (absent) on rank 0, False on rank 1"
     assert any(message in each for each in found), found
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "replicate"])
-def test_flags_change_over_all_axes(workers: Workers, tmp_path: Path, axis: str) -> None:
-    assert max(workers.run(2, "test_parameters:changed_over_axes", folder=str(tmp_path), **{axis: 2})) < 1e-9

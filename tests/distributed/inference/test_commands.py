@@ -20,15 +20,13 @@ import torch
 import transformers as tf
 
 from tests.distributed.inference.generate_command_cases import write_model
+from tests.support.tables import row, tried
 from tests.support.terminal import on_terminal, seen
-from tests.support.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
-@pytest.mark.parametrize("case", ["commands", "refusals"])
-def test_results_and_messages(workers: Workers, tmp_path: Path, case: str) -> None:
-    workers.run(2, f"generate_command_cases:{case}", folder=str(tmp_path))
+test_results_and_messages = tried("generate_command_cases", [row(2, case) for case in ("commands", "refusals")])
 
 
 def started(folder: Path, *words: str, **streams: Any) -> "subprocess.Popen[Any]":

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from tests.support.plain import like, plain_loop
+from tests.support.plain import error_of, like, plain_loop
 from tests.support.trainer_cases import llama, seeded, sentences
 from zeromesh.accelerate import Accelerator
 from zeromesh.errors import ConfigError, PhaseError
@@ -256,8 +256,4 @@ class Refused:
 def refused(mesh: Mesh, folder: str, name: str) -> str:
     """What is said to a call."""
     with fresh_state():
-        try:
-            getattr(Refused(), name)()
-        except (ConfigError, PhaseError) as error:
-            return str(error)
-    return ""
+        return error_of(lambda: getattr(Refused(), name)(), (ConfigError, PhaseError))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.integrations.hub_cases import COMMIT, cached, with_code
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import digest
 from tests.support.workers import Workers
 from zeromesh.environment import read_environment
@@ -137,8 +138,6 @@ def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: P
     assert all("config.json" in (each.message or each.result["error"]) for each in refused)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"), [(1, "pushed"), (2, "pushed"), (2, "failed"), (2, "refused"), (2, "configured")]
+test_uploads = tried(
+    "hub_cases", [row(1, "pushed"), *(row(2, case) for case in ("pushed", "failed", "refused", "configured"))]
 )
-def test_uploads(workers: Workers, tmp_path: Path, ranks: int, case: str) -> None:
-    workers.run(ranks, f"hub_cases:{case}", folder=str(tmp_path))

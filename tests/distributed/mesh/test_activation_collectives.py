@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.support.tables import row, tried
 from tests.support.workers import Outcome, PoolOptions, Workers
 from zeromesh.comm.activation_collectives import Exchange, SharedExchange, open_exchange
 from zeromesh.comm.shm_transport import IN_FLIGHT
@@ -37,10 +38,15 @@ def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@KINDS
-def test_every_collective_gives_what_one_process_computes(workers: Workers, kind: str, size: int) -> None:
-    run(workers, "collectives", size, kind=kind)
+test_exchanges = tried(
+    "test_activation_collectives",
+    [
+        *(row(size, "collectives", kind=kind) for size in (2, 3) for kind in ("shared", "gloo")),
+        *(row(2, "refusals", kind=kind) for kind in ("shared", "gloo")),
+        *(row(2, case) for case in ("memory_of_slots", "forgotten")),
+    ],
+    folder=False,
+)
 
 
 def collectives(mesh: Mesh, kind: Any) -> None:
@@ -103,11 +109,6 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
     return equal
 
 
-@KINDS
-def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
-    run(workers, "refusals", kind=kind)
-
-
 def refusals(mesh: Mesh, kind: Any) -> None:
     """Shares that do not fit, and a result asked for twice."""
     exchange, tensor = open_exchange(mesh.world, mesh.device, kind), torch.zeros(3, 5)
@@ -139,10 +140,6 @@ def test_alone_everything_is_a_copy() -> None:
         assert result.data_ptr() != tensor.data_ptr()
     with pytest.raises(LayoutError, match="allowed are 1 that add up to 2"):
         exchange.reduce_scatter_async(tensor, 0, sizes=[1])
-
-
-def test_slots_are_used_again(workers: Workers) -> None:
-    run(workers, "memory_of_slots")
 
 
 def memory_of_slots(mesh: Mesh) -> None:
@@ -242,10 +239,6 @@ def test_ranks_that_exchange_something_else_are_named_though_another_has_ended()
     with pytest.raises(CollectiveError, match="rank 0 asked for a sum of float32"):
         exchange.all_reduce_async(torch.ones(4)).wait()
     group.watch.examine.assert_not_called()
-
-
-def test_an_exchange_is_forgotten_by_each_rank_when_it_likes(workers: Workers) -> None:
-    run(workers, "forgotten")
 
 
 def forgotten(mesh: Mesh) -> None:

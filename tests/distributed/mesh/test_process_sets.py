@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
@@ -32,8 +33,9 @@ def cleared(mesh: Mesh) -> None:
         mesh.process_sets.remove(name)
 
 
-def test_sets_are_declared_split_and_removed(workers: Workers) -> None:
-    run(workers, "life")
+test_sets_on_three_ranks = tried(
+    "test_process_sets", [row(3, case) for case in ("life", "disagreements", "agreements")], folder=False
+)
 
 
 def life(mesh: Mesh) -> None:
@@ -77,10 +79,6 @@ def life(mesh: Mesh) -> None:
     sets.remove("ranks 1, 2")
 
 
-def test_ranks_that_declare_differently_are_named(workers: Workers) -> None:
-    run(workers, "disagreements")
-
-
 def disagreements(mesh: Mesh) -> None:
     """What is said when one rank declares, splits or removes something else; then all goes on."""
     sets, odd = mesh.process_sets, mesh.rank == 1
@@ -102,10 +100,6 @@ def disagreements(mesh: Mesh) -> None:
     some_set = sets.add([0, 1], name="some")
     assert not some_set.member or some_set.gather_integers([mesh.rank]) == [[0], [1]]
     sets.remove(some_set)
-
-
-def test_what_fails_on_one_rank_is_raised_by_all(workers: Workers) -> None:
-    run(workers, "agreements")
 
 
 def agreements(mesh: Mesh) -> None:

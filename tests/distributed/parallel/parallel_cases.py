@@ -1,9 +1,9 @@
 """Cases of tensor and pipeline parallelism in the trainer that workers run: each trains something tiny and says what it saw."""
 
 import os
-from collections.abc import Callable as Function
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from tests.support import fault_injection
-from tests.support.plain import distance, sentence_loss
+from tests.support.plain import calling, distance, error_of, fitted, sentence_loss
 from tests.support.trainer_cases import (
     LLAMA,
     VOCABULARY,
@@ -168,13 +168,6 @@ def left_in(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def on(event: str, act: Function[..., object]) -> Callback:
-    """A callback that does one thing."""
-    made = Callback()
-    setattr(made, event, act)
-    return made
-
-
 def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> dict[str, Any]:
     """One rank's gradients are not finite in one step."""
     config = settings(folder, parallel=axes, run={"log_every": 1})
@@ -184,7 +177,7 @@ def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> 
         if mesh.rank == rank and step == 2:
             trainer.engine.units[-1].trainable[0].grad[0] = float("inf")
 
-    with Trainer(model, config, sentences(), callbacks=[on("on_pre_optimizer_step", poison)]) as trainer:
+    with Trainer(model, config, sentences(), callbacks=[calling(on_pre_optimizer_step=poison)]) as trainer:
         report = trainer.fit()
     lines = lines_of(Path(folder) / "run")
     weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -200,7 +193,7 @@ def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[
 
     config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
     try:
-        with Trainer(seeded(_deep), config, sentences(), callbacks=[on("on_step_begin", kill)]) as trainer:
+        with Trainer(seeded(_deep), config, sentences(), callbacks=[calling(on_step_begin=kill)]) as trainer:
             trainer.fit()
     except (SystemExit, KeyboardInterrupt) as end:
         return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
@@ -254,13 +247,9 @@ def refused(
     if length:
         data = [{name: value[:length] for name, value in each.items()} for each in data]
     steps: list[int] = []
-    count = on("on_step_begin", lambda trainer, step: steps.append(step))
-    try:
-        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[count]) as trainer:
-            trainer.fit()
-    except ZeromeshError as error:
-        return f"{len(steps)} {type(error).__name__}: {error}"
-    return "nothing"
+    count = calling(on_step_begin=lambda trainer, step: steps.append(step))
+    said = error_of(partial(fitted, model, settings(folder, parallel=axes), data, callbacks=[count]), ZeromeshError)
+    return f"{len(steps)} {said}"
 
 
 def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
@@ -290,7 +279,7 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -
             trainer.model.train()
 
     with Trainer(
-        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[on("on_step_end", call)]
+        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[calling(on_step_end=call)]
     ) as trainer:
         trainer.fit()
     assert steps == [2]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.support.architecture_cases import differences
 from tests.support.architectures import SIZES
 from tests.support.input_cases import command
+from tests.support.plain import after_steps, error_of
 from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
@@ -266,15 +267,14 @@ def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
     model.get_parameter("model.norm.weight").data.mul_(2)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=TARGETS))
 
-    class Change(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 2:
-                engine = trainer.run.model.require_engine()
-                with engine.loading(averaged_updates=0):
-                    engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
+    def change(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            engine = trainer.run.model.require_engine()
+            with engine.loading(averaged_updates=0):
+                engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
 
     config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
-    with Trainer(model, config, sentences(), callbacks=[Change()]) as trainer:
+    with Trainer(model, config, sentences(), callbacks=[after_steps(change)]) as trainer:
         trainer.fit()
     manifests = [
         json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))
@@ -309,7 +309,7 @@ def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
 
 def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Two steps and a checkpoint, then on to four; against four at once."""
-    digests, said = [], []
+    digests = []
     for name, steps in (("whole", (4,)), ("parts", (2, 4))):
         for count in steps:
             run = {"name": name, "max_steps": count}
@@ -319,14 +319,9 @@ def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
             with Trainer(model, config, sentences()) as trainer:
                 trainer.fit()
         digests.append(digest(dict(model.named_parameters())))
-    try:
-        with Trainer(adapted(lora_alpha=7), config, sentences()) as trainer:
-            trainer.fit()
-    except ConfigError as error:
-        said.append(str(error))
     checkpoint = Path(folder) / "parts/checkpoints/step-00000004"
-    try:
-        tf.AutoModelForCausalLM.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        said.append(type(error).__name__)
+    said = [
+        error_of(lambda: Trainer(adapted(lora_alpha=7), config, sentences()).fit(), ConfigError),
+        error_of(lambda: tf.AutoModelForCausalLM.from_pretrained(checkpoint), (OSError, ValueError)),
+    ]
     return {"digests": digests, "said": said, "files": sorted(path.name for path in checkpoint.iterdir())}
