@@ -162,5 +162,4 @@ def accepted(mesh: Mesh, folder: str) -> dict[str, list[float]]:
 
 
 def names(mesh: Mesh) -> list[str]:
-    """All inputs that `refused` knows."""
     return list(INPUTS)

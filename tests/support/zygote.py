@@ -71,7 +71,6 @@ def become_worker(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Import, then fork on request."""
     die_with_parent()
     import_once()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended workers away

@@ -46,7 +46,6 @@ test_launches = tried(
 
 
 def _parts(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """What each rank has."""
     seeds = [torch.Generator().manual_seed(rank) for rank in range(2)]
     return [torch.randn(shape, generator=seed, dtype=torch.float64).to(device) for seed in seeds]
 

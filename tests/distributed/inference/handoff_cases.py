@@ -53,7 +53,6 @@ class _Listener:
 
 
 def _ready(mesh: Mesh, paths: list[Path]) -> None:
-    """Wait until the sockets are there."""
     while mesh.rank == 0 and not all(path.exists() for path in paths):
         threading.Event().wait(0.01)
     mesh.world.barrier("receivers listen")

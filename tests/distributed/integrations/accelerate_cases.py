@@ -254,6 +254,5 @@ class Refused:
 
 
 def refused(mesh: Mesh, folder: str, name: str) -> str:
-    """What is said to a call."""
     with fresh_state():
         return error_of(lambda: getattr(Refused(), name)(), (ConfigError, PhaseError))

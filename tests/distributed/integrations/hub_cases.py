@@ -129,7 +129,6 @@ class Hub:
 
 @contextlib.contextmanager
 def hub(root: Path, broken: str = "") -> Iterator[Hub]:
-    """Inside the block there is no other."""
     made = Hub(root, broken)
     with (
         patch("huggingface_hub.HfApi", lambda *given, **named: made),

@@ -130,7 +130,6 @@ AVERAGING = {"WeightAveraging": WeightAveraging, "StochasticWeightAveraging": la
 
 @kept_environment()
 def refused(mesh: Mesh, folder: str, averaging: str = "", rename: bool = False, **arguments: Any) -> str:
-    """What is said to what cannot be right."""
     more = [AVERAGING[averaging]()] if averaging else []
     place = Path(folder) if rename else None
     module = Partial(rename) if rename else Regression()

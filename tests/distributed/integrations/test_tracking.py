@@ -97,7 +97,6 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to go on from."""
     return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
 
 

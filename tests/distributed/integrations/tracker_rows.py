@@ -76,7 +76,6 @@ def _comet_ml(folder: Path, figure: str, setting: str) -> Kept:
 
 
 def _parts(line: dict[str, Any]) -> list[str]:
-    """The name of a parameter, and its last part."""
     name = (line.get("param") or {}).get("paramName") or ""
     return [name, name.rpartition("|")[2]]
 

@@ -25,7 +25,6 @@ SIMULATED = pytest.mark.skipif(device.compiler() is None, reason="the simulated 
 
 
 def _parts(mesh: Mesh, number: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each rank has."""
     seeds = [torch.Generator().manual_seed(1000 * rank + number) for rank in range(mesh.shard.size)]
     return [torch.randn(length, generator=seed, dtype=torch.float64).to(dtype) for seed in seeds]
 
