@@ -455,13 +455,16 @@ def broken(mesh: Mesh, folder: str) -> None:
 # Saving
 
 
-def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dict[str, Any]:
+MANY = 1 << 30
+"""Bytes that no file has."""
+
+
+def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> None:
     """Save before, in and after a run, in files of at most `largest` bytes; load with transformers, and as `model.source`."""
     wide = "float64" if compute == "float64" else "float32"
     precision = {"compute": compute, "master": wide, "reduce": wide}
     build = {"llama": llama, "gpt2": gpt2}[kind]
     root, data = Path(folder), sentences()
-    found: dict[str, Any] = {}
 
     def save(trainer: Trainer, step: int) -> None:
         if step == 2:
@@ -487,18 +490,23 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
         wanted = model.eval()(input_ids=ids).logits
         for name in ("after", "theirs"):
             loaded = tf.AutoModelForCausalLM.from_pretrained(root / name).to(mesh.device)
-            found[name] = digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted})
-            found[f"{name} dtype"] = str(loaded.dtype)
-    found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
-    found["config"] = json.loads((root / "after/config.json").read_text())
+            assert digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted}), name
+            assert loaded.dtype == getattr(torch, wide)
+    base, config = tf.AutoModel.from_pretrained(root / "after"), json.loads((root / "after/config.json").read_text())
+    name = type(base).__name__.replace("Model", {"llama": "ForCausalLM", "gpt2": "LMHeadModel"}[kind])
+    assert (config["dtype"], config["architectures"]) == (wide, [name])
     for name, state in (states | {"after": digest(clones(model))}).items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:
-            found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state
+            assert digest({key: value.clone() for key, value in trainer.state_dict()}) == state, name
             trainer.fit()
-    found["files"] = sorted(path.name for path in root.iterdir())
-    found["weights"] = sorted(path.name for path in (root / "after").glob("*model*"))
-    return found
+    if mesh.rank == 0:
+        assert sorted(path.name for path in root.iterdir()) == ["after", "before", "during", "run", "theirs"]
+        *weights, last = sorted(path.name for path in (root / "after").glob("*model*"))
+        count = len(weights)
+        assert weights == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        assert last == ("model.safetensors.index.json" if weights else "model.safetensors")
+        assert (count > 1) == (largest < MANY)
 
 
 def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
