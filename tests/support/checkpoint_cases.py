@@ -160,8 +160,7 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: b
         config = configured(
             folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}}
         )
-        with Trainer(llama(), config, sentences(), sentences(), callbacks=[Late()]) as trainer:
-            trainer.fit()
+        fitted(llama(), config, sentences(), sentences(), callbacks=[Late()])
     parts = [
         sum(row["seconds"] for rows in line["communication"].values() for row in rows.values()) / line["step_seconds"]
         for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")
@@ -221,10 +220,7 @@ def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
     section = {"run": {"max_steps": 8, "eval_every": 4, "log_every": 1}, "batch": {"micro_size": 1, "global_size": 4}}
     ended = ""
     try:
-        with Trainer(
-            llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss
-        ) as trainer:
-            trainer.fit()
+        fitted(llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss)
     except (SystemExit, KeyboardInterrupt) as end:
         ended = f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
     return {"ended": ended, "batches": len(seen), "all": len(sentences()) // mesh.world_size}

@@ -17,7 +17,7 @@ import torch
 from accelerate.tracking import GeneralTracker, register_tracker_class
 
 from tests.support.checkpoint_cases import Slow, configured
-from tests.support.plain import after_steps
+from tests.support.plain import after_steps, fitted
 from tests.support.trainer_cases import llama, sentences
 from tests.support.waiting import wait_for
 from tests.support.wandb_log import files, rows
@@ -195,10 +195,6 @@ def leaking(mesh: Mesh, *, folder: str, memory: bool) -> str:
             raise error(f"no entry with {ENVIRONMENT['HF_TOKEN']} to https://me:planted@host/?token=planted")
 
     config = configured(folder, 5, {"tracking": {"backends": ["noted"]}})
-    with (
-        patch.dict(os.environ, ENVIRONMENT),
-        noted(),
-        Trainer(llama(), config, sentences(), callbacks=[after_steps(after)]) as trainer,
-    ):
-        trainer.fit()
+    with patch.dict(os.environ, ENVIRONMENT), noted():
+        fitted(llama(), config, sentences(), callbacks=[after_steps(after)])
     return "nothing"

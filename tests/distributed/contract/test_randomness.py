@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.plain import fitted
 from tests.support.trainer_cases import settings
 from tests.support.workers import Workers
-from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 
 WIDTH = 72
@@ -83,9 +83,7 @@ def _train(
     every = {"eval_every": 1, "eval_at_end": False} if evaluate else {"eval_every": 0, "eval_at_end": False}
     run = {"name": name, "max_steps": steps, **every}
     config = settings(folder, run=run, schedule={"name": "constant", "warmup_steps": 0}, **sections)
-    with Trainer(model, config, data, data[:4] if evaluate else None, compute_loss=loss) as trainer:
-        trainer.fit()
-        found = {key: value.clone() for key, value in trainer.state_dict()}
+    found = fitted(model, config, data, data[:4] if evaluate else None, compute_loss=loss)
     return found, book.numbers, evaluated
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.inference.generator_cases import MODELS, SIZES, causal, seq2seq, stored
 from tests.distributed.trainer.lora_cases import adapted
-from tests.support.plain import after_steps, clones, like
+from tests.support.plain import after_steps, clones, fitted, like
 from tests.support.trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Generator, Trainer, receive_weights
 from zeromesh.errors import TransferError, ZeromeshError
@@ -87,10 +87,7 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
             like({name: found["wanted"][name] for name in masters}, masters, rel=0)
             found["own"] = {name: tensor.clone() for name, tensor in trainer.stream_weights(part_of)}
 
-    with Trainer(
-        seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()]
-    ) as trainer:
-        trainer.fit()
+    fitted(seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()])
     wanted = found["wanted"]
     parts = {
         name: tensor.tensor_split(2)[mesh.rank % 2] if part_of(name) else tensor for name, tensor in wanted.items()

@@ -193,8 +193,7 @@ def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[
 
     config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
     try:
-        with Trainer(seeded(_deep), config, sentences(), callbacks=[calling(on_step_begin=kill)]) as trainer:
-            trainer.fit()
+        fitted(seeded(_deep), config, sentences(), callbacks=[calling(on_step_begin=kill)])
     except (SystemExit, KeyboardInterrupt) as end:
         return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
     return ""
@@ -255,8 +254,7 @@ def refused(
 def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
     """One rank is killed as it comes to a unit's forward for the `count`-th time; says when."""
     fault_injection.install(f"kill@forward:{rank}:{count}", mesh.rank)
-    with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
-        trainer.fit()
+    fitted(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences())
 
 
 def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tests.support.architecture_cases import differences
 from tests.support.architectures import SIZES
 from tests.support.input_cases import command
-from tests.support.plain import after_steps, error_of
+from tests.support.plain import after_steps, error_of, fitted
 from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
@@ -292,8 +292,7 @@ def edited(mesh: Mesh, folder: str) -> None:
                 engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
 
     config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
-    with Trainer(model, config, sentences(), callbacks=[after_steps(change)]) as trainer:
-        trainer.fit()
+    fitted(model, config, sentences(), callbacks=[after_steps(change)])
     manifests = [
         json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))
     ]
@@ -338,8 +337,7 @@ def resumed(mesh: Mesh, folder: str) -> None:
             schedule = {"name": "constant", "warmup_steps": 0}
             config = settings(folder, run=run, checkpoint={"every_steps": 2}, schedule=schedule)
             model = adapted()
-            with Trainer(model, config, sentences()) as trainer:
-                trainer.fit()
+            fitted(model, config, sentences())
         digests.append(digest(dict(model.named_parameters())))
     checkpoint = Path(folder) / "parts/checkpoints/step-00000004"
     assert digests[0] == digests[1]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.plain import after_steps
+from tests.support.plain import after_steps, fitted
 from tests.support.trainer_cases import digest, llama, seeded, sentences, settings
 from tests.support.workers import PoolOptions, Workers
 from zeromesh import Trainer
@@ -86,10 +86,7 @@ def fails(mesh: Mesh, folder: str, fault: str) -> None:
         run={"max_steps": 6},
         checkpoint={"every_steps": 1, "asynchronous": False},
     )
-    with Trainer(
-        seeded(llama), config, Samples(folder, fault if mesh.rank == 1 else ""), data_collator=noisy
-    ) as trainer:
-        trainer.fit()
+    fitted(seeded(llama), config, Samples(folder, fault if mesh.rank == 1 else ""), data_collator=noisy)
 
 
 def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:

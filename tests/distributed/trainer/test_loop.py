@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.plain import fitted
 from tests.support.tables import row, tried
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import Workers
@@ -167,6 +168,5 @@ def test_evaluations_of_text_have_a_bound(tmp_path: Path, capfd: pytest.CaptureF
     model = {"config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}}
     model["config"] |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = settings(str(tmp_path), run={"max_steps": 1}, data=data, model=model, checkpoint={"every_steps": 0})
-    with Trainer(None, config) as trainer:
-        trainer.fit()
+    fitted(None, config)
     assert "evaluation: 256 of 1,875 samples (data.eval_samples)" in capfd.readouterr().out
