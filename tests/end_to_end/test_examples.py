@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.waiting import ended
 from tests.support.workers import Pool, PoolOptions, Workers
 
 CASES = "example_cases"
@@ -156,13 +155,6 @@ def test_under_torchrun(pools: dict[int, Pool], folder: Path, name: str) -> None
 def launch(folder: Path, script: str, words: list[str]) -> None:
     """Run a script on two ranks of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(SCRIPTS / script), *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        cwd=folder,
-        timeout=300,
-        check=False,
-    )
+    command = [*launcher, str(SCRIPTS / script), *words]
+    done = ended(command, seconds=300, folder=folder, HF_HUB_OFFLINE="1", GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr

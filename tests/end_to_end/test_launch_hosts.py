@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.hosts import Hosts, hosts
-from tests.support.waiting import logged_steps, wait_for
+from tests.support.waiting import logged_steps, sessions, wait_for
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 CONFIG = """\
@@ -47,30 +48,18 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(two: Hosts, config: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the launch where the hosts can be reached from; all is over afterwards."""
-    started: list[subprocess.Popen[str]] = []
+    with sessions() as begin:
 
-    def begin(*words: str) -> subprocess.Popen[str]:
-        hostfile = two.hostfile(tmp_path / "hosts")
-        command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        variables.pop("GLOO_SOCKET_IFNAME", None)
-        started.append(
-            subprocess.Popen(
-                [*two.middle, *command, str(config), *words],
-                stdout=(tmp_path / "out").open("w"),
-                stderr=(tmp_path / "err").open("w"),
-                text=True,
-                env=variables,
-                start_new_session=True,
-            )
-        )
-        return started[-1]
+        def launch(*words: str) -> Any:
+            hostfile = two.hostfile(tmp_path / "hosts")
+            command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            variables.pop("GLOO_SOCKET_IFNAME", None)
+            with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+                words = (*two.middle, *command, str(config), *words)
+                return begin(words, stdout=out, stderr=err, text=True, env=variables)
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        yield launch
 
 
 def heard(folder: Path) -> str:
