@@ -245,8 +245,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 )
 def test_a_script_alone_and_under_torchrun(here: Path, program: str, launcher: list[str], done: str) -> None:
     (here / "my script.py").write_text(program)
-    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
-    found = ended(command, seconds=240, **OFFLINE)
+    found = ended([sys.executable, *launcher, str(here / "my script.py"), str(here)], seconds=240, **OFFLINE)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("script ended well") == (2 if launcher else 1)
     assert found.stdout.count(done) == (1 if program == SCRIPT else 3)

@@ -22,10 +22,6 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "int64")
 KINDS = pytest.mark.parametrize("kind", ["shared", "gloo"])
 
 
-def run(workers: Workers, case: str, size: int = 2, **arguments: Any) -> list[Any]:
-    return workers.run(size, f"test_activation_collectives:{case}", **arguments)
-
-
 def _values(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul(8).to(dtype)
@@ -42,6 +38,7 @@ test_exchanges = tried(
     "test_activation_collectives",
     [
         *(row(size, "collectives", kind=kind) for size in (2, 3) for kind in ("shared", "gloo")),
+        *(row(2, "in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9) for kind in ("shared", "gloo")),
         *(row(2, "refusals", kind=kind) for kind in ("shared", "gloo")),
         *(row(2, case) for case in ("memory_of_slots", "forgotten")),
     ],
@@ -86,15 +83,7 @@ def _at(
     return found | {"sum of a transpose": (turned, whole.transpose(0, 1)), "left as it was": (mine, parts[index])}
 
 
-@KINDS
-def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> None:
-    """More of them than an exchange in shared memory keeps under way."""
-    for equal in run(workers, "in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9):
-        assert len(equal) > IN_FLIGHT
-        assert all(equal)
-
-
-def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
+def in_any_order(mesh: Mesh, kind: Any, flying: int) -> None:
     """Results may be waited for in another order than the one they were started in, by each rank as it likes; or not at all."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
     shapes = [(1 + number % 5, 1000 * (number % 3) + 7) for number in range(flying)]
@@ -106,7 +95,8 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
     order = [number for number in range(flying) if number % 7 != 3][:: -1 if mesh.rank % 2 else 1]
     equal = [torch.equal(pending[number].wait(), _summed(parts[number])) for number in order]
     mesh.world.barrier("all have waited")
-    return equal
+    assert len(equal) > IN_FLIGHT, "an exchange in shared memory keeps as many under way"
+    assert all(equal)
 
 
 def refusals(mesh: Mesh, kind: Any) -> None:

@@ -212,8 +212,7 @@ def exported(mesh: Mesh, folder: str) -> None:
     for directory in (checkpoint, root / "adapter"):
         require_like(in_peft(tf.AutoModelForCausalLM.from_pretrained(base).double(), directory, wanted))
         # transformers loads the base model, and with it the adapter, in float32
-        by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double()
-        assert _apart(logits(by_name), wanted) <= 1e-6
+        assert _apart(logits(tf.AutoModelForCausalLM.from_pretrained(directory).double()), wanted) <= 1e-6
     for name, dtype, near in (("merged", torch.float64, 1e-9), ("small", torch.float32, 1e-5)):
         merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
         assert [key for key, problems in report.items() if problems] == []
