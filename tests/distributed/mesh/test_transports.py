@@ -236,18 +236,22 @@ test_buffers = tried(
             for dtype in ("float32", "bfloat16")
             for persistent in (True, False)
         ),
-        *(
-            row(3, "reductions", *marks, name=name, dtype=dtype, sums=sums, whole=whole, slots=slots, device=device)
-            for name, dtype, sums, device, *marks in (*SUMS, ("nccl", "bfloat16", "float32", "sim", SIMULATED))
-            for whole in (True, False)
-            for slots in (1, 2)
-        ),
         *(row(2, case, name=name) for case in ("slots_are_taken", "released_memory") for name in NAMES),
         row(2, "choices"),
         row(4, "agreements", replicate=2),
         row(2, "interleaved_runs"),
         *(row(2, "threads_of_meshes", end=end) for end in ("closed", "refused", "forgotten")),
         row(2, "two_on_one_device", SIMULATED, device="sim"),
+    ],
+    folder=False,
+)
+test_sums_run_in_the_order_of_ranks = tried(
+    "test_transports",
+    [
+        row(3, "reductions", *marks, name=name, dtype=dtype, sums=sums, whole=whole, slots=slots, device=device)
+        for name, dtype, sums, device, *marks in (*SUMS, ("nccl", "bfloat16", "float32", "sim", SIMULATED))
+        for whole in (True, False)
+        for slots in (1, 2)
     ],
     folder=False,
 )
