@@ -60,12 +60,13 @@ def variant(name: str, stage: int) -> Any:
     )
 
 
-test_adapters_train_as_in_one_process_and_load_in_peft = tried(
+test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
+    "lora_cases", [variant("linear layers", 1), *(variant(name, 3) for name in VARIANTS)]
+)
+test_adapters_on_ranks = tried(
     "lora_cases",
     [
         *(row(2, "of_experts", stage=stage) for stage in (2, 3)),
-        variant("linear layers", 1),
-        *(variant(name, 3) for name in VARIANTS),
         *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
         row(2, "prompted", stage=3),
         *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
