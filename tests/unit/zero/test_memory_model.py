@@ -122,7 +122,7 @@ def test_a_devices_states_are_predicted_as_a_hosts(monkeypatch: pytest.MonkeyPat
     plan = plan_model(on_meta(), torch.bfloat16)
     transport = "local" if ranks == 1 else "nccl"
     found = MemoryModel(plan_layouts(plan, ranks), options(stage=stage), ranks, transport, GPU)
-    assert not found.hosted
+    assert not found.host_terms
     assert refusal(monkeypatch, ranks, 1, on_device=2 * found.total, stage=stage) == ""
     tight = refusal(monkeypatch, ranks, 1, on_device=found.total, stage=stage)
     assert tight.startswith("WARNING: memory: states need")
@@ -139,7 +139,7 @@ def test_what_rests_on_the_host_counts_there(monkeypatch: pytest.MonkeyPatch) ->
     assert refusal(monkeypatch, 2, ROOM, on_device=ROOM, stage=3, offload=offload) == ""
     without = MemoryModel(plan_layouts(plan, 2), options(stage=3), 2, "nccl", GPU)
     found = MemoryModel(plan_layouts(plan, 2), changed, 2, "nccl", GPU)
-    moved = sum(found.hosted.values())
+    moved = sum(found.host_terms.values())
     added = found.terms[Purpose.STAGING] + found.terms[Purpose.PARAMETERS]  # Buffers, and a copy that is gathered.
     assert moved + sum(found.terms.values()) - added == sum(without.terms.values())
     host = 2 * moved
