@@ -110,7 +110,7 @@ class HostMemory:
         needs, room = self.needs(self.options).device, self.room.device
         if self.options.placements.parameters is Placement.SHARDED and self.shards > 1:
             rank, none = self.rank_memory(self.options), self.rank_memory(replace(self.options, gathered_budget=0))
-            kept, cost = human_bytes(rank.kept), human_bytes(max(0, rank.total - none.total))
+            kept, cost = human_bytes(rank.kept_bytes), human_bytes(max(0, rank.total - none.total))
             yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
         if (left := room - needs) * _TIGHT_DIVISOR < room:
             yield (

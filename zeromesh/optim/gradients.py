@@ -33,12 +33,12 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(slots=True)
 class BucketArrivals:
-    """One bucket's progress in one backward: the gradients that have arrived, and those that wait to be copied into its slot."""
+    """One bucket's progress in one backward: the indices of the parameters whose gradients have
+    `arrived`, and of those that are `waiting` to be copied into its slot; `sequence` numbers reductions in launch order."""
 
     bucket: Bucket
     sequence: int
-    missing: int
-    """The number of parameters that have no gradient yet."""
+    missing: int  # The number of parameters that have no gradient yet.
     slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)

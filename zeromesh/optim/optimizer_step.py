@@ -75,12 +75,12 @@ class WeightAverage:
         self._tiers = tiers
         self._tier = at
 
-    def begin(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._tier, Purpose.AVERAGES, what)
         bucket.average.copy_from(master)
 
-    def due(self, update: int) -> bool:
+    def is_due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
         return update >= self._settings.start_step and update % self._settings.every_steps == 0
 
@@ -238,7 +238,7 @@ class OptimizerStep:
         for bucket, optimizer in zip(new, optimizers, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.averages is not None:
-                self.averages.begin(bucket)
+                self.averages.allocate(bucket)
 
     def adapt_to_trained(self) -> None:
         """Make optimizers for newly trained buckets, and adapt the others, after `requires_grad` of parameters has changed."""
@@ -359,7 +359,7 @@ class OptimizerStep:
 
     @property
     def _due_averages(self) -> WeightAverage | None:
-        return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
+        return self.averages if self.averages is not None and self.averages.is_due(self.updates + 1) else None
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite, alike on all ranks."""

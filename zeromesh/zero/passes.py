@@ -77,7 +77,7 @@ class PassProgress:
 class Passes:
     """The passes of one engine, one at a time, called by `Hooks`."""
 
-    reading: ClassVar[str] = (
+    read_hint: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
         "`trainer.state_dict()`, or write the model with `trainer.save()`"
     )
@@ -333,7 +333,7 @@ class Passes:
         if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
+                f"{self._mesh.shard.size} ranks. {self.read_hint.format(name)}. Load values by the whole model's load_state_dict, "
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:

@@ -107,8 +107,8 @@ def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compu
     given = [ZeroOptions(precision=Precision(compute=compute), gathered_budget=each) for each in ("auto", 0, 1 << 40)]
     found, none, whole = (MemoryModel(layouts, each, 4, "shared") for each in given)
     assert found.total <= none.total
-    assert found.kept == (whole.kept if compute == torch.float32 or not trained else found.kept)
-    assert found.kept < whole.kept or not trained or compute == torch.float32
+    assert found.kept_bytes == (whole.kept_bytes if compute == torch.float32 or not trained else found.kept_bytes)
+    assert found.kept_bytes < whole.kept_bytes or not trained or compute == torch.float32
     assert whole.total > none.total or not trained or compute == torch.float32
 
 
