@@ -44,7 +44,7 @@ def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> None:
     """Several generations of a buffer, written by all and read by all. Ranks read at different speeds."""
     kind, group = getattr(torch, dtype), mesh.shard
     transport = open_buffers(mesh, name, kind, persistent)
-    views = [buffer.carve([Interval(start=0, end=buffer.full.numel())])[0] for buffer in transport.buffers]
+    views = [buffer.make_views([Interval(start=0, end=buffer.full.numel())])[0] for buffer in transport.buffers]
     for number in range(4):
         parts = _parts(mesh, number, _LENGTH // group.size, kind)
         for buffer in transport.buffers:
