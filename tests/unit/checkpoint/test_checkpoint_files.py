@@ -305,9 +305,9 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one = ShardWriter(store.create(1, files), plan_pieces(files, runs, [], {0: 1, 1: 0}), 0)
     assert not one.start().done()
     for owner in (1, 0):
-        one.release(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
+        one.wait_until_copied(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
         memory[1500 * owner : 1500 * owner + 1500] = -1
-    assert one.release(17, tell) == 0.0
+    assert one.wait_until_copied(17, tell) == 0.0
     store.commit(1, manifest_of(1, files, one.join(tell)))
     found = read(CheckpointReader(store.path(1)), "w", 0, torch.zeros(3000))
     assert torch.equal(found, torch.arange(3000.0))
