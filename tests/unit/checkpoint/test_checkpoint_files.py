@@ -281,7 +281,7 @@ def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkey
     one = ShardWriter(directory, plan_pieces(files, {files[0].path: rows}, [], {}), 0)
     with pytest.raises(StorageError, match="the disk is gone"):
         joined(one)
-    update = threading.Thread(target=one.release, args=(99, tell), daemon=True)
+    update = threading.Thread(target=one.wait_until_copied, args=(99, tell), daemon=True)
     update.start()
     update.join(30)
     assert not update.is_alive()  # A step waits no longer for what will never be written.
