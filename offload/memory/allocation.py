@@ -138,7 +138,7 @@ class ReleasableBuffer:
         self._pages = torch.frombuffer(found, dtype=torch.uint8, count=length, offset=start)
         self.full = torch.frombuffer(found, dtype=dtype, count=count, offset=start + lead)
 
-    def carve(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    def make_views(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """Return views of elements [start, end) of `full`, which may have no memory."""
         if self._pages is None:
             self.take()  # torch refuses to make a view of an empty storage; an existing view stays valid.

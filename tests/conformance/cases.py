@@ -81,6 +81,11 @@ class Run:
         engine = ZeroEngine.build(model, mesh, options, source, tiers, divided.cuts)
         return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine, divided=divided)
 
+    @classmethod
+    def of(cls, mesh: Mesh, problem: Problem, layout: Layout, model: Any) -> Run:
+        engine = ZeroEngine.build(model, mesh, layout.options(problem))
+        return cls(mesh=mesh, problem=problem, layout=layout, model=model, engine=engine)
+
     def microbatches(self, step: int) -> list[tuple[int, Batch]]:
         """This rank's microbatches of a step, each with its first sample's number in the batch."""
         batch, data = self.batch_of(step), self.mesh.data.size

@@ -107,6 +107,9 @@ class Laboratory:
         path.unlink()
         return result
 
+    def check(self, size: int, problem: Problem, layout: Layout, **axes: int) -> float:
+        return check_equal(self.train(size, problem, layout, **axes), self.reference(problem), problem)
+
 
 _CASES = "tests.conformance.cases"
 

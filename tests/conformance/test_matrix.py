@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from .checks import Laboratory, Row, check_equal, check_same_bits, pairs_of, pairwise, whole_product
+from .checks import Laboratory, Row, check_same_bits, pairs_of, pairwise, whole_product
 from .models import MATRIX
 from .recipe import Extra, Layout, Problem
 
@@ -67,7 +67,7 @@ def run_row(laboratory: Laboratory, row: Row) -> float:
     names = ("stage", "accumulation", "budget", "overlap")
     transport = "auto" if row["size"] == 1 else row["transport"]
     layout = Layout(transport=transport, **{name: row[name] for name in names})
-    return check_equal(laboratory.train(row["size"], problem, layout), laboratory.reference(problem), problem)
+    return laboratory.check(row["size"], problem, layout)
 
 
 COVER = pairwise(FACTORS, idle)
@@ -109,16 +109,13 @@ def test_whole_matrix(laboratory: Laboratory, row: Row, record_property: Callabl
 def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport: str, accumulation: int) -> None:
     problem = Problem(model="odd", clip=0.3)
     layout = Layout(stage=stage, transport=transport, accumulation=accumulation)
-    found = laboratory.train(4, problem, layout, replicate=2)
-    check_equal(found, laboratory.reference(problem), problem)
+    laboratory.check(4, problem, layout, replicate=2)
 
 
 @pytest.mark.parametrize(("stage", "model"), whole_product(2, [0, 2, 3], ["llama", "routed", "frozen"]))
 def test_copies_alone(laboratory: Laboratory, stage: int, model: str) -> None:
     """No shards: plain data parallelism. In `routed`, ranks use different experts, so gradients arrive in different orders."""
-    problem = Problem(model=model, clip=0.3)
-    found = laboratory.train(2, problem, Layout(stage=stage, accumulation=4), replicate=2)
-    check_equal(found, laboratory.reference(problem), problem)
+    laboratory.check(2, Problem(model=model, clip=0.3), Layout(stage=stage, accumulation=4), replicate=2)
 
 
 @pytest.mark.parametrize(("stage", "size", "accumulation"), whole_product(3, [0, 3], [2, 4], [1, 4]))

@@ -49,14 +49,15 @@ def watched_run(mesh: Mesh, layout: Layout, timeline: Timeline, layers: int = 4)
     model = stack(layers)
     for number, block in enumerate(model.blocks):
         block.up.register_forward_hook(lambda *_, n=number: timeline.add(f"forward {n}"))
-    engine = ZeroEngine.build(model, mesh, layout.options(PROBLEM))
+    run = Run.of(mesh, PROBLEM, layout, model)
+    engine = run.engine
     for number, block in enumerate(model.blocks):
         block.up.weight.register_post_accumulate_grad_hook(lambda _, n=number: timeline.add(f"gradient {n}"))
     for unit in engine.units:
         timeline.wrap(unit, "gather", f"gather {unit.name}")
     timeline.wrap(engine._passes.gradients, "flush", "flush")
     _watch_reductions(engine, timeline)
-    return Run(mesh=mesh, problem=PROBLEM, layout=layout, model=model, engine=engine)
+    return run
 
 
 def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
@@ -102,15 +103,16 @@ def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[En
     return timeline.entries
 
 
+def last_sleeps(mesh: Mesh, seconds: float) -> Callable[[torch.Tensor], None]:
+    return lambda _gradient: time.sleep(seconds if mesh.rank == mesh.world_size - 1 else 0)
+
+
 def delayed_peer(mesh: Mesh, transport: str, stage: int, slots: int, seconds: float) -> dict[str, Any]:
     """The last rank sleeps before it begins backward. What both have learnt in two steps is told too."""
     timeline = Timeline()
     run = watched_run(mesh, Layout(stage=stage, transport=transport, slots=slots), timeline)
 
-    def sleep(_gradient: torch.Tensor) -> None:
-        if mesh.rank == mesh.world_size - 1:
-            time.sleep(seconds)
-
+    sleep = last_sleeps(mesh, seconds)
     run.model.head.register_forward_hook(lambda _module, _args, output: output.register_hook(sleep) and None)
     run.step(0)
     entries = list(timeline.entries)
@@ -157,16 +159,10 @@ def late_reader(mesh: Mesh, stage: int, transport: str, budget: int | None, in_b
     """The last rank sleeps in backward of each block, after its weights have their gradients and before it reads them again."""
     torch.manual_seed(2)
     model = Stack([Detached(32) for _ in range(3)], [0, 1, 2], 32)
-
-    def sleep(_gradient: torch.Tensor) -> None:
-        if mesh.rank == mesh.world_size - 1:
-            time.sleep(seconds)
-
     for block in model.blocks:
-        block.on_way_back = sleep  # type: ignore[assignment]
+        block.on_way_back = last_sleeps(mesh, seconds)  # type: ignore[assignment]
     layout = Layout(stage=stage, transport=transport, budget=budget, in_backward=in_backward)
-    engine = ZeroEngine.build(model, mesh, layout.options(PROBLEM))
-    run = Run(mesh=mesh, problem=PROBLEM, layout=layout, model=model, engine=engine)
+    run = Run.of(mesh, PROBLEM, layout, model)
     for step in range(2):
         run.step(step)
     return _end(run)
@@ -181,16 +177,15 @@ def live_units(mesh: Mesh, model: str, prefetch: int, checkpointing: str) -> dic
     elif checkpointing:
         built.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
     layout = Layout(transport="gloo", budget=0, prefetch=prefetch)
-    engine = ZeroEngine.build(built, mesh, layout.options(PROBLEM))
-    run = Run(mesh=mesh, problem=PROBLEM, layout=layout, model=built, engine=engine)
+    run = Run.of(mesh, PROBLEM, layout, built)
     most = {"live": 0}
 
     def count(unit: Unit, original: Callable[[], None]) -> None:
         original()
-        busy = sum(each.phase is not Phase.RESTING for each in engine.units[1:])
+        busy = sum(each.phase is not Phase.RESTING for each in run.engine.units[1:])
         most["live"] = max(most["live"], busy)
 
-    for unit in engine.units:
+    for unit in run.engine.units:
         unit.gather = lambda u=unit, g=unit.gather: count(u, g)  # type: ignore[method-assign]
     run.step(0)
     run.step(1)
@@ -198,14 +193,11 @@ def live_units(mesh: Mesh, model: str, prefetch: int, checkpointing: str) -> dic
     return most
 
 
-Entries = list[tuple[float, str]]
-
-
-def place(entries: Entries, text: str) -> int:
+def place(entries: list[Entry], text: str) -> int:
     return [name for _, name in entries].index(text)
 
 
-def when(entries: Entries, text: str) -> float:
+def when(entries: list[Entry], text: str) -> float:
     return entries[place(entries, text)][0]
 
 

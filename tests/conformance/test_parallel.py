@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from .checks import Laboratory, check_equal, whole_product
+from .checks import Laboratory, whole_product
 from .recipe import Layout, Problem
 
 Record = Callable[[str, object], None]
@@ -36,8 +36,7 @@ def test_a_divided_model_trains_as_one_process(
     problem = Problem(model=model, clip=0.3, samples=8, wide=True)
     layout = Layout(stage=stage, accumulation=accumulation, sequence=regions == "shared sequences")
     record_property("row", json.dumps({"model": model, "column": f"{axes}, {regions}"}))
-    found = laboratory.train(size, problem, layout, **sizes)
-    record_property("difference", check_equal(found, laboratory.reference(problem), problem))
+    record_property("difference", laboratory.check(size, problem, layout, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -58,8 +57,7 @@ def test_a_model_in_stages_trains_as_one_process(
         sequence="tensor" in sizes and schedule != "gpipe",
     )
     record_property("row", json.dumps({"model": model, "column": axes}))
-    found = laboratory.train(size, problem, layout, **sizes)
-    record_property("difference", check_equal(found, laboratory.reference(problem), problem))
+    record_property("difference", laboratory.check(size, problem, layout, **sizes))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.full)])
@@ -68,5 +66,4 @@ def test_shares_of_a_single_sample(laboratory: Laboratory, schedule: str) -> Non
     chunks = 2 if schedule == "interleaved" else 1
     problem = Problem(model="gpt2-deep", clip=0.3, samples=4, steps=3, wide=True)
     layout = Layout(stage=2, accumulation=4, schedule=schedule, chunks=chunks, sequence=True)
-    found = laboratory.train(4, problem, layout, pipeline=2, tensor=2)
-    check_equal(found, laboratory.reference(problem), problem)
+    laboratory.check(4, problem, layout, pipeline=2, tensor=2)

@@ -193,8 +193,7 @@ def test_the_table_of_transitions(old: Phase, new: Phase) -> None:
 
 @pytest.mark.parametrize(("transport", "budget"), [("shared", None), ("shared", 0), ("gloo", 0), ("gloo", 100_000)])
 def test_parameters_at_rest_name_themselves(workers: Workers, transport: str, budget: int | None) -> None:
-    case = "test_phases:resting_parameters"
-    for found in workers.run(2, case, transport=transport, budget=budget):
+    for found in workers.run(2, "test_phases:resting_parameters", transport=transport, budget=budget):
         for state in found["states"]:
             assert state == {"shapes": True, "silent": [], "model": True, "saved": True, "gradients": []}
 
@@ -215,8 +214,7 @@ def test_what_is_not_allowed_says_so(fresh_pool: Callable[..., Pool], stage: int
 @pytest.mark.parametrize("transport", ["shared", "gloo"])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_model_can_be_used_between_steps(workers: Workers, stage: int, transport: str, budget: int | None) -> None:
-    case = "test_phases:looking"
-    for found in workers.run(2, case, stage=stage, transport=transport, budget=budget):
+    for found in workers.run(2, "test_phases:looking", stage=stage, transport=transport, budget=budget):
         assert math.isfinite(found.pop("norm"))
         assert found == {"loss": True, "tokens": True, "hidden": True, "gathered": [True, True]}
 

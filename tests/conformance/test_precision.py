@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.zero.engine import ZeroEngine
 
 from . import reference
 from .cases import Run
@@ -49,14 +48,13 @@ def mixed_dtypes(mesh: Mesh) -> dict[str, Any]:
         part.bfloat16()
     plain = copy.deepcopy(model)
     problem = Problem(model="stack", decay=False, precision="bfloat16", steps=4, samples=8)
-    engine = ZeroEngine.build(model, mesh, Layout(stage=3).options(problem))
-    run = Run(mesh=mesh, problem=problem, layout=Layout(stage=3), model=model, engine=engine)
+    run = Run.of(mesh, problem, Layout(stage=3), model)
     for step in range(problem.steps):
         run.step(step)
     wanted = _with_master_weights(plain, problem, mesh.data.size)
     found = run.parameters()
-    dtypes = {str(bucket.dtype) for unit in engine.units for bucket in unit.buckets}
-    engine.close()
+    dtypes = {str(bucket.dtype) for unit in run.engine.units for bucket in unit.buckets}
+    run.engine.close()
     worst = max(float((found[name] - value).abs().max()) for name, value in wanted.items())
     return {"dtypes": sorted(dtypes), "worst": worst, "moved": float((wanted["norm.weight"] - 1).abs().max())}
 

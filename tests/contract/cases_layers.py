@@ -8,24 +8,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.contract.cases_units import Block, Stack
-from tests.contract.harness import CLASSES, WIDTH, Batch, Case, Refusal, cross_entropy, plain_loop, samples
+from tests.contract.cases_units import Block, Layer, Stack, Tokens, normed
+from tests.contract.harness import CLASSES, WIDTH, Batch, Case, Refusal, cross_entropy, plain_loop, samples, summed
 from tests.support.plain import after_steps
 from zeromesh import Trainer
 
 
-class Sparse(nn.Module):
-    def __init__(self, *, sparse: bool = True) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(128, WIDTH, sparse=sparse)
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embedding((values.abs() * 40).long() % 128).mean(dim=1))
-
-
 class Bags(nn.Module):
-    def __init__(self, *, sparse: bool = True) -> None:
+    def __init__(self, *, sparse: bool) -> None:
         super().__init__()
         self.bag = nn.EmbeddingBag(128, WIDTH, sparse=sparse)
         self.head = nn.Linear(WIDTH, CLASSES)
@@ -43,16 +33,6 @@ class Complex(nn.Module):
         return x + torch.fft.ifft(torch.fft.fft(x).to(self.filters.dtype) @ self.filters).real.to(x.dtype)
 
 
-class Normed(nn.Module):
-    def __init__(self, norm: Any) -> None:
-        super().__init__()
-        self.up = norm(nn.Linear(WIDTH, WIDTH))
-        self.down = norm(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 def scripted() -> nn.Module:
     return Stack(lambda: torch.jit.script(Block()))
 
@@ -67,35 +47,30 @@ class ScriptInside(Block):
         self.up = torch.jit.script(nn.Linear(WIDTH, WIDTH))
 
 
-class ScriptedAll(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.script(
-            nn.Sequential(nn.Linear(24, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, CLASSES))
-        )
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.inner(values)
+def all_scripted() -> nn.Module:
+    parts = nn.Sequential(nn.Linear(24, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, CLASSES))
+    return Layer(lambda self, values: self.inner(values), inner=torch.jit.script(parts))
 
 
 def gradient_penalty(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
     values = batch["values"].clone().requires_grad_(True)
-    total = F.cross_entropy(model(values), batch["classes"], reduction="sum")
+    total, count = summed(model(values), batch)
     (gradient,) = torch.autograd.grad(total, values, create_graph=True)
-    return total + gradient.pow(2).sum(), len(batch["classes"])
+    return total + gradient.pow(2).sum(), count
 
 
 def saliency(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
     """The gradient with respect to the inputs weighs the loss, without a graph of its own."""
     values = batch["values"].clone().requires_grad_(True)
-    (gradient,) = torch.autograd.grad(F.cross_entropy(model(values), batch["classes"], reduction="sum"), values)
+    (gradient,) = torch.autograd.grad(summed(model(values), batch)[0], values)
     losses = F.cross_entropy(model(batch["values"]), batch["classes"], reduction="none")
     return (losses * (1 + gradient.abs().sum(dim=-1))).sum(), len(batch["classes"])
 
 
 def jvp(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
     made, moved = torch.func.jvp(model, (batch["values"],), (torch.ones_like(batch["values"]),))
-    return F.cross_entropy(made, batch["classes"], reduction="sum") + moved.pow(2).sum(), len(batch["classes"])
+    total, count = summed(made, batch)
+    return total + moved.pow(2).sum(), count
 
 
 def per_sample_gradients(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
@@ -103,9 +78,8 @@ def per_sample_gradients(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
         return model(values[None]).sum()
 
     gradients = torch.vmap(torch.func.grad(one))(batch["values"])
-    return F.cross_entropy(model(batch["values"]), batch["classes"], reduction="sum") + gradients.pow(2).sum(), len(
-        batch["classes"]
-    )
+    total, count = cross_entropy(model, batch)
+    return total + gradients.pow(2).sum(), count
 
 
 class Forces(Stack):
@@ -141,26 +115,28 @@ SCRIPT = Refusal(error="LayoutError", match="is TorchScript")
 SPECTRAL = Refusal(error="LayoutError", match=r"blocks.0.up.* has a spectral norm .* model.to\(torch.bfloat16\)")
 
 CASES = [
-    Case(name="sparse embedding", build=Sparse, plain=densely(Sparse)),
-    Case(name="sparse embedding bag", build=Bags, plain=densely(Bags)),
+    Case(name="sparse embedding", build=partial(Tokens, sparse=True), plain=densely(Tokens)),
+    Case(name="sparse embedding bag", build=partial(Bags, sparse=True), plain=densely(Bags)),
     Case(
         name="complex parameters",
         build=partial(Stack, Complex),
         refused=Refusal(error="LayoutError", match="blocks.0.filters is torch.complex64, .*view_as_complex"),
     ),
     *(
-        Case(name=f"{name} in {dtype}", build=partial(Stack, partial(Normed, norm)), config=config, refused=refused)
+        Case(
+            name=f"{name} in {dtype}", build=partial(Stack, partial(normed, norm, norm)), config=config, refused=refused
+        )
         for name, norm in (
             ("spectral norm", nn.utils.spectral_norm),
             ("parametrized spectral norm", nn.utils.parametrizations.spectral_norm),
         )
         for dtype, config, refused in (("float64", WHOLE, ()), ("bfloat16", HALF, SPECTRAL))
     ),
-    Case(name="old weight norm", build=partial(Stack, partial(Normed, nn.utils.weight_norm))),
+    Case(name="old weight norm", build=partial(Stack, partial(normed, nn.utils.weight_norm, nn.utils.weight_norm))),
     Case(name="scripted blocks", build=scripted, refused=SCRIPT),
     Case(name="traced blocks", build=traced, refused=SCRIPT),
     Case(name="a scripted part of a block", build=partial(Stack, ScriptInside), refused=SCRIPT),
-    Case(name="all scripted", build=ScriptedAll, refused=SCRIPT),
+    Case(name="all scripted", build=all_scripted, refused=SCRIPT),
     Case(name="gradient penalty", build=Stack, loss=gradient_penalty),
     Case(name="saliency", build=Stack, loss=saliency),
     Case(name="forces", build=Forces, callbacks=lambda: [after_steps(evaluates)]),

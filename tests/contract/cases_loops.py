@@ -3,16 +3,16 @@
 import os
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.cases_units import Block, Stack
-from tests.contract.harness import CLASSES, FEATURES, WIDTH, Batch, Case, cross_entropy, plain_loop, samples
+from tests.contract.cases_units import Stack
+from tests.contract.harness import Batch, Case, cross_entropy, plain_loop, samples, summed
 from tests.support.plain import after_steps, calling, error_of
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
@@ -20,16 +20,12 @@ from zeromesh.errors import ZeromeshError
 Found = tuple[torch.Tensor, int]
 
 
-def _of(logits: torch.Tensor, batch: Batch) -> Found:
-    return F.cross_entropy(logits, batch["classes"], reduction="sum"), len(batch["classes"])
-
-
 # Losses
 
 
 def two_views(model: Any, batch: Batch) -> Found:
     first, second = model(batch["values"]), model(-batch["values"])
-    total, count = _of(first, batch)
+    total, count = summed(first, batch)
     return total + (first - second).square().mean(dim=1).sum(), count
 
 
@@ -38,7 +34,7 @@ def own_teacher(model: Any, batch: Batch) -> Found:
     with torch.no_grad():
         wanted = model(batch["values"].flip(1)).softmax(dim=1)
     logits = model(batch["values"])
-    total, count = _of(logits, batch)
+    total, count = summed(logits, batch)
     return total - (wanted * logits.log_softmax(dim=1)).sum(), count
 
 
@@ -47,12 +43,12 @@ def half_known(model: Any, batch: Batch) -> Found:
     hidden = model.stem(batch["values"])
     for block in model.blocks:
         hidden = block(hidden)
-    return _of(model.head(hidden) + model.head(hidden.detach()), batch)
+    return summed(model.head(hidden) + model.head(hidden.detach()), batch)
 
 
 def recomputed(model: Any, batch: Batch) -> Found:
     logits: torch.Tensor = checkpoint(model, batch["values"], use_reentrant=False)
-    return _of(logits, batch)
+    return summed(logits, batch)
 
 
 def drawn_beside(model: Any, batch: Batch) -> Found:
@@ -70,7 +66,7 @@ def weighted(model: Any, batch: Batch) -> Found:
 
 def in_place(model: Any, batch: Batch) -> Found:
     logits = model(batch["values"].mul_(0.5).add_(0.1))
-    return _of(logits.mul_(2), batch)
+    return summed(logits.mul_(2), batch)
 
 
 # Models whose way depends on the data
@@ -81,41 +77,32 @@ class EarlyExit(Stack):
 
     odd = True
 
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](self.stem(values))
-        for block in self.blocks[1:] if self.odd else []:
+    def through(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks if self.odd else self.blocks[:1]:
             x = block(x)
-        return self.head(x)
+        return x
 
 
 class Reversed(Stack):
     odd = True
 
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        x = self.stem(values)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for block in list(self.blocks)[:: 1 if self.odd else -1]:
             x = block(x)
-        return self.head(x)
+        return x
 
 
 def choose(model: Any, step: int) -> None:
     model.odd = step % 2 == 1
 
 
-class Recurrent(nn.Module):
+class Recurrent(Stack):
     """One block is applied until it has run five times; its weights get five gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(FEATURES, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        x = self.stem(values)
+    def through(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(5):
             x = torch.tanh(self.blocks[0](x))
-        return self.head(self.blocks[1](x))
+        return self.blocks[1](x)
 
 
 # Callbacks
@@ -166,7 +153,7 @@ CASES = [
     Case(name="a batch changed in place", build=Stack, loss=in_place),
     Case(name="early exits", build=EarlyExit, before_step=choose, callbacks=lambda: [CHOOSING]),
     Case(name="another order of blocks", build=Reversed, before_step=choose, callbacks=lambda: [CHOOSING]),
-    Case(name="a block in a loop", build=Recurrent),
+    Case(name="a block in a loop", build=partial(Recurrent, layers=2)),
     Case(name="evaluations in callbacks", build=Stack, callbacks=lambda: [after_steps(busy)]),
     Case(name="errors caught in callbacks", build=Stack, callbacks=lambda: [after_steps(failing)]),
     Case(

@@ -108,8 +108,12 @@ def samples(count: int = 23) -> list[dict[str, torch.Tensor]]:
     ]
 
 
+def summed(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, int]:
+    return F.cross_entropy(logits, batch["classes"], reduction="sum"), len(batch["classes"])
+
+
 def cross_entropy(model: Any, batch: Batch) -> tuple[torch.Tensor, int]:
-    return F.cross_entropy(model(batch["values"]), batch["classes"], reduction="sum"), len(batch["classes"])
+    return summed(model(batch["values"]), batch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,11 +31,10 @@ def prepare(mesh: Mesh, folder: str) -> None:
     tokenizer = _tokenizer([" ".join(words) for words in sentences])
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     torch.manual_seed(4)
-    kinds = {
+    for name, model in {
         "llama": tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)),
         "bert": tf.BertModel(tf.BertConfig(**sizes, num_attention_heads=4, max_position_embeddings=64, **NO_DROPOUT)),
-    }
-    for name, model in kinds.items():
+    }.items():
         model.save_pretrained(root / name)
         tokenizer.save_pretrained(root / name)
     cuts = {"train": sentences[:21], "validation": sentences[21:32], "test": sentences[32:39]}

@@ -1,5 +1,6 @@
 """Hosts come and go: launchers of one run on one machine, each with one rank, are killed and started while it trains."""
 
+import itertools
 import os
 import signal
 import socket
@@ -7,10 +8,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.waiting import logged_steps, wait_for
+from tests.support.waiting import logged_steps, sessions, wait_for
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -42,23 +44,16 @@ def config(folder: Path) -> Path:
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Starts `zeromesh train` in a session of its own; all are ended afterwards."""
-    processes: list[subprocess.Popen[bytes]] = []
+    numbers = itertools.count()
+    with sessions() as begin:
 
-    def begin(path: Path, *options: str) -> subprocess.Popen[bytes]:
-        log = (tmp_path / f"log-{len(processes)}").open("wb")
-        command = [sys.executable, "-m", "zeromesh", "train", str(path), *options]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-        processes.append(
-            subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
-        )
-        log.close()
-        return processes[-1]
+        def train(path: Path, *options: str) -> Any:
+            command = [sys.executable, "-m", "zeromesh", "train", str(path), *options]
+            with (tmp_path / f"log-{next(numbers)}").open("wb") as log:
+                variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+                return begin(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
 
-    yield begin
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        yield train
 
 
 @pytest.mark.full

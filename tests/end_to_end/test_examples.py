@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.waiting import ended
 from tests.support.workers import Pool, PoolOptions, Workers
 
 CASES = "example_cases"
@@ -107,8 +106,7 @@ def compare(mine: Path, theirs: Path) -> None:
             assert (mine / text).read_text() == (theirs / text).read_text()
     weights = [load_file(path / "model.safetensors") for path in (mine, theirs)]
     assert set(weights[0]) == set(weights[1])
-    apart = max(float((weights[0][name] - each).abs().max()) for name, each in weights[1].items())
-    assert apart < 2e-5
+    assert max(float((weights[0][name] - each).abs().max()) for name, each in weights[1].items()) < 2e-5
     assert (mine / "tokenizer.json").exists()
     for card in (mine / "README.md", theirs / "README.md"):
         assert "# " + card.parent.name in card.read_text()
@@ -157,14 +155,6 @@ def test_under_torchrun(pools: dict[int, Pool], folder: Path, name: str) -> None
 def launch(folder: Path, script: str, words: list[str]) -> None:
     """Run a script on two ranks of its own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [*launcher, str(SCRIPTS / script), *words],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=folder,
-        timeout=300,
-        check=False,
-    )
+    command = [*launcher, str(SCRIPTS / script), *words]
+    done = ended(command, seconds=300, folder=folder, HF_HUB_OFFLINE="1", GLOO_SOCKET_IFNAME="lo")
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.step_lines import metrics
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import LLAMA, sentences
 from tests.support.workers import Workers
 from zeromesh import Trainer
@@ -18,20 +19,7 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 
-
-def test_evaluate_gives_the_values_of_the_run(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "first_hour_cases:evaluated", folder=str(tmp_path))[0]
-    for name, said in found["said"].items():
-        assert said["code"] == 0, (name, said)
-    own = found["own"][-1]["eval_loss"]
-    run, checkpoint, config, whole = found["lines"]
-    assert (run["step"], checkpoint["step"], config["step"]) == (4, 2, 4)
-    assert run["eval_loss"] == config["eval_loss"] == own
-    assert checkpoint["eval_loss"] != own
-    assert whole["eval_loss"] != own
-    assert found["hf"][0]["eval_loss"] == pytest.approx(own, rel=1e-9)
-    assert f"step 4: evaluation loss {own:.4f} over 75 targets" in found["said"]["run"]["out"]
-    assert "evaluation: 5 of " in found["said"]["train"]["out"]
+test_evaluations_and_a_cell_that_is_run_again = tried("first_hour_cases", [row(2, "evaluated"), row(1, "again")])
 
 
 def test_a_run_is_called_after_its_file_or_script(workers: Workers, tmp_path: Path) -> None:
@@ -44,18 +32,6 @@ def test_a_run_is_called_after_its_file_or_script(workers: Workers, tmp_path: Pa
     (tmp_path / "mine.yaml").write_text("run: {max_steps: 3}")
     assert load_config(tmp_path / "mine.yaml").run.name == "mine"
     assert load_config(tmp_path / "mine.yaml", ["run.name=other"]).run.name == "other"
-
-
-def test_a_cell_can_be_run_again(workers: Workers, tmp_path: Path) -> None:
-    first, second, third = workers.run(1, "first_hour_cases:again", folder=str(tmp_path))[0]
-    assert first["losses"] == 2
-    assert second["losses"] == 0
-    said = "nothing was trained: run 'cell' is complete at step 2 of 2; raise run.max_steps, or choose another run.name"
-    assert said in second["said"]
-    assert "done:" not in second["said"]
-    assert third["losses"] == -1
-    assert "model.config.num_hidden_layers: 2 then, 1 now" in third["said"]
-    assert "give this run another run.name" in third["said"]
 
 
 def test_the_time_left_has_the_evaluation_after_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +60,8 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _settings(folder: Path, **model: object) -> dict[str, Any]:
-    config = {"model_type": "llama", **LLAMA, "vocab_size": 256, **model}
     return {
-        "model": {"config": config},
+        "model": {"config": {"model_type": "llama", **LLAMA, "vocab_size": 256, **model}},
         "data": {"sequence_length": 16},
         "run": {"name": "a", "output_dir": str(folder), "max_steps": 2},
         "batch": {"global_size": 4},

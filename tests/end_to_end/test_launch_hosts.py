@@ -7,11 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.hosts import Hosts, hosts
-from tests.support.waiting import logged_steps, wait_for
+from tests.support.waiting import logged_steps, sessions, wait_for
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 CONFIG = """\
@@ -47,30 +48,18 @@ Start = Callable[..., subprocess.Popen[str]]
 @pytest.fixture
 def start(two: Hosts, config: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the launch where the hosts can be reached from; all is over afterwards."""
-    started: list[subprocess.Popen[str]] = []
+    with sessions() as begin:
 
-    def begin(*words: str) -> subprocess.Popen[str]:
-        hostfile = two.hostfile(tmp_path / "hosts")
-        command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        variables.pop("GLOO_SOCKET_IFNAME", None)
-        started.append(
-            subprocess.Popen(
-                [*two.middle, *command, str(config), *words],
-                stdout=(tmp_path / "out").open("w"),
-                stderr=(tmp_path / "err").open("w"),
-                text=True,
-                env=variables,
-                start_new_session=True,
-            )
-        )
-        return started[-1]
+        def launch(*words: str) -> Any:
+            hostfile = two.hostfile(tmp_path / "hosts")
+            command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
+            variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+            variables.pop("GLOO_SOCKET_IFNAME", None)
+            with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+                words = (*two.middle, *command, str(config), *words)
+                return begin(words, stdout=out, stderr=err, text=True, env=variables)
 
-    yield begin
-    for process in started:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        yield launch
 
 
 def heard(folder: Path) -> str:
@@ -83,8 +72,7 @@ def all_over(two: Hosts) -> bool:
 
 def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
     """gloo left alone would bind the loopback here, where each host's own name leads."""
-    process = start()
-    assert process.wait(timeout=120) == 0, (tmp_path / "err").read_text()
+    assert start().wait(timeout=120) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "out").read_text().splitlines()
     assert said[0] == "[alpha] run: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line for line in said if "over gloo" in line], said
@@ -124,8 +112,7 @@ def test_a_host_that_is_lost_is_named(
 def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: Path, plugged: None, lost: str) -> None:
     """All had met at the first of them."""
     left = "beta" if lost == "alpha" else "alpha"
-    options = ("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5")
-    process = start(*options, *FOREVER)
+    process = start("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5", *FOREVER)
     wait_for(lambda: logged_steps(tmp_path) >= 25, 120, lambda: heard(tmp_path))
     for name in two.names:
         assert two.listening(name) == {two.address(name)}, (

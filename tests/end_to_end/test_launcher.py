@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import is_running, wait_for
+from tests.support.waiting import ended, is_running, wait_for
 from zeromesh.environment import python_arguments
 from zeromesh.launch.rank_processes import RankProcesses
 from zeromesh.launch.rendezvous import Nodes, WorkersFailed, launch_workers
@@ -171,8 +171,7 @@ def test_no_worker_outlives_the_command(tmp_path: Path, number: signal.Signals, 
 def test_a_worker_whose_launcher_is_gone_already_leaves(tmp_path: Path) -> None:
     """It was starting Python when the launcher was killed."""
     command = [sys.executable, "-m", "zeromesh", "train", "--worker", "--", str(tmp_path / "none.yaml")]
-    variables = {**os.environ, "ZEROMESH_LAUNCHER_PID": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    done = ended(command, seconds=60, ZEROMESH_LAUNCHER_PID="1")
     assert (done.returncode, done.stdout, done.stderr) == (137, "", "")
 
 

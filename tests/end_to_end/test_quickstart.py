@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.waiting import wait_for
+from tests.support.waiting import ended, wait_for
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").iterdir())
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +83,7 @@ def test_every_configuration_of_the_repository_trains(
         short["run__eval_every"] = short["checkpoint__every_steps"] = 1
     if (asked.schedule.warmup_steps or 0) > 3:
         short["schedule__warmup_steps"] = 1
-    words = ["train", str(path), *shortened(here, **short)]
-    found = workers.run(size, "input_cases:command", words=words)
+    found = workers.run(size, "input_cases:command", words=["train", str(path), *shortened(here, **short)])
     assert [each["code"] for each in found] == [0] * size, found
     assert [each["err"] for each in found] == [""] * size
     assert [each["out"] for each in found[1:]] == [""] * (size - 1)
@@ -131,9 +130,7 @@ def test_a_command_with_two_processes(here: Path) -> None:
     words = [sys.executable, "-m", "zeromesh", "train", str(ROOT / "configs/quickstart.yaml"), "--nproc", "2"]
     small = {"model__config__hidden_size": 64, "model__config__num_hidden_layers": 1, "run__name": "two"}
     began = time.time()
-    done = subprocess.run(
-        [*words, *shortened(here, **small)], capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False
-    )
+    done = ended([*words, *shortened(here, **small)], seconds=240, **OFFLINE)
     assert (done.returncode, done.stderr) == (0, "")
     first = read_metrics(here / "two/metrics.jsonl")[0]
     assert {"launch", "imports", "rendezvous", "data"} <= set(first["start"])
@@ -248,13 +245,12 @@ TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
 )
 def test_a_script_alone_and_under_torchrun(here: Path, program: str, launcher: list[str], done: str) -> None:
     (here / "my script.py").write_text(program)
-    command = [sys.executable, *launcher, str(here / "my script.py"), str(here)]
-    ended = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=240, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("script ended well") == (2 if launcher else 1)
-    assert ended.stdout.count(done) == (1 if program == SCRIPT else 3)
-    assert "Warning" not in ended.stderr
-    assert "Traceback" not in ended.stderr
+    found = ended([sys.executable, *launcher, str(here / "my script.py"), str(here)], seconds=240, **OFFLINE)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("script ended well") == (2 if launcher else 1)
+    assert found.stdout.count(done) == (1 if program == SCRIPT else 3)
+    assert "Warning" not in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 @pytest.mark.usefixtures("at_once")
@@ -264,7 +260,12 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     words += ["run.max_steps=100000", "schedule.name=constant"]
     metrics = here / "stopped/metrics.jsonl"
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **OFFLINE},
+        start_new_session=True,
     ) as process:
         wait_for(
             lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2), 120

@@ -28,14 +28,11 @@ _NUMBERS = count()
 
 
 def register() -> None:
-    """Make `simccl` the backend of the simulated device."""
     if "simccl" not in dist.Backend.backend_list:
         dist.Backend.register_backend("simccl", SimulatedGroup._create, extended_api=True, devices=["sim"])
 
 
 class SimulatedWork(dist._Work):
-    """A collective in flight."""
-
     def __init__(self, group: SimulatedGroup, moved: Any, event: torch.Event, kept: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._group, self._moved, self._event = group, moved, event

@@ -148,7 +148,6 @@ def waits() -> list[str]:
 
 
 def clear() -> None:
-    """Forget races and waits."""
     ops.clear()
 
 
@@ -169,7 +168,6 @@ def no_waits(why: str) -> Iterator[None]:
 
 @contextmanager
 def judged() -> Iterator[None]:
-    """Fail where the block has a race."""
     clear()
     yield
     torch.accelerator.synchronize()

@@ -32,7 +32,6 @@ def small_model(kind: str, head: Head = "causal_lm", dtype: torch.dtype = torch.
 
 
 def on_meta(kind: str, head: Head = "causal_lm", **fields: Any) -> Any:
-    """The same, without values."""
     with torch.device("meta"):
         return small_model(kind, head, **fields)
 

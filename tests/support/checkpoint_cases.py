@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.support import fault_injection
-from tests.support.plain import sentence_loss
+from tests.support.plain import after_steps, calling, error_of, fitted, sentence_loss
 from tests.support.trainer_cases import gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.saver import SaveContent, Saver
@@ -160,8 +160,7 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: b
         config = configured(
             folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}}
         )
-        with Trainer(llama(), config, sentences(), sentences(), callbacks=[Late()]) as trainer:
-            trainer.fit()
+        fitted(llama(), config, sentences(), sentences(), callbacks=[Late()])
     parts = [
         sum(row["seconds"] for rows in line["communication"].values() for row in rows.values()) / line["step_seconds"]
         for line in read_metrics(Path(folder) / "run" / "metrics.jsonl")
@@ -169,8 +168,8 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: b
     return {"said": said.getvalue(), "during": during, "communication": max(parts)}
 
 
-def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
-    """Whether transformers alone makes the trained model of a checkpoint, and a run starts from it as from any model."""
+def opened(mesh: Mesh, *, folder: str, compute: str) -> None:
+    """transformers alone makes the trained model of a checkpoint, and a run starts from it as from any model."""
     torch.manual_seed(7)
     precision = {"compute": compute, "master": "float32", "reduce": "float32"}
     checkpoint = Path(folder) / "run" / "checkpoints" / "step-00000005"
@@ -183,14 +182,15 @@ def opened(mesh: Mesh, *, folder: str, compute: str) -> dict[str, bool]:
         for parameter in ours.parameters():
             parameter.data = parameter.data.to(dtype)
         with torch.no_grad():
-            same = torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+            assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
     model = {"source": str(checkpoint), "config": None}
     sections = {"model": model, "precision": precision, "run": {"name": "second"}}
     with Trainer(None, configured(folder, 2, sections), sentences()) as second:
         before = second.evaluate(sentences())["eval_loss"]
         second.fit()
         after = second.evaluate(sentences())["eval_loss"]
-    return {"logits": same, "dtype": str(dtype) == f"torch.{compute}", "learns on": after < before < 4.0}
+    assert dtype == getattr(torch, compute)
+    assert after < before < 4.0, "it does not learn on"
 
 
 def cramped(mesh: Mesh, *, folder: str, free: int) -> dict[str, Any]:
@@ -202,15 +202,9 @@ def cramped(mesh: Mesh, *, folder: str, free: int) -> dict[str, Any]:
 def after_damage(mesh: Mesh, *, folder: str, steps: int) -> list[str]:
     """What a trainer says that found no whole checkpoint, and what it says to one who wants its weights all the same."""
     torch.manual_seed(7)
-    said = []
     with Trainer(llama(), configured(folder, steps, {}), sentences()) as trainer:
-        for act in (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit):
-            try:
-                act()
-                said.append("")
-            except ZeromeshError as error:
-                said.append(f"{type(error).__name__}: {error}")
-    return said
+        acts = (trainer.fit, lambda: dict(trainer.state_dict()), trainer.fit)
+        return [error_of(act, ZeromeshError) for act in acts]
 
 
 def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
@@ -227,24 +221,16 @@ def signalled(mesh: Mesh, *, folder: str, number: int) -> dict[str, Any]:
     section = {"run": {"max_steps": 8, "eval_every": 4, "log_every": 1}, "batch": {"micro_size": 1, "global_size": 4}}
     ended = ""
     try:
-        with Trainer(
-            llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss
-        ) as trainer:
-            trainer.fit()
+        fitted(llama(), configured(folder, 8, section), sentences(), eval_dataset=sentences(), compute_loss=loss)
     except (SystemExit, KeyboardInterrupt) as end:
         ended = f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
     return {"ended": ended, "batches": len(seen), "all": len(sentences()) // mesh.world_size}
 
 
-def removed_late(mesh: Mesh, *, folder: str) -> dict[str, Any]:
+def removed_late(mesh: Mesh, *, folder: str) -> None:
     """A checkpoint a step, of which one is kept; no file is removed before the last of 5 steps is over, or long after."""
     trained, held = threading.Event(), []
     unlink = os.unlink
-
-    class Watching(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 5:
-                trained.set()
 
     def slow(path: Any, *arguments: Any, **named: Any) -> None:
         if threading.current_thread() is not threading.main_thread() and str(path).endswith(".safetensors"):
@@ -252,13 +238,11 @@ def removed_late(mesh: Mesh, *, folder: str) -> dict[str, Any]:
         unlink(path, *arguments, **named)
 
     config = configured(folder, 5, {"checkpoint": {"every_steps": 1, "keep_last": 1}})
-    with (
-        patch.object(os, "unlink", slow),
-        Trainer(llama(), config, sentences(), callbacks=[Watching()]) as trainer,
-    ):
-        trainer.fit()
+    with patch.object(os, "unlink", slow):
+        fitted(llama(), config, sentences(), callbacks=[after_steps(lambda _, step: step == 5 and trained.set())])
     mesh.world.barrier("the end of the run")
-    return {"held": any(held), "left": sorted(path.name for path in (Path(folder) / "run" / "checkpoints").iterdir())}
+    assert not any(held)
+    assert [path.name for path in (Path(folder) / "run" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
 def slow_calls(
@@ -274,17 +258,12 @@ def slow_calls(
             time.sleep(seconds)
         return real(*arguments, **named)
 
-    class Slowed(Callback):
-        def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            for name in calls if step == 2 and mesh.rank == 0 else ():
-                stack.enter_context(patch.object(os, name, partial(slow, name, getattr(os, name))))
+    def slow_down(trainer: Trainer, step: int) -> None:
+        for name in calls if step == 2 and mesh.rank == 0 else ():
+            stack.enter_context(patch.object(os, name, partial(slow, name, getattr(os, name))))
 
     section = {"every_steps": 1, "keep_last": 2, "timeout_seconds": patience}
     config = configured(folder, 3, {"checkpoint": section, "parallel": {"timeout_seconds": limit}})
-    try:
-        with contextlib.ExitStack() as stack, Trainer(llama(), config, sentences(), callbacks=[Slowed()]) as trainer:
-            trainer.fit()
-        ended = ""
-    except ZeromeshError as error:
-        ended = f"{type(error).__name__}: {error}"
-    return {"struck": sorted(struck), "ended": ended}
+    with contextlib.ExitStack() as stack:
+        run = partial(fitted, llama(), config, sentences(), callbacks=[calling(on_step_begin=slow_down)])
+        return {"ended": error_of(run, ZeromeshError), "struck": sorted(struck)}

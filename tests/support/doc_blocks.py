@@ -144,7 +144,6 @@ def links(page: str) -> Iterator[tuple[int, str, str]]:
 
 
 def anchors(page: str) -> set[str]:
-    """Those that headings of a page have."""
     found: set[str] = set()
     for _, line in prose(page):
         if re.match(r"#+ ", line):

@@ -81,7 +81,6 @@ class Reader:
         }
 
     def knows(self, program: str) -> bool:
-        """Whether it is a program whose commands are read here."""
         return program in self._programs
 
     def read(self, words: tuple[str, ...]) -> None:
@@ -123,7 +122,6 @@ class Reader:
                 raise CommandError(f"{parser.prog} has no option {word}")
 
     def place(self, name: str) -> Path:
-        """A file that is there."""
         for folder in (self.folder, ROOT):
             if (folder / name).exists():
                 return folder / name

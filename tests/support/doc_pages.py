@@ -149,7 +149,6 @@ class Page:
         write_files(page, folder)
 
     def go_through(self) -> None:
-        """Try every block, in order."""
         for block in blocks_of(self.name):
             try:
                 getattr(self, f"_{block.language}")(block)

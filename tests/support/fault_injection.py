@@ -73,7 +73,6 @@ class Fault:
 
 
 def parse(text: str) -> Fault:
-    """The fault that a text describes."""
     kind, _, rest = text.partition("@")
     site, *numbers = rest.split(":")
     assert kind in KINDS, text

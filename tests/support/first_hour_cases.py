@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.support.input_cases import command
+from tests.support.plain import error_of
 from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
@@ -28,7 +31,7 @@ SMALL = {
 }
 
 
-def evaluated(mesh: Mesh, folder: str) -> dict[str, Any]:
+def evaluated(mesh: Mesh, folder: str) -> None:
     """`zeromesh evaluate` of a run, a checkpoint, its configuration, an exported model, against the run's own evaluation."""
     root = Path(folder)
     if mesh.rank == 0:
@@ -48,10 +51,18 @@ def evaluated(mesh: Mesh, folder: str) -> dict[str, Any]:
         keys += [f"precision.{role}=float64" for role in ("compute", "master", "reduce")]
         found["hf"] = command(mesh, ["evaluate", "hf", *keys])
         found["all"] = command(mesh, ["evaluate", "runs/small", "data.eval_samples=null"])
-        lines = read_metrics("runs/small/evaluated.jsonl")
-        own = read_metrics("runs/small/evaluations.jsonl")
-        other = read_metrics("runs/hf/evaluated.jsonl")
-    return {"said": found, "lines": lines, "own": own, "hf": other}
+        own = read_metrics("runs/small/evaluations.jsonl")[-1]["eval_loss"]
+        run, mid, config, whole = read_metrics("runs/small/evaluated.jsonl")
+        (other,) = read_metrics("runs/hf/evaluated.jsonl")
+    if mesh.rank:
+        return
+    assert {name: said for name, said in found.items() if said["code"]} == {}
+    assert (run["step"], mid["step"], config["step"]) == (4, 2, 4)
+    assert run["eval_loss"] == config["eval_loss"] == own
+    assert own not in (mid["eval_loss"], whole["eval_loss"])
+    assert other["eval_loss"] == pytest.approx(own, rel=1e-9)
+    assert f"step 4: evaluation loss {own:.4f} over 75 targets" in found["run"]["out"]
+    assert "evaluation: 5 of " in found["train"]["out"]
 
 
 def names(mesh: Mesh) -> list[str]:
@@ -66,21 +77,22 @@ def names(mesh: Mesh) -> list[str]:
     return found
 
 
-def again(mesh: Mesh, folder: str) -> list[dict[str, Any]]:
+def again(mesh: Mesh, folder: str) -> None:
     """A cell of a notebook that is run three times without closing its trainer, the third time with another model."""
-    found = []
+    found, said = list[int](), list[io.StringIO]()
     for count in (2, 2, 1):
         model = seeded(lambda count=count: llama(num_hidden_layers=count))
         config = settings(folder, run={"name": "cell", "max_steps": 2}, checkpoint={"every_steps": 1})
         trainer = Trainer(model, config, sentences())
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            try:
-                losses = len(trainer.fit().losses)
-            except ConfigError as error:
-                losses = -1
-                print(error)
-        found.append({"losses": losses, "said": out.getvalue()})
-    return found
+        said.append(io.StringIO())
+        with contextlib.redirect_stdout(said[-1]):
+            refusal = error_of(lambda trainer=trainer: found.append(len(trainer.fit().losses)), ConfigError)
+    assert found == [2, 0]
+    why = "nothing was trained: run 'cell' is complete at step 2 of 2; raise run.max_steps, or choose another run.name"
+    assert why in said[1].getvalue()
+    assert "done:" not in said[1].getvalue()
+    assert "model.config.num_hidden_layers: 2 then, 1 now" in refusal
+    assert "give this run another run.name" in refusal
 
 
 def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:

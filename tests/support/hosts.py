@@ -47,7 +47,6 @@ class Hosts:
         return path
 
     def pull(self, name: str) -> None:
-        """Pull the cable of a host."""
         _ip("-n", self.prefix, "link", "set", f"to-{name}", "down")
 
     def listening(self, name: str) -> set[str]:

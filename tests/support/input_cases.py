@@ -13,7 +13,7 @@ import datasets
 import torch
 from torch import nn
 
-from tests.support.plain import sentence_loss
+from tests.support.plain import after_steps, sentence_loss
 from tests.support.trainer_cases import Pictures, gpt2, llama, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -25,8 +25,7 @@ def prepare(mesh: Mesh, folder: str) -> None:
     root = Path(folder)
     model = llama()
     model.save_pretrained(root / "good")
-    damaged = ("none", "pickle", "cut", "config", "shapes")
-    for name in damaged:
+    for name in ("none", "pickle", "cut", "config", "shapes"):
         shutil.copytree(root / "good", root / name)
     for name in ("none", "pickle"):
         (root / name / "model.safetensors").unlink()
@@ -127,17 +126,12 @@ def _detached(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
 def refused(mesh: Mesh, folder: str, name: str) -> dict[str, Any]:
     """How an input is refused by `Trainer(...)` or `fit()`."""
     steps: list[int] = []
-
-    class Count(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-            steps.append(step)
-
     trainer: Trainer | None = None
     try:
         trainer = INPUTS[name](
             settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"})
         )
-        trainer.events.add(Count())
+        trainer.events.add(after_steps(lambda _, step: steps.append(step)))
         trainer.fit()
     except Exception as error:  # noqa: BLE001 - what it is, is what the test asks
         return {"error": type(error).__name__, "message": str(error), "steps": steps}
@@ -168,5 +162,4 @@ def accepted(mesh: Mesh, folder: str) -> dict[str, list[float]]:
 
 
 def names(mesh: Mesh) -> list[str]:
-    """All inputs that `refused` knows."""
     return list(INPUTS)

@@ -225,7 +225,7 @@ def fitted(*arguments: Any, **named: Any) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in trainer.state_dict()}
 
 
-def error_of(call: Callable[[], object], kind: type[Exception] = Exception) -> str:
+def error_of(call: Callable[[], object], kind: type[Exception] | tuple[type[Exception], ...] = Exception) -> str:
     """The class and the text of the error of this kind that a call raises; empty where it raises none."""
     try:
         call()

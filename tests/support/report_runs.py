@@ -92,8 +92,7 @@ def write_run(
     # What a step's memory was: units that are gathered one after the other, and gradients that come with them.
     events: list[list[Any]] = [[0.0, "device", "parameters", 1 << 30], [0.0, "device", "moments", 2 << 30]]
     for place in range(40):
-        held = (1 << 30) + (place % 2) * (128 << 20)
-        events.append([0.01 + 0.01 * place, "device", "parameters", held])
+        events.append([0.01 + 0.01 * place, "device", "parameters", (1 << 30) + (place % 2) * (128 << 20)])
         events.append([0.01 + 0.01 * place, "device", "gradients", min(place, 40 - place) * (32 << 20)])
     events.append([0.0, "file", "moments", 4 << 30])
     content = {"step": 2, "seconds": 0.45, "events": sorted(events, key=lambda event: event[0])}

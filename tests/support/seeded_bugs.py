@@ -382,7 +382,7 @@ def lost_bucket(zero_gaps: Any, flat: torch.Tensor, bucket: Bucket) -> None:
 @seeded(GradientReducer, "_after_reduction", {"zero.stage": 2}, r"layers\.1")
 def stale_gradient(take: Any, self: GradientReducer, bucket: Bucket) -> None:
     """The gradient of a bucket begins with that of the step before."""
-    if self._last and _in_last_block(bucket):
+    if self._last_microbatch and _in_last_block(bucket):
         self.shards.allocate(bucket)
         gradient = gradient_of(bucket)
         gradient += vars(bucket).get("left", 0.0)
@@ -543,7 +543,7 @@ def moments_of_neighbour(uses: Any, self: OptimizerStep, bucket: Bucket, **rest:
 @seeded(GradientShards, "allocate", {"zero.stage": 2, "offload.gradients": "file"}, r"layers\.1")
 def sum_not_read_back(allocate: Any, self: GradientShards, bucket: Bucket) -> None:
     """The sum of earlier microbatches, which rests on a file, is not read before the next one is added."""
-    rests = bucket.grad is None and bucket.grad_rest is not None and not self.first
+    rests = bucket.grad is None and bucket.grad_rest is not None and not self.first_microbatch
     allocate(self, bucket)
     if rests and bucket.grad is not None and _in_last_block(bucket):
         bucket.grad.zero_()

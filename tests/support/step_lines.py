@@ -6,7 +6,6 @@ from typing import Any
 
 
 def metrics(step: int = 1, **changes: Any) -> dict[str, Any]:
-    """The line of a step."""
     values: dict[str, Any] = {
         "step": step,
         "loss": 3.25,

@@ -235,8 +235,7 @@ def write(
     directory = store.create(step, files)
     for path, text in {**index_files(files), **(documents or {})}.items():
         (directory / path).write_bytes(text)
-    found = written(directory, files, dealt, tensor)
-    store.commit(step, alter(manifest_of(step, files, found)))
+    store.commit(step, alter(manifest_of(step, files, written(directory, files, dealt, tensor))))
     assert store.trash.wait(seconds=20)  # An older checkpoint of the step is removed in a thread.
     return CheckpointReader(store.path(step))
 

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ import torch
 from accelerate.tracking import GeneralTracker, register_tracker_class
 
 from tests.support.checkpoint_cases import Slow, configured
+from tests.support.plain import after_steps, fitted
 from tests.support.trainer_cases import llama, sentences
 from tests.support.waiting import wait_for
 from tests.support.wandb_log import files, rows
@@ -64,16 +65,6 @@ class Noted(GeneralTracker):
     def _write(self, line: dict[str, Any]) -> None:
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
-
-
-class AfterSteps(Callback):
-    """Calls a function with the trainer and the step after each step."""
-
-    def __init__(self, call: Callable[[Trainer, int], None]) -> None:
-        self._call = call
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        self._call(trainer, step)
 
 
 def services() -> list[int]:
@@ -133,7 +124,7 @@ def tracked(
         if kills and step >= kills:
             time.sleep(0.05)
 
-    watching: list[Callback] = [*([Slow(Path(marker), rest)] if marker else []), AfterSteps(after)]
+    watching: list[Callback] = [*([Slow(Path(marker), rest)] if marker else []), after_steps(after)]
     config = configured(
         folder,
         steps,
@@ -204,10 +195,6 @@ def leaking(mesh: Mesh, *, folder: str, memory: bool) -> str:
             raise error(f"no entry with {ENVIRONMENT['HF_TOKEN']} to https://me:planted@host/?token=planted")
 
     config = configured(folder, 5, {"tracking": {"backends": ["noted"]}})
-    with (
-        patch.dict(os.environ, ENVIRONMENT),
-        noted(),
-        Trainer(llama(), config, sentences(), callbacks=[AfterSteps(after)]) as trainer,
-    ):
-        trainer.fit()
+    with patch.dict(os.environ, ENVIRONMENT), noted():
+        fitted(llama(), config, sentences(), callbacks=[after_steps(after)])
     return "nothing"

@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable as Function
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,10 +19,12 @@ from torch.nn import functional as F
 from tests.support.plain import (
     Gradients,
     Plain,
+    after_steps,
     apart,
     clones,
     compare,
     distance,
+    error_of,
     like,
     plain_fit,
     sentence_loss,
@@ -452,26 +455,28 @@ def broken(mesh: Mesh, folder: str) -> None:
 # Saving
 
 
-def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dict[str, Any]:
+MANY = 1 << 30
+"""Bytes that no file has."""
+
+
+def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> None:
     """Save before, in and after a run, in files of at most `largest` bytes; load with transformers, and as `model.source`."""
     wide = "float64" if compute == "float64" else "float32"
     precision = {"compute": compute, "master": wide, "reduce": wide}
     build = {"llama": llama, "gpt2": gpt2}[kind]
     root, data = Path(folder), sentences()
-    found: dict[str, Any] = {}
 
-    class Save(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 2:
-                trainer.save(root / "during")
-                self.seen = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
+    def save(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            trainer.save(root / "during")
+            states["during"] = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
 
-    save, model = Save(), seeded(build)
+    states, model = dict[str, str](), seeded(build)
     if compute == "bfloat16":
         model = seeded(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
     with (
         patch("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", largest),
-        Trainer(model, settings(folder, precision=precision), data, callbacks=[save]) as trainer,
+        Trainer(model, settings(folder, precision=precision), data, callbacks=[after_steps(save)]) as trainer,
     ):
         trainer.save(root / "before")
         trainer.fit()
@@ -485,24 +490,28 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> dic
         wanted = model.eval()(input_ids=ids).logits
         for name in ("after", "theirs"):
             loaded = tf.AutoModelForCausalLM.from_pretrained(root / name).to(mesh.device)
-            found[name] = digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted})
-            found[f"{name} dtype"] = str(loaded.dtype)
-    found["class"] = type(tf.AutoModel.from_pretrained(root / "after")).__name__
-    found["config"] = json.loads((root / "after/config.json").read_text())
-    sources = {"during": save.seen, "after": digest(clones(model))}
-    for name, state in sources.items():
+            assert digest({"": loaded(input_ids=ids).logits}) == digest({"": wanted}), name
+            assert loaded.dtype == getattr(torch, wide)
+    base, config = tf.AutoModel.from_pretrained(root / "after"), json.loads((root / "after/config.json").read_text())
+    name = type(base).__name__.replace("Model", {"llama": "ForCausalLM", "gpt2": "LMHeadModel"}[kind])
+    assert (config["dtype"], config["architectures"]) == (wide, [name])
+    for name, state in (states | {"after": digest(clones(model))}).items():
         config = settings(folder, model={"source": str(root / name)}, precision=precision)
         with Trainer(None, config, data) as trainer:
-            found[f"source {name}"] = digest({key: value.clone() for key, value in trainer.state_dict()}) == state
+            assert digest({key: value.clone() for key, value in trainer.state_dict()}) == state, name
             trainer.fit()
-    found["files"] = sorted(path.name for path in root.iterdir())
-    found["weights"] = sorted(path.name for path in (root / "after").glob("*model*"))
-    return found
+    if mesh.rank == 0:
+        assert sorted(path.name for path in root.iterdir()) == ["after", "before", "during", "run", "theirs"]
+        *weights, last = sorted(path.name for path in (root / "after").glob("*model*"))
+        count = len(weights)
+        assert weights == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        assert last == ("model.safetensors.index.json" if weights else "model.safetensors")
+        assert (count > 1) == (largest < MANY)
 
 
 def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
     """Save where something is already, and where nothing can be, in the order that `folder` was prepared for."""
-    root, said = Path(folder), []
+    root = Path(folder)
     data = {"train": str(root / "text.txt"), "tokenizer": tokenizer, "sequence_length": LENGTH}
     moe = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "use_cache": False}
     config = settings(
@@ -512,11 +521,9 @@ def resaved(mesh: Mesh, folder: str, tokenizer: str) -> dict[str, Any]:
         precision={**WIDE, "compute": "bfloat16", "master": "float32", "reduce": "float32"},
     )
     with Trainer(None, config) as trainer:
-        for path in (root / "file", root / "file/below", "/proc/nothing", root / "out"):
-            try:
-                trainer.save(path)
-            except RuntimeError as error:
-                said.append(f"{type(error).__name__}: {error}")
+        paths = (root / "file", root / "file/below", Path("/proc/nothing"))
+        said = [error_of(partial(trainer.save, path), RuntimeError) for path in paths]
+        trainer.save(root / "out")
         report = trainer.fit()
         wanted = {name: tensor.clone() for name, tensor in trainer.state_dict()}
         trainer.save(root / "out")

@@ -35,7 +35,6 @@ def files(run: Path) -> list[Path]:
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of history of one file."""
     found = [record.history.item for record in records(path) if record.WhichOneof("record_type") == "history"]
     return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in found]
 

@@ -54,8 +54,7 @@ def become_worker(request: dict[str, Any]) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
         log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.enable()
@@ -72,7 +71,6 @@ def become_worker(request: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Import, then fork on request."""
     die_with_parent()
     import_once()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes ended workers away

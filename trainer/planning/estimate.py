@@ -230,7 +230,7 @@ class _LayoutCosts:
         every = [(self._bytes(rank, memory), memory) for rank, memory in zip(self._ranks, self._memory, strict=True)]
         device, memory = max(every, key=lambda each: sum(each[0].values()))
         phases, bubble = self._phases(exact=exact)
-        host = {purpose.value: nbytes for purpose, nbytes in memory.hosted.items()}
+        host = {purpose.value: nbytes for purpose, nbytes in memory.host_terms.items()}
         disk = sum(memory.files.values())
         kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
         away = int(kept) * min(layout.accumulation, layout.pipeline)
@@ -256,11 +256,11 @@ class _LayoutCosts:
         # Gradient shards reuse the blocks that freed activations return to an accelerator's allocator. The C
         # library's heap on a CPU seldom can.
         stay = is_cpu or self._options.gradients_stay(self._device)
-        beside = 0 if stay else min(gradients + memory.passing, activations)
+        beside = 0 if stay else min(gradients + memory.transit_bytes, activations)
         library = self._machine.library
         device |= {
             GATHERED: memory.gathered,
-            Purpose.GRADIENTS.value: gradients + memory.passing - beside,
+            Purpose.GRADIENTS.value: gradients + memory.transit_bytes - beside,
             ACTIVATIONS: activations,
             LIBRARY: library.host + library.shared // self._ranks_on_host if is_cpu else library.device,
         }

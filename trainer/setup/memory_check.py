@@ -64,7 +64,7 @@ class HostMemory:
         rank, ranks = self.rank_memory(options), self.ranks
         disk = ranks * (sum(rank.files.values()) + self.offloaded_inputs)
         if self.on_device:
-            return MemoryBytes(device=rank.total, host=ranks * sum(rank.hosted.values()), disk=disk)
+            return MemoryBytes(device=rank.total, host=ranks * sum(rank.host_terms.values()), disk=disk)
         return MemoryBytes(device=0, host=ranks * rank.total, disk=disk)
 
     def advice(self) -> str:
@@ -92,13 +92,13 @@ class HostMemory:
         rank, needs, room = self.rank_memory(self.options), self.needs(self.options), self.room
         terms: dict[str, int] = {purpose.value: nbytes for purpose, nbytes in rank.terms.items()}
         terms |= {"parameters gathered around their use": rank.gathered}
-        terms |= {"gradient shards on their way": rank.passing}
+        terms |= {"gradient shards on their way": rank.transit_bytes}
         short = ""
         if needs.device > room.device:
             where = f"each {self.device.type.upper()} device"
             short = f"{human_bytes(needs.device)} on {where} ({_format_terms(terms)}), and {human_bytes(room.device)}"
         elif self.free and needs.host > room.host:
-            beside = {purpose.value: nbytes for purpose, nbytes in rank.hosted.items()}
+            beside = {purpose.value: nbytes for purpose, nbytes in rank.host_terms.items()}
             listed = _format_terms(beside if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
@@ -110,7 +110,7 @@ class HostMemory:
         needs, room = self.needs(self.options).device, self.room.device
         if self.options.placements.parameters is Placement.SHARDED and self.shards > 1:
             rank, none = self.rank_memory(self.options), self.rank_memory(replace(self.options, gathered_budget=0))
-            kept, cost = human_bytes(rank.kept), human_bytes(max(0, rank.total - none.total))
+            kept, cost = human_bytes(rank.kept_bytes), human_bytes(max(0, rank.total - none.total))
             yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
         if (left := room - needs) * _TIGHT_DIVISOR < room:
             yield (

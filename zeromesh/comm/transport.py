@@ -83,10 +83,10 @@ class GatherBuffer:
             self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
             self.full = self._memory.full
 
-    def carve(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+    def make_views(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Return flat views of `full`, valid for the buffer's life even while the buffer has no memory."""
         if self._memory is not None:
-            return self._memory.carve([(place.start, place.end) for place in places])
+            return self._memory.make_views([(place.start, place.end) for place in places])
         return [self.full[place.start : place.end] for place in places]
 
     def own(self) -> torch.Tensor:

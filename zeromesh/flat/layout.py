@@ -60,7 +60,7 @@ class StridedRows:
     count: int
     width: int
     columns: tuple[Interval, ...]
-    taken: int = field(init=False, repr=False, compare=False)
+    local_width: int = field(init=False, repr=False, compare=False)
     """The number of elements of a local row. If it equals `width`, local and logical positions are the same."""
 
     def __post_init__(self) -> None:
@@ -70,42 +70,42 @@ class StridedRows:
             raise LayoutError(
                 f"columns {self.columns} of rows of {self.width}: they are to be in order, and inside of a row"
             )
-        object.__setattr__(self, "taken", sum(column.length for column in self.columns))
+        object.__setattr__(self, "local_width", sum(column.length for column in self.columns))
 
     @classmethod
     @lru_cache
     def whole(cls, numel: int) -> StridedRows:
         return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
-    def before(self, logical: int) -> int:
+    def count_before(self, logical: int) -> int:
         """Return the number of local elements before a logical position, also the local position of the first element after it."""
         logical = min(max(logical, 0), self.count * self.width)
-        if self.taken == self.width:
+        if self.local_width == self.width:
             return logical
         row, at = divmod(logical, self.width)
-        return row * self.taken + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
+        return row * self.local_width + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
 
     def hull(self, interval: Interval) -> Interval:
         """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
-        if self.taken == self.width:
+        if self.local_width == self.width:
             return interval
-        ends = [divmod(local, self.taken) for local in (interval.start, interval.end - 1)]
+        ends = [divmod(local, self.local_width) for local in (interval.start, interval.end - 1)]
         first, last = [row * self.width + _logical_index(self.columns, at) for row, at in ends]
         return Interval(start=first, end=last + 1)
 
     def windows(self, interval: Interval, numel: int) -> Iterator[Interval]:
         """Split local elements `interval` into whole rows of at most `numel` logical elements together, or into parts of a row."""
-        step = max(1, numel // self.width) * min(self.taken, numel)
+        step = max(1, numel // self.width) * min(self.local_width, numel)
         for start in range(interval.start, interval.end, step):
             yield Interval(start=start, end=min(start + step, interval.end))
 
     def blocks(self, interval: Interval) -> Iterator[tuple[int, int, list[tuple[int, int, int]]]]:
         """Yield the blocks of rows of local elements `interval`: the rest of a row, whole rows, the beginning of one. A block is
         its first row, its number of rows, and its runs per row: begin in the logical and in the local row, length."""
-        first, start = divmod(interval.start, self.taken)
-        last, end = divmod(interval.end, self.taken)
+        size = self.local_width
+        (first, start), (last, end) = divmod(interval.start, size), divmod(interval.end, size)
         whole = first + bool(start)
-        spans = [(first, int(bool(start)), start, self.taken), (whole, last - whole, 0, self.taken), (last, 1, 0, end)]
+        spans = [(first, int(bool(start)), start, size), (whole, last - whole, 0, size), (last, 1, 0, end)]
         for row, rows, low, high in spans if first < last else [(first, 1, start, end)]:
             parts, at = [], 0
             for column in self.columns:
@@ -119,14 +119,14 @@ class StridedRows:
     def tiles(self, interval: Interval) -> Iterator[Tile]:
         """Yield the tiles of local elements `interval`: one for each column of each block of rows."""
         for row, rows, parts in self.blocks(interval):
-            for start, local, length in parts:
-                yield Tile(local=row * self.taken + local, logical=row * self.width + start, rows=rows, length=length)
+            for start, at, size in parts:
+                yield Tile(local=row * self.local_width + at, logical=row * self.width + start, rows=rows, length=size)
 
     def take(self, window: torch.Tensor, start: int, interval: Interval, out: torch.Tensor) -> None:
         """Copy local elements `interval` into `out`, 1-D, from `window`, 1-D: the logical tensor from position `start` on."""
         for tile in self.tiles(interval):
             there = _strided_view(window, tile.logical - start, tile, self.width)
-            _strided_view(out, tile.local - interval.start, tile, self.taken).copy_(there)
+            _strided_view(out, tile.local - interval.start, tile, self.local_width).copy_(there)
 
 
 def _strided_view(flat: torch.Tensor, at: int, tile: Tile, stride: int) -> torch.Tensor:

@@ -117,7 +117,7 @@ class ProcessMesh:
         """The number of ranks that compute one batch together, and this rank's position among them."""
         self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
         self.process_sets = ProcessSets(self.world, self._mesh_groups, self.recorder, self._as_set)
-        self.watch.alike, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
+        self.watch.ranks_with_same_events, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 

@@ -33,12 +33,12 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(slots=True)
 class BucketArrivals:
-    """One bucket's progress in one backward: the gradients that have arrived, and those that wait to be copied into its slot."""
+    """One bucket's progress in one backward: the indices of the parameters whose gradients have
+    `arrived`, and of those that are `waiting` to be copied into its slot; `sequence` numbers reductions in launch order."""
 
     bucket: Bucket
     sequence: int
-    missing: int
-    """The number of parameters that have no gradient yet."""
+    missing: int  # The number of parameters that have no gradient yet.
     slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -49,10 +49,10 @@ class GradientReducer:
     """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
     def __init__(
-        self, reducer: Reducer, shards: "GradientShards", sharing: "ReplicaGroups", mesh: Mesh, options: ZeroOptions
+        self, reducer: Reducer, shards: "GradientShards", replicas: "ReplicaGroups", mesh: Mesh, options: ZeroOptions
     ) -> None:
         self.shards = shards
-        self.sharing = sharing
+        self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
         """Called inside the last backward with `optimizer_in_backward`, once a bucket's sum over its replicas has started."""
         self.buckets: Sequence[Bucket] = ()
@@ -190,7 +190,7 @@ class GradientReducer:
         self._mesh.data.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
             if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
-                self.sharing.sets[bucket.shared_by].all_reduce(counts, "shared parameters with gradients")
+                self.replicas.sets[bucket.shared_by].all_reduce(counts, "shared parameters with gradients")
             missing = (n for n, count in enumerate(counts.tolist()) if not count and bucket.training[n])
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
@@ -246,7 +246,7 @@ class GradientReducer:
             self._sum_replicas(bucket)
 
     def _sum_replicas(self, bucket: Bucket) -> None:
-        wait = self.sharing.all_reduce_async(bucket, gradient_of(bucket))
+        wait = self.replicas.all_reduce_async(bucket, gradient_of(bucket))
         if wait is not None:
             self._sums[id(bucket)] = wait
         if self.updates_in_backward:

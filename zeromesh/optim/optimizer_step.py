@@ -75,12 +75,12 @@ class WeightAverage:
         self._tiers = tiers
         self._tier = at
 
-    def begin(self, bucket: Bucket) -> None:
+    def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._tier, Purpose.AVERAGES, what)
         bucket.average.copy_from(master)
 
-    def due(self, update: int) -> bool:
+    def is_due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
         return update >= self._settings.start_step and update % self._settings.every_steps == 0
 
@@ -112,13 +112,13 @@ _TIMED_ROUNDS = 3
 
 
 def choose_device(
-    update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, in_reach: bool
+    update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, states_on_device: bool
 ) -> tuple[torch.device, str | None]:
-    """Choose the device of updates; all ranks call this and get the same. For states outside of device memory (not `in_reach`) the
-    CPU saves the transfers, and the device computes faster: `try_on(device)` times both, in seconds for a billion elements.
+    """Choose the device of updates; all ranks call this and get the same. Unless `states_on_device`, updates on
+    the CPU save the transfers, and the device computes faster: `try_on(device)` times both, in seconds per billion elements.
     Returns the device, and if both were timed, a line for the log."""
     device = mesh.device
-    if not is_accelerator(device) or in_reach or update_on == "device":
+    if not is_accelerator(device) or states_on_device or update_on == "device":
         return device, None
     if update_on == "host":
         return _CPU, None
@@ -227,7 +227,7 @@ class OptimizerStep:
             "device" if update_on == "auto" and untried else update_on,
             mesh,
             partial(time_update, tiers=tiers, options=options, most=sum(each.length for each in self._buckets)),
-            in_reach=not self._most_offloaded_tensors(tiers.device),
+            states_on_device=not self._most_offloaded_tensors(tiers.device),
         )
         self._stream = self._make_stream(device)
 
@@ -238,7 +238,7 @@ class OptimizerStep:
         for bucket, optimizer in zip(new, optimizers, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.averages is not None:
-                self.averages.begin(bucket)
+                self.averages.allocate(bucket)
 
     def adapt_to_trained(self) -> None:
         """Make optimizers for newly trained buckets, and adapt the others, after `requires_grad` of parameters has changed."""
@@ -281,7 +281,7 @@ class OptimizerStep:
             optimizer = self.optimizer_of(bucket)
             if optimizer is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
-                optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.learned)) for each in specs]
+                optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.ever_trained)) for each in specs]
                 optimizer.update_segments()
 
     def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
@@ -306,7 +306,7 @@ class OptimizerStep:
             measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
         values = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
         self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, values[len(scalars) :], strict=True)]
-        counts = self.gradients.sharing.counts
+        counts = self.gradients.replicas.counts
         kept = [norm**2 for bucket, norm in self._norms if (self._counts and counts(bucket)) or not math.isfinite(norm)]
         return values[: len(scalars)], sum(kept)
 
@@ -359,7 +359,7 @@ class OptimizerStep:
 
     @property
     def _due_averages(self) -> WeightAverage | None:
-        return self.averages if self.averages is not None and self.averages.due(self.updates + 1) else None
+        return self.averages if self.averages is not None and self.averages.is_due(self.updates + 1) else None
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite, alike on all ranks."""

@@ -70,7 +70,7 @@ class Watchdog:
         self._reductions = _GATHERS if one_order else _REDUCTIONS
         self.unit_names: dict[int, Sequence[str]] = {}
         """The names of unit numbers in messages, by rank."""
-        self.alike: frozenset[int] | None = None
+        self.ranks_with_same_events: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._activity = (Activity.IDLE, -1)
@@ -414,9 +414,9 @@ class Watchdog:
     def _compare(self, peers: Sequence[int], *streams: int) -> None:
         """Raise `CollectiveError` if a peer posted another event in place of this rank's latest in `streams`, by default all."""
         for stream in streams or list(self._events):
-            number, word = self._events[stream]
+            (number, word), same = self._events[stream], self.ranks_with_same_events
             for peer in peers:
-                if peer == self._rank or (stream != _CALLS and self.alike is not None and peer not in self.alike):
+                if peer == self._rank or (stream != _CALLS and same is not None and peer not in same):
                     continue
                 other = self.board.event_of(peer, stream, number)
                 if other is not None and other != word:

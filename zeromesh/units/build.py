@@ -273,7 +273,7 @@ def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]
 def _short_rows(piece: ShardPiece) -> StridedRows | None:
     """Return the rows of a piece that consists of many short runs; None for few or long runs."""
     rows = piece.spec.region.rows()
-    return rows if rows is not None and rows.count > 1 and rows.taken * piece.spec.dtype.itemsize < _LEAST_RUN else None
+    return rows if rows and rows.count > 1 and rows.local_width * piece.spec.dtype.itemsize < _LEAST_RUN else None
 
 
 def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:

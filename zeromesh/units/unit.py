@@ -173,7 +173,7 @@ class Bucket:
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.trainable = any(self.training)
         """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
-        self.learned = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
+        self.ever_trained = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         """The names of the parameters that are or were trained."""
         self.average: TieredTensor | None = None
         """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
@@ -182,7 +182,7 @@ class Bucket:
         self.partial: torch.Tensor | None = None
         poison = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)
         poison = poison.to(buffer.full.device)
-        flat = buffer.carve([slot.where for slot in layout.slots])
+        flat = buffer.make_views([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._placeholders = [poison.expand(slot.spec.shape) for slot in layout.slots]
         self.use_callback = UseCallback(self.parameters, layout)
@@ -211,7 +211,7 @@ class Bucket:
     def adopt_requires_grad(self) -> None:
         self.training = [parameter.requires_grad for parameter in self.parameters]
         named = zip(self.layout.slots, self.training, strict=True)
-        self.learned.update(slot.spec.fqn for slot, trained in named if trained)
+        self.ever_trained.update(slot.spec.fqn for slot, trained in named if trained)
 
     def show_values(self) -> None:
         """Make the parameters views of the gathered buffer."""

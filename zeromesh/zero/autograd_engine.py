@@ -103,7 +103,7 @@ class StepGradients:
 class AutogradPasses(Passes):
     """Passes that a user's training loop begins by calls of the model and by autograd, alike on all ranks."""
 
-    reading: ClassVar[str] = (
+    read_hint: ClassVar[str] = (
         "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
         "`zeromesh.state_dict(model)`, or write the model with `zeromesh.save(directory, model)`"
     )

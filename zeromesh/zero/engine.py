@@ -68,8 +68,8 @@ class ZeroEngine:
         """A transport with larger gradient slots than those allocated at the start."""
         self._slot_bytes = self._needed_slot_bytes()
         self._releases = built.releases
-        shards, sharing = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
-        gradients = GradientReducer(built.reduction.reducer, shards, sharing, mesh, options)
+        shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
+        gradients = GradientReducer(built.reduction.reducer, shards, replicas, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         cuts = cuts or ModelCuts()
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
@@ -160,7 +160,7 @@ class ZeroEngine:
             for bucket in self._buckets
             if (optimizer := step.optimizer_of(bucket)) is not None
             for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
-            if slot.spec.fqn in bucket.learned and (trained, steps) != (slot.spec.requires_grad, step.updates)
+            if slot.spec.fqn in bucket.ever_trained and (trained, steps) != (slot.spec.requires_grad, step.updates)
         }
         rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
         return {

@@ -67,7 +67,7 @@ class CheckpointState:
     def frozen(self) -> set[str]:
         """Return the names of the parameters of all pipeline stages that were never trained."""
         names = [
-            s.spec.name for bucket in self._buckets for s in bucket.layout.slots if s.spec.fqn not in bucket.learned
+            s.spec.name for each in self._buckets for s in each.layout.slots if s.spec.fqn not in each.ever_trained
         ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
@@ -79,7 +79,7 @@ class CheckpointState:
             holders, index = self._mesh.data.size, self._mesh.data_index
         shards: list[TensorShard] = []
         for bucket in self._buckets:
-            if self._updater.gradients.sharing.counts(bucket):
+            if self._updater.gradients.replicas.counts(bucket):
                 shards += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
         buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
@@ -170,12 +170,12 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        on_one_rank = (
-            optimizer.whole
-        )  # One rank of the shard group has all states of a class that updates whole parameters.
+        # One rank of the shard group has all states of a class that updates whole parameters.
+        on_one_rank = optimizer.whole
         for number, slot in enumerate(bucket.layout.slots):
-            writes = not self._mesh.replicate.index if on_one_rank else slot.spec.fqn in first
-            for kind, dtype, shape, values in optimizer.whole_states(number) if slot.spec.fqn in bucket.learned else ():
+            fqn = slot.spec.fqn
+            writes = not self._mesh.replicate.index if on_one_rank else fqn in first
+            for kind, dtype, shape, values in optimizer.whole_states(number) if fqn in bucket.ever_trained else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 
@@ -213,7 +213,7 @@ def _hex_digest(values: torch.Tensor) -> str:
 def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
     """Return True if a checkpoint stores this kind of tensor for a parameter. From the weights of a never-trained parameter, its
     master weights and averages are restored, too."""
-    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.learned
+    return kind == MODEL or (reading and kind in (MASTER, AVERAGE)) or spec.fqn in bucket.ever_trained
 
 
 def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:

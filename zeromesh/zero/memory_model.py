@@ -43,7 +43,7 @@ class MemoryBytes:
 
 class MemoryModel:
     """The predicted bytes of one rank after the first update, by purpose, without purposes of 0 bytes: in the memory of its
-    compute device (`terms`), in host memory beside an accelerator (`hosted`), and on disk (`files`). Gradients: the peak."""
+    compute device (`terms`), in host memory beside an accelerator (`host_terms`), and on disk (`files`). Gradients: the peak."""
 
     def __init__(
         self,
@@ -70,21 +70,21 @@ class MemoryModel:
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
         """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
-        self.kept = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
+        self.kept_bytes = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
         lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
-        self.passing = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
+        self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
-        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept)
+        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept_bytes)
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
             transport, options.gradient_slots, slot_bytes(self._trained, options, device)
         )
         self._add_bytes(tiers)
-        self.terms, self.hosted, self.files = (
+        self.terms, self.host_terms, self.files = (
             {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
             for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
         )
@@ -92,7 +92,7 @@ class MemoryModel:
     @property
     def total(self) -> int:
         """The peak in the memory of the compute device, in bytes."""
-        return sum(self.terms.values()) + self.gathered + self.passing
+        return sum(self.terms.values()) + self.gathered + self.transit_bytes
 
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:

@@ -63,7 +63,7 @@ class PassProgress:
     """Gradients of parameters that arrived together with those of inputs, and wait for `backward_weight`."""
     outputs: list[GradientEdge] = field(default_factory=list)
     """Those outputs of the latest call of a unit that require a gradient."""
-    held: set[int] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
     """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
     reached: set[int] = field(default_factory=set)
     """The indices of units whose outputs backward has reached."""
@@ -77,7 +77,7 @@ class PassProgress:
 class Passes:
     """The passes of one engine, one at a time, called by `Hooks`."""
 
-    reading: ClassVar[str] = (
+    read_hint: ClassVar[str] = (
         "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
         "`trainer.state_dict()`, or write the model with `trainer.save()`"
     )
@@ -148,7 +148,7 @@ class Passes:
         self._defers_weights = inputs_only
         with kept_generators(), self._recorder.span(StepPhase.BACKWARD):
             if inputs_only:
-                self._make_held_live()
+                self._make_kept_units_live()
                 self._run_backward(gradients)
             else:
                 self._begin_reducing()
@@ -198,7 +198,7 @@ class Passes:
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
         reduce = progress.last or self._reduces_microbatches
         self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, known_order=known)
-        self._make_held_live()
+        self._make_kept_units_live()
 
     def _end_reducing(self) -> None:
         self._recorder.next_range(None)
@@ -304,7 +304,7 @@ class Passes:
             # Backward enters a pipeline stage at the output of its last block, not at that of the root.
             kept = unit.index in self._kept_units.get(self._kind, ())
             if kept or (unit.index == 0 and self._in_stages):
-                self._progress.held.add(unit.index)
+                self._progress.kept.add(unit.index)
             self.make_live(unit)
         self.writes.record(unit, len(self.units))
         if self.mode is PassMode.FORWARD and self._releases and unit.index != 0:
@@ -333,7 +333,7 @@ class Passes:
         if self._releases and self._mesh.shard.size > 1:
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. {self.reading.format(name)}. Load values by the whole model's load_state_dict, "
+                f"{self._mesh.shard.size} ranks. {self.read_hint.format(name)}. Load values by the whole model's load_state_dict, "
                 "under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
@@ -344,14 +344,14 @@ class Passes:
     def _keep_live(self, unit: Unit) -> None:
         """Keep a unit live until the pass is over and in backward; later passes of this kind keep it from its first call on."""
         self._kept_units.setdefault(self._kind, set()).add(unit.index)
-        self._progress.held.add(unit.index)
+        self._progress.kept.add(unit.index)
         if self.mode is PassMode.BACKWARD:
             self._make_live_in_backward(unit)
         else:
             self.make_live(unit)
 
-    def _make_held_live(self) -> None:
-        for index in sorted(self._progress.held):
+    def _make_kept_units_live(self) -> None:
+        for index in sorted(self._progress.kept):
             self._make_live_in_backward(self.units[index])
 
     def _begin_users_pass(self, module: nn.Module) -> None:
@@ -399,7 +399,7 @@ class Passes:
                 values = (value for each in unit.module.modules() for value in vars(each).values())
                 if any(isinstance(value, torch.Tensor) and unit.has_memory_of(value) for value in values):
                     self._keep_live(unit)
-        if self._releases and unit.index not in (0, *self._progress.held) and unit.phase is Phase.LIVE:
+        if self._releases and unit.index not in (0, *self._progress.kept) and unit.phase is Phase.LIVE:
             unit.rest()
         if ends:
             self.end()
@@ -414,7 +414,7 @@ class Passes:
         roots = [(tensor.grad_fn, tensor.output_nr) for tensor in outputs if tensor.grad_fn is not None]
         for index, parameter in self._calls.unhooked_entries(roots):
             unit = self.units[index]
-            if unit.index in self._progress.held:
+            if unit.index in self._progress.kept:
                 continue
             if parameter is not None:
                 raise PhaseError(
@@ -437,7 +437,7 @@ class Passes:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
-            if not later or index in progress.held or self.gradients.incomplete[index]:
+            if not later or index in progress.kept or self.gradients.incomplete[index]:
                 needed.append(index)
             elif (left := self.units[index]).phase is Phase.LIVE:
                 if self._releases:

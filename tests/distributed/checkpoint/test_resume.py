@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 
 FULL = pytest.mark.full
@@ -124,10 +125,9 @@ def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: 
         assert torch.equal(old, new), name
 
 
-@pytest.mark.parametrize("compute", [full("float32"), "bfloat16"])
-def test_a_checkpoint_is_a_model_of_transformers(workers: Workers, tmp_path: Path, compute: str) -> None:
-    found = workers.run(2, "checkpoint_cases:opened", folder=str(tmp_path), compute=compute)[0]
-    assert found == {"logits": True, "dtype": True, "learns on": True}
+test_a_checkpoint_is_a_model_of_transformers = tried(
+    "checkpoint_cases", [row(2, "opened", FULL, compute="float32"), row(2, "opened", compute="bfloat16")]
+)
 
 
 @pytest.mark.parametrize("size", [1, 2])

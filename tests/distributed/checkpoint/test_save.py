@@ -8,39 +8,20 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from tests.support.tables import row, tried
+from tests.support.trainer_cases import MANY
 from tests.support.workers import PoolOptions, Workers
 
-
-@pytest.mark.parametrize(
-    ("size", "kind", "compute", "files"),
+FULL = pytest.mark.full
+test_what_is_saved_is_what_was_trained = tried(
+    "trainer_cases",
     [
-        pytest.param(1, "llama", "float32", 1, marks=pytest.mark.full),
-        (2, "llama", "bfloat16", 2),
-        pytest.param(2, "gpt2", "float64", 2, marks=pytest.mark.full),
-        (3, "gpt2", "bfloat16", 1),
+        row(1, "saved", FULL, kind="llama", compute="float32", largest=MANY),
+        row(2, "saved", kind="llama", compute="bfloat16", largest=40_000),
+        row(2, "saved", FULL, kind="gpt2", compute="float64", largest=40_000),
+        row(3, "saved", kind="gpt2", compute="bfloat16", largest=MANY),
     ],
 )
-def test_what_is_saved_is_what_was_trained(
-    workers: Workers, tmp_path: Path, size: int, kind: str, compute: str, files: int
-) -> None:
-    run = {"folder": str(tmp_path), "kind": kind, "compute": compute, "largest": 1 << 30 if files == 1 else 40_000}
-    found = workers.run(size, "trainer_cases:saved", **run)[0]
-    weights = found.pop("weights")
-    if files == 1:
-        assert weights == ["model.safetensors"]
-    else:
-        count = len(weights) - 1
-        assert count > 1
-        numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-        assert weights == [*numbered, "model.safetensors.index.json"]
-    dtype = "float64" if compute == "float64" else "float32"
-    config = found.pop("config")
-    head = "ForCausalLM" if kind == "llama" else "LMHeadModel"
-    assert (config["dtype"], config["architectures"]) == (dtype, [found.pop("class").replace("Model", head)])
-    assert found.pop("files") == ["after", "before", "during", "run", "theirs"]
-    assert [found.pop("after dtype"), found.pop("theirs dtype")] == [f"torch.{dtype}"] * 2
-    assert all(value is True for value in found.values()), found
-    assert len(found) == 4
 
 
 def test_a_directory_that_is_there_keeps_what_is_not_the_models(workers: Workers, tmp_path: Path) -> None:
@@ -78,10 +59,8 @@ def tokenizer_in(folder: Path) -> str:
     return str(folder)
 
 
-def test_old_checkpoints_are_removed_while_training_goes_on(workers: Workers, tmp_path: Path) -> None:
-    """The disk has not removed the first file of the first old checkpoint before the last step ends."""
-    for found in workers.run(2, "checkpoint_cases:removed_late", folder=str(tmp_path)):
-        assert found == {"held": False, "left": ["step-00000005"]}
+# The disk has not removed the first file of the first old checkpoint before the last step ends.
+test_old_checkpoints_are_removed_while_training_goes_on = tried("checkpoint_cases", [row(2, "removed_late")])
 
 
 def test_a_slow_disk_is_waited_for(workers: Workers, tmp_path: Path) -> None:

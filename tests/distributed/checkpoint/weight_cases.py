@@ -34,7 +34,6 @@ class Held(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def now(self) -> int:
-        """Of those that live."""
         living = {each: tensor for each in self._results if (tensor := each()) is not None}
         self._results = list(living)
         memory = {tensor.untyped_storage().data_ptr(): tensor for tensor in living.values()}

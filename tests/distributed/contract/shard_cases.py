@@ -28,6 +28,7 @@ from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
 WIDTH, LABELS, STEPS = 48, 4, 4
+EXACT = 1e-9
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -337,7 +338,7 @@ def follows(mesh: Mesh, stage: int, name: str, **options: Any) -> float:
     return max(apart(*both), *differences, 0.0)
 
 
-def adversaries(mesh: Mesh, stage: int) -> float:
+def adversaries(mesh: Mesh, stage: int) -> None:
     """A generator against a critic, with a frozen network of which features in the middle of blocks count."""
     pairs = [sides(mesh, stage) for _ in range(2)]
     for place, judge in enumerate(each.model for each in sides(mesh, stage)):
@@ -358,14 +359,14 @@ def adversaries(mesh: Mesh, stage: int) -> float:
             maker.optimizer.zero_grad()
             maker.backward(step, made)
             maker.optimizer.step()
-    return max(apart(*pair) for pair in pairs)
+    assert max(apart(*pair) for pair in pairs) < EXACT
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
     return F.pad(x, (0, WIDTH - LABELS))
 
 
-def averages(mesh: Mesh, stage: int) -> float:
+def averages(mesh: Mesh, stage: int) -> None:
     ours, plain = sides(mesh, stage, ema={"decay": 0.9})
     averaged = AveragedModel(plain.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(STEPS):
@@ -375,68 +376,73 @@ def averages(mesh: Mesh, stage: int) -> float:
         averaged.update_parameters(plain.model)
     (x, _) = next(iter(ours.batches(9)))
     with zeromesh.averaged(ours.model), torch.no_grad():
-        return float((ours.model(x) - averaged(x)).abs().max())
+        assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
 
 
-_refusal = partial(error_of, kind=ZeromeshError)
+def _says(words: str, call: Callable[[], object]) -> None:
+    """Assert that a call is refused in these words."""
+    said = error_of(call, ZeromeshError)
+    assert words in said, (words, said)
 
 
-def refused(mesh: Mesh, stage: int) -> dict[str, str]:
+def refused(mesh: Mesh, stage: int) -> None:
     """What is said of loops that cannot be computed right; the model trains on after all of them."""
     ours, plain = sides(mesh, stage, accumulation=2)
     model, optimizer = ours.model, ours.optimizer
-    found = {"step without backward": _refusal(optimizer.step)}
+    _says("call loss.backward() before", optimizer.step)
     (batch,) = ours.batches(0)
     kept = mse(model, batch)
     kept.backward(retain_graph=True)
-    found["grad read"] = _refusal(lambda: model.head.weight.grad)
-    found["grad set"] = _refusal(lambda: setattr(model.head.weight, "grad", torch.ones(LABELS, WIDTH).double()))
-    found["torch clips"] = _refusal(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+    _says("optimizer.gradient(name)", lambda: model.head.weight.grad)
+    _says("optimizer.gradient(name)", lambda: setattr(model.head.weight, "grad", torch.ones(LABELS, WIDTH).double()))
+    _says("optimizer.clip_grad_norm_(max_norm)", lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    found["GradScaler"] = _refusal(lambda: scaler.step(optimizer))
+    _says("in place of a GradScaler", lambda: scaler.step(optimizer))
     kept.backward(retain_graph=True)
-    found["third backward"] = _refusal(lambda: kept.backward(retain_graph=True))
+    _says("the step has had its 2 backwards (accumulation=2)", lambda: kept.backward(retain_graph=True))
     optimizer.zero_grad()
     for side in (ours, plain):
         side.backward(0)
     optimizer.step()
     plain.optimizer.step()
-    found["step twice"] = _refusal(optimizer.step)
+    _says("call optimizer.zero_grad() after it", optimizer.step)
     optimizer.zero_grad()
     plain.optimizer.zero_grad()
-    found["old graph"] = _refusal(kept.backward)
-    found["sharded twice"] = _refusal(lambda: zeromesh.shard(model, stage=stage))
-    found["in two models"] = _refusal(lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
-    found["other parameters"] = _refusal(lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
-    found["states"] = _refusal(lambda: optimizer.state_dict()["state"])
-    found["state of one"] = _refusal(lambda: optimizer.state[model.head.weight])
+    _says("run forward again", kept.backward)
+    _says("is partitioned already", lambda: zeromesh.shard(model, stage=stage))
+    _says("is partitioned already", lambda: zeromesh.shard(nn.Sequential(model, nn.Linear(4, 4)), stage=stage))
+    _says("that the model has not", lambda: zeromesh.shard(nn.Linear(2, 2), adam(nn.Linear(3, 3)), stage=stage))
+    _says("zeromesh.save(directory, model, optimizer)", lambda: optimizer.state_dict()["state"])
+    _says("zeromesh.save(directory, model, optimizer)", lambda: optimizer.state[model.head.weight])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "model.safetensors").touch()
-        found["no checkpoint"] = _refusal(lambda: zeromesh.load(folder, model, optimizer))
-    found["optimizer copied"] = _refusal(lambda: copy.deepcopy(optimizer))
-    found["optimizer pickled"] = _refusal(lambda: pickle.dumps(optimizer))
+        _says("before shard() partitions it", lambda: zeromesh.load(folder, model, optimizer))
+    _says("cannot be copied or pickled", lambda: copy.deepcopy(optimizer))
+    _says("cannot be copied or pickled", lambda: pickle.dumps(optimizer))
     if stage < 3:
-        found["shared"] = _refusal(model.share_memory)
+        _says("leave it out", model.share_memory)
     offload = {"optimizer": "file"}
-    found["no directory"] = _refusal(lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
+    _says("'directory': ", lambda: zeromesh.shard(nn.Linear(2, 2), stage=stage, offload=offload))
     block, model.backbone.blocks[1] = model.backbone.blocks[1], Block().double()
-    found["replaced"] = _refusal(lambda: dict(zeromesh.state_dict(model)))
+    _says(
+        "backbone.blocks.1.norm.weight was added, removed or replaced after shard()",
+        lambda: dict(zeromesh.state_dict(model)),
+    )
     model.backbone.blocks[1] = block
-    found["group"] = _refusal(lambda: optimizer.add_param_group({"params": []}))
+    _says("add groups to the torch optimizer before shard()", lambda: optimizer.add_param_group({"params": []}))
     if stage == 3 and mesh.world_size > 1:
-        found["torch saves"] = _refusal(lambda: torch.save(model.state_dict(), io.BytesIO()))
-        found["copied"] = _refusal(lambda: copy.deepcopy(model))
-        found["pickled"] = _refusal(lambda: pickle.dumps(model))
-        found["read"] = _refusal(lambda: model.scale + 1)
+        _says("zeromesh.state_dict(model)", lambda: torch.save(model.state_dict(), io.BytesIO()))
+        _says("zeromesh.gathered(model, [", lambda: copy.deepcopy(model))
+        _says("zeromesh.gathered(model, [", lambda: pickle.dumps(model))
+        _says("zeromesh.gathered(model, ['scale'])", lambda: model.scale + 1)
     for side in (ours, plain):
         side.backward(1)
         side.finish()
-    found["apart"] = str(apart(ours, plain))
-    return found
+    assert apart(ours, plain) < EXACT
 
 
-def deferred(mesh: Mesh, stage: int) -> float:
+def deferred(mesh: Mesh, stage: int) -> None:
     with torch.device("meta"):
         model = llama()
     model, _ = zeromesh.shard(model, stage=stage)
@@ -444,33 +450,32 @@ def deferred(mesh: Mesh, stage: int) -> float:
     whole.load_state_dict(dict(zeromesh.state_dict(model)), strict=False)
     ids = torch.arange(16)[None] % VOCABULARY
     with torch.no_grad():
-        return float((model(ids).logits - whole.eval()(ids).logits).abs().max()) if model.eval() else 1.0
+        assert float((model.eval()(ids).logits - whole.eval()(ids).logits).abs().max()) < 1e-6
 
 
-def copies(mesh: Mesh) -> dict[str, Any]:
+def copies(mesh: Mesh) -> None:
     ours, plain = sides(mesh, 3)
     names = [name for name, _ in ours.model.named_parameters()]
     ours.backward(0)
     with zeromesh.gathered(ours.model, names):
         made = [copy.deepcopy(ours.model), pickle.loads(pickle.dumps(ours.model))]  # noqa: S301 - made here
     plain.backward(0)
-    found: dict[str, Any] = {"outputs": [], "kept": []}
     (x, _) = next(iter(ours.batches(1)))
     for each in made:
         out = each(x)
-        found["outputs"].append(torch.equal(out, plain.model(x)))
+        assert torch.equal(out, plain.model(x))
         out.sum().backward()
         each.zero_grad()
-        found["kept"].append(each.scale.grad is not None)
+        assert each.scale.grad is None
     for side in (ours, plain):
         side.finish()
-    found["apart"] = apart(ours, plain)
+    assert apart(ours, plain) < EXACT
     zeromesh.unshard(ours.model)
-    found["again"] = type(ours.model.scale) is nn.Parameter and bool(torch.isfinite(ours.model(x)).all())
-    return found
+    assert type(ours.model.scale) is nn.Parameter
+    assert bool(torch.isfinite(ours.model(x)).all())
 
 
-def forgotten(mesh: Mesh, stage: int) -> list[Any]:
+def forgotten(mesh: Mesh, stage: int) -> None:
     """What is left of a model that nobody holds any more, and of its engine; how many threads and descriptors it has left."""
     threads, kept, files = threading.active_count(), [], []
     for _ in range(3):
@@ -483,7 +488,8 @@ def forgotten(mesh: Mesh, stage: int) -> list[Any]:
         gc.collect()
         files.append(len(os.listdir("/proc/self/fd")))
     more = threading.active_count() - threads, files[-1] - files[-2]
-    return [*(each() for each in kept if each() is not None), *(each for each in more if each)]
+    assert [each() for each in kept if each() is not None] == []
+    assert more == (0, 0)
 
 
 def saved(mesh: Mesh, folder: str) -> list[float]:
@@ -517,14 +523,13 @@ def loaded(mesh: Mesh, folder: str, stage: int) -> tuple[int, float]:
     scheduler.load_state_dict({name: value for name, value in state.items() if name != "step"})
     for step in range(state["step"] + 1, 4):
         pair = Side(plain.model, plain.optimizer, 0, 2)
-        loss = torch.stack([mse(ours.model, batch) for batch in pair.batches(step)]).mean()
-        loss.backward()
+        torch.stack([mse(ours.model, batch) for batch in pair.batches(step)]).mean().backward()
         ours.finish()
         scheduler.step()
     return state["step"], apart(ours, plain)
 
 
-def generated(mesh: Mesh, adapted: bool) -> bool:
+def generated(mesh: Mesh, adapted: bool) -> None:
     """Ranks with other prompts and lengths, over collectives; between forward and backward too."""
     torch.manual_seed(0)
     model: Any = llama() if adapted else gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -536,7 +541,6 @@ def generated(mesh: Mesh, adapted: bool) -> bool:
     ids = torch.randint(1, VOCABULARY, (1, 4 + mesh.rank), generator=torch.Generator().manual_seed(mesh.rank))
     loss = model(input_ids=ids, labels=ids).loss
     arguments = {"input_ids": ids, "max_new_tokens": 6 - 3 * mesh.rank, "do_sample": False, "pad_token_id": 0}
-    same = torch.equal(model.eval().generate(**arguments), reference.generate(**arguments))
+    assert torch.equal(model.eval().generate(**arguments), reference.generate(**arguments))
     loss.backward()
     optimizer.step()  # type: ignore[union-attr]
-    return same

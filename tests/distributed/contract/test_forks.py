@@ -14,8 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.support.checkpoint_cases import configured
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import llama, sentences
-from tests.support.workers import Workers
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
@@ -67,8 +67,9 @@ class Terminating(Callback):
             child.kill()
 
 
-def forking(mesh: Mesh, *, folder: str, transport: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def forking(mesh: Mesh, *, folder: str, transport: str) -> None:
+    """Processes that are forked in a run end when they are told, and change nothing."""
+    losses = []
     for name in ("plain", "forked"):
         torch.manual_seed(7)
         ending = Terminating()
@@ -77,20 +78,13 @@ def forking(mesh: Mesh, *, folder: str, transport: str) -> dict[str, Any]:
         config = configured(f"{folder}/{name}", 2, sections)
         dataset: Any = Forking() if name == "forked" else sentences()
         with Trainer(llama(), config, dataset, callbacks=callbacks) as trainer:
-            report = trainer.fit()
-        found[name] = list(report.losses)
-        found["lines"] = len(read_metrics(Path(folder) / name / "run" / "metrics.jsonl"))
-        found["codes"] = ending.codes
-    return found
+            losses.append(trainer.fit().losses)
+    assert losses[0] == losses[1]
+    assert len(read_metrics(Path(folder) / "forked" / "run" / "metrics.jsonl")) == 2
+    assert ending.codes[0] == -signal.SIGTERM
+    assert ending.codes[1] in (1, -signal.SIGINT)  # A process of multiprocessing ends with KeyboardInterrupt.
 
 
-@pytest.mark.parametrize("transport", ["shared", pytest.param("gloo", marks=pytest.mark.full)])
-def test_processes_that_are_forked_in_a_run_end_when_they_are_told_and_change_nothing(
-    workers: Workers, tmp_path: Path, transport: str
-) -> None:
-    for found in workers.run(2, "test_forks:forking", folder=str(tmp_path), transport=transport):
-        assert found["forked"] == found["plain"]
-        assert found["lines"] == 2
-        terminated, interrupted = found["codes"][:2]
-        assert terminated == -signal.SIGTERM
-        assert interrupted in (1, -signal.SIGINT)  # A process of multiprocessing ends with KeyboardInterrupt.
+test_forks = tried(
+    "test_forks", [row(2, "forking", transport="shared"), row(2, "forking", pytest.mark.full, transport="gloo")]
+)

@@ -29,8 +29,7 @@ def train(
 ) -> dict[str, Any]:
     case = Case(name="own", build=build)
     with tempfile.TemporaryDirectory() as folder:
-        config = {**case.settings(folder, layout), **sections}
-        return {"difference": apart_in(config, case, callbacks)}
+        return {"difference": apart_in({**case.settings(folder, layout), **sections}, case, callbacks)}
 
 
 def apart_in(config: dict[str, Any], case: Case, callbacks: list[Any]) -> float:
@@ -178,8 +177,7 @@ def changed(mesh: Mesh, layout: dict[str, Any], folder: str, name: str, stop: in
     build, flags = CHANGES[name]
     case = Case(name="own", build=build, steps=STEPS, before_step=flags, config=sections)
     config = {**case.settings(folder, Layout(**layout)), "checkpoint": {"every_steps": 1}}
-    callbacks = [cases_flags.flagging(flags), stopping(stop)]
-    return apart_in(config, case, callbacks)
+    return apart_in(config, case, [cases_flags.flagging(flags), stopping(stop)])
 
 
 def changed_inside_backward(mesh: Mesh, folder: str) -> float:
@@ -210,8 +208,7 @@ def _turn_layers(layers: Any, step: int) -> None:
 def changed_in_bfloat16(mesh: Mesh, folder: str) -> float:
     ends = []
     for stage in (1, 3):
-        case = Case(name="own", build=Stack)
-        config = case.settings(folder, Layout(stage=stage, kept=False))
+        config = Case(name="own", build=Stack).settings(folder, Layout(stage=stage, kept=False))
         config |= {"precision": {"compute": "bfloat16"}, "zero": {**config["zero"]}}
         config["run"] |= {"name": f"run{stage}"}
         callbacks = [cases_flags.flagging(cases_flags.thaw)]
@@ -285,25 +282,24 @@ def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Pa
     first, second, third = Layout(stage=3, kept=False), Layout(stage=1, ranks=1), Layout(stage=2, transport="gloo")
     for layout, stop in ((first, 3), (second, 5), (third, 6)):
         arguments = {"layout": asdict(layout), "folder": str(tmp_path), "name": name, "stop": stop}
-        found = workers.run(layout.ranks, "test_parameters:changed", **arguments)
-        assert (max(found) < 1e-9) == (stop == 6)
+        assert (max(workers.run(layout.ranks, "test_parameters:changed", **arguments)) < 1e-9) == (stop == 6)
 
 
-def test_flags_change_inside_backward_and_on_files(workers: Workers, tmp_path: Path) -> None:
-    assert max(workers.run(2, "test_parameters:changed_inside_backward", folder=str(tmp_path))) < 1e-12
-
-
-def test_weights_trained_later_get_master_weights(workers: Workers, tmp_path: Path) -> None:
-    assert max(workers.run(2, "test_parameters:changed_in_bfloat16", folder=str(tmp_path))) == 0
+@pytest.mark.parametrize(
+    ("case", "axes", "most"),
+    [
+        ("changed_inside_backward", {}, 1e-12),
+        ("changed_in_bfloat16", {}, 0.0),
+        *(("changed_over_axes", {axis: 2}, 1e-9) for axis in ("tensor", "pipeline", "replicate")),
+    ],
+)
+def test_runs_whose_flags_change_end_alike(
+    workers: Workers, tmp_path: Path, case: str, axes: dict[str, int], most: float
+) -> None:
+    assert max(workers.run(2, f"test_parameters:{case}", folder=str(tmp_path), **axes)) <= most
 
 
 def test_flags_that_differ_between_ranks_are_refused(workers: Workers) -> None:
     found = workers.run(2, "test_parameters:flags_that_differ")
     message = "given different things: requires_grad of head.bias, changed is (absent) on rank 0, False on rank 1"
     assert any(message in each for each in found), found
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline", "replicate"])
-def test_flags_change_over_all_axes(workers: Workers, tmp_path: Path, axis: str) -> None:
-    found = workers.run(2, "test_parameters:changed_over_axes", folder=str(tmp_path), **{axis: 2})
-    assert max(found) < 1e-9

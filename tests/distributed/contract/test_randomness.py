@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.plain import fitted
 from tests.support.trainer_cases import settings
 from tests.support.workers import Workers
-from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 
 WIDTH = 72
@@ -40,8 +40,7 @@ class Block(nn.Module):
         self.book = (book,)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.dropout(torch.tanh(self.linear(x)), 0.3, self.training)
-        return x + y * self.book[0].draw()
+        return x + F.dropout(torch.tanh(self.linear(x)), 0.3, self.training) * self.book[0].draw()
 
 
 class Drawing(nn.Module):
@@ -74,8 +73,7 @@ def _train(
 
     def loss(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         first = len(book.numbers)
-        noise = torch.randn_like(batch["x"]) * book.draw()
-        x = (batch["x"] + noise).requires_grad_()
+        x = (batch["x"] + torch.randn_like(batch["x"]) * book.draw()).requires_grad_()
         total = (model(x) - model(x) * 0.5 + book.draw()).square().sum()
         if not torch.is_grad_enabled():
             evaluated.append(float(total))
@@ -85,9 +83,7 @@ def _train(
     every = {"eval_every": 1, "eval_at_end": False} if evaluate else {"eval_every": 0, "eval_at_end": False}
     run = {"name": name, "max_steps": steps, **every}
     config = settings(folder, run=run, schedule={"name": "constant", "warmup_steps": 0}, **sections)
-    with Trainer(model, config, data, data[:4] if evaluate else None, compute_loss=loss) as trainer:
-        trainer.fit()
-        found = {key: value.clone() for key, value in trainer.state_dict()}
+    found = fitted(model, config, data, data[:4] if evaluate else None, compute_loss=loss)
     return found, book.numbers, evaluated
 
 

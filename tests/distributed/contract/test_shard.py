@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import zeromesh
-from tests.distributed.contract.shard_cases import LOOPS, LOSSES
+from tests.distributed.contract.shard_cases import EXACT, LOOPS, LOSSES
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.errors import PhaseError
 from zeromesh.trainer.shard import engine_of
 
-EXACT = 1e-9
 NAMES = sorted({*LOSSES, *LOOPS} - {"unused_by_others"})  # At other stages ranks run units in one order.
 FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
     **{name: (2, {"stage": 3, "name": name}) for name in NAMES},
@@ -44,57 +44,16 @@ def test_every_loop_at_every_stage(workers: Workers, stage: int, ranks: int) -> 
         assert max(workers.run(ranks, "shard_cases:follows", stage=stage, name=name)) < EXACT, name
 
 
-@pytest.mark.parametrize(("case", "most"), [("adversaries", EXACT), ("averages", EXACT), ("deferred", 1e-6)])
-def test_several_models_averages_and_a_model_on_meta(workers: Workers, case: str, most: float) -> None:
-    assert max(workers.run(2, f"shard_cases:{case}", stage=3)) < most
-
-
-WORDS = {
-    "step without backward": "call loss.backward() before",
-    "grad read": "optimizer.gradient(name)",
-    "grad set": "optimizer.gradient(name)",
-    "torch clips": "optimizer.clip_grad_norm_(max_norm)",
-    "GradScaler": "in place of a GradScaler",
-    "third backward": "the step has had its 2 backwards (accumulation=2)",
-    "step twice": "call optimizer.zero_grad() after it",
-    "old graph": "run forward again",
-    "sharded twice": "is partitioned already",
-    "in two models": "is partitioned already",
-    "other parameters": "that the model has not",
-    "states": "zeromesh.save(directory, model, optimizer)",
-    "state of one": "zeromesh.save(directory, model, optimizer)",
-    "no checkpoint": "before shard() partitions it",
-    "optimizer copied": "cannot be copied or pickled",
-    "optimizer pickled": "cannot be copied or pickled",
-    "shared": "leave it out",
-    "no directory": "'directory': ",
-    "replaced": "backbone.blocks.1.norm.weight was added, removed or replaced after shard()",
-    "group": "add groups to the torch optimizer before shard()",
-    "torch saves": "zeromesh.state_dict(model)",
-    "copied": "zeromesh.gathered(model, [",
-    "pickled": "zeromesh.gathered(model, [",
-    "read": "zeromesh.gathered(model, ['scale'])",
-}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_refusals_say_what_to_do_and_leave_the_model_usable(workers: Workers, stage: int) -> None:
-    for found in workers.run(2, "shard_cases:refused", stage=stage):
-        assert float(found.pop("apart")) < EXACT
-        assert len(found) >= 13
-        for name, said in found.items():
-            assert WORDS[name] in said, (name, said)
-
-
-def test_copies_belong_to_nobody(workers: Workers) -> None:
-    for found in workers.run(2, "shard_cases:copies"):
-        assert found.pop("apart") < EXACT
-        assert found == {"outputs": [True, True], "kept": [False, False], "again": True}
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_forgotten_models_are_freed(workers: Workers, stage: int) -> None:
-    assert workers.run(2, "shard_cases:forgotten", stage=stage) == [[], []]
+test_other_loops_copies_and_refusals = tried(
+    "shard_cases",
+    [
+        *(row(2, case, stage=3) for case in ("adversaries", "averages", "deferred")),
+        *(row(2, case, stage=stage) for case in ("refused", "forgotten") for stage in (1, 3)),
+        row(2, "copies"),
+        *(row(2, "generated", adapted=adapted) for adapted in (False, True)),
+    ],
+    folder=False,
+)
 
 
 def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -> None:
@@ -103,11 +62,6 @@ def test_checkpoint_goes_on_over_other_ranks(workers: Workers, tmp_path: Path) -
         for step, apart in workers.run(ranks, "shard_cases:loaded", folder=str(tmp_path), stage=stage):
             assert step == 1, "the damaged one is skipped"
             assert apart < EXACT
-
-
-@pytest.mark.parametrize("adapted", [False, True])
-def test_generate_with_other_prompts_on_each_rank(workers: Workers, adapted: bool) -> None:
-    assert all(workers.run(2, "shard_cases:generated", adapted=adapted))
 
 
 def test_names_are_compared_only_after_a_change(monkeypatch: pytest.MonkeyPatch) -> None:

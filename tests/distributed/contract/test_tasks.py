@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers as tf
 
+from tests.support.tables import row, tried
 from tests.support.tasks import BERT, LENGTH, SAMPLES, TASKS, Task, noise, spans, text
 from tests.support.workers import Workers
 from zeromesh.errors import ConfigError, DataError
@@ -100,17 +101,15 @@ def test_a_loss_that_is_of_something_else_counts_examples() -> None:
 # On ranks
 
 
-@pytest.mark.parametrize(
-    "name",
+QUICK = ("question", "transcript sum")
+test_a_task_trains_as_in_one_process = tried(
+    "architecture_cases",
     [
-        name if name in ("question", "transcript sum") else pytest.param(name, marks=pytest.mark.full)
+        row(2, "task", *(() if name in QUICK else (pytest.mark.full,)), name=name)
         for name in TASKS
         if name != "pixels"  # BatchNorm, whose statistics are those of a microbatch
     ],
 )
-def test_a_task_trains_as_in_one_process(workers: Workers, tmp_path: Path, name: str) -> None:
-    found = workers.run(2, "architecture_cases:task", folder=str(tmp_path), name=name)[0]
-    assert all(value <= 1e-9 for value in found.values()), found
 
 
 def test_what_is_masked_of_sounds_depends_on_the_samples_alone(workers: Workers, tmp_path: Path) -> None:

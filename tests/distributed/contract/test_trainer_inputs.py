@@ -1,13 +1,12 @@
 """What is wrong with a configuration, a file, a model or a dataset is said once, in one message, before anything is trained."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.waiting import ended
 from tests.support.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("at_once")
@@ -208,12 +207,8 @@ def test_forms_of_a_dataset_are_all_the_same(workers: Workers, tmp_path: Path) -
 )
 def test_two_processes_say_it_once_and_end(here: Path, change: str, wanted: str, code: int) -> None:
     words = ["train", str(here / "run.yaml"), "--nproc", "2", change.format(here=here)]
-    marked = {**os.environ, "OMP_NUM_THREADS": "1", "ZEROMESH_TEST_MARK": str(here)}
-    done = subprocess.run(
-        [sys.executable, "-m", "zeromesh", *words], capture_output=True, text=True, env=marked, timeout=120, check=False
-    )
-    message = one_message(done.stderr)
-    assert wanted in message
+    done = ended([sys.executable, "-m", "zeromesh", *words], ZEROMESH_TEST_MARK=str(here))
+    assert wanted in one_message(done.stderr)
     assert done.returncode == code
     assert "tokens/s" not in done.stdout
     assert _processes_with(f"ZEROMESH_TEST_MARK={here}".encode()) == []

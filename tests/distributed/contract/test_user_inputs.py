@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import CyclicLR, LRScheduler, OneCycleLR, StepLR
 
 from tests.support.plain import calling, compare, distance, error_of, fitted, plain_fit, plain_loop, stacked
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import gpt2, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Callback, Trainer
@@ -157,8 +158,7 @@ class Parts(nn.Module):
         self.inside = Counting()
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        loss = self.inside(x).square().mean()
-        return {"loss": loss, "auxiliary": x.sum(), "half": 0.5, "outputs": x}
+        return {"loss": self.inside(x).square().mean(), "auxiliary": x.sum(), "half": 0.5, "outputs": x}
 
 
 def logged(mesh: Mesh, folder: str) -> dict[str, Any]:
@@ -248,23 +248,22 @@ def _trained(folder: str, name: str, build: Function[[], Any], callbacks: Any = 
     return compare(model, config, samples(23), plain, callbacks=callbacks, compute_loss=squares)[0]["parameters"]
 
 
-def modes(mesh: Mesh, folder: str, stages: list[int]) -> dict[str, float]:
-    """Modes that a callback changes, modules frozen in evaluation mode, compiled models: differences from plain loops."""
-    found = {}
+def modes(mesh: Mesh, folder: str, stages: list[int]) -> None:
+    """A forgotten `model.eval()` is undone, modules frozen in evaluation mode stay so, and a compiled model has its own names."""
+    ways: dict[str, tuple[Function[[], Any], list[Any]]] = {
+        "forgotten": (Modes, [FORGETFUL]),
+        "frozen": (_frozen, [FORGETFUL]),
+        "compiled": (lambda: torch.compile(Modes(), backend="eager"), []),
+    }
     for stage in stages:
-        zero = {"zero": {"stage": stage}}
-        found[f"forgotten {stage}"] = _trained(folder, f"forgotten{stage}", Modes, [FORGETFUL], **zero)
-        found[f"frozen {stage}"] = _trained(folder, f"frozen{stage}", _frozen, [FORGETFUL], **zero)
-        compiled = lambda: torch.compile(Modes(), backend="eager")  # noqa: E731
-        found[f"compiled {stage}"] = _trained(folder, f"compiled{stage}", compiled, **zero)
-    return found
+        for name, (build, callbacks) in ways.items():
+            assert _trained(folder, f"{name}{stage}", build, callbacks, zero={"stage": stage}) <= 1e-9, (name, stage)
 
 
-def compiled_fields(mesh: Mesh, folder: str) -> dict[str, Any]:
+def compiled_fields(mesh: Mesh, folder: str) -> None:
     """A compiled Hugging Face model, and one that recomputes its layers because its user has said so."""
     build = partial(gpt2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     plain = plain_fit(seeded(build), sentences(), settings(folder))
-    found: dict[str, Any] = {}
     for name, change in (("compiled", partial(torch.compile, backend="eager")), ("recomputed", _recomputing)):
         model = change(seeded(build).double())
         with Trainer(model, settings(folder, run={"name": name}), sentences()) as trainer:
@@ -273,11 +272,12 @@ def compiled_fields(mesh: Mesh, folder: str) -> dict[str, Any]:
             }
             trainer.fit()
             end = {key: value.clone() for key, value in trainer.state_dict()}
-        found[name] = {"apart": distance(end, plain.states[-1]), "recomputes": sorted(flags)}
+        assert distance(end, plain.states[-1]) <= 1e-9, name
+        assert name == "compiled" or flags == {True}
     model = seeded(build)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     config = settings(folder, run={"name": "reentrant"})
-    return found | {"reentrant": error_of(lambda: Trainer(model, config, sentences()).fit(), ValueError)}
+    assert "use_reentrant=True" in error_of(lambda: Trainer(model, config, sentences()).fit(), ValueError)
 
 
 def _recomputing(model: Any) -> Any:
@@ -293,8 +293,7 @@ def _cyclic(optimizer: Optimizer) -> LRScheduler:
     return CyclicLR(optimizer, base_lr=1e-3, max_lr=2e-2, step_size_up=2, base_momentum=0.7, max_momentum=0.95)
 
 
-def momentum(mesh: Mesh, folder: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def momentum(mesh: Mesh, folder: str) -> None:
     data = samples(23)
     for name, make in (("adamw", _one_cycle), ("adamw", _cyclic), ("sgd", _one_cycle), ("sgd", _cyclic)):
         model = seeded(Modes).double()
@@ -316,30 +315,14 @@ def momentum(mesh: Mesh, folder: str) -> dict[str, Any]:
         key = f"{name} {make.__name__}"
         config = settings(folder, optimizer={"name": name, "momentum": 0.8}, run={"name": key.replace(" ", "-")})
         model = seeded(Modes).double()
-        found[key] = distance(fitted(model, config, data, compute_loss=squares, lr_scheduler=make), plain.states[-1])
-    for name in ("sgd", "adagrad"):
+        found = fitted(model, config, data, compute_loss=squares, lr_scheduler=make)
+        assert distance(found, plain.states[-1]) <= 1e-9, key
+    for name, said in (("sgd", "optimizer.momentum"), ("adagrad", "adagrad")):
         config = settings(folder, optimizer={"name": name}, run={"name": "refused"})
         run = partial(fitted, seeded(Modes).double(), config, data, compute_loss=squares, lr_scheduler=_one_cycle)
-        found[name] = error_of(run, ValueError)
-    return found
+        assert said in error_of(run, ValueError)
 
 
-def test_modes_and_compiled_models_are_those_of_a_plain_loop(workers: Workers, tmp_path: Path) -> None:
-    """A forgotten `model.eval()` is undone, modules frozen in evaluation mode stay so, and a compiled model has its own names."""
-    for found in workers.run(2, "test_user_inputs:modes", folder=str(tmp_path), stages=[0, 3]):
-        assert found == {name: value for name, value in found.items() if value <= 1e-9}
-
-
-def test_a_compiled_model_gets_its_fields_and_the_users_checkpointing_is_kept(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(2, "test_user_inputs:compiled_fields", folder=str(tmp_path)):
-        assert found["compiled"]["apart"] <= 1e-9
-        assert found["recomputed"]["apart"] <= 1e-9
-        assert found["recomputed"]["recomputes"] == [True]
-        assert "use_reentrant=True" in found["reentrant"]
-
-
-def test_schedulers_that_cycle_the_momentum_do_so(workers: Workers, tmp_path: Path) -> None:
-    for found in workers.run(2, "test_user_inputs:momentum", folder=str(tmp_path)):
-        assert "optimizer.momentum" in found.pop("sgd")
-        assert "adagrad" in found.pop("adagrad")
-        assert found == {name: value for name, value in found.items() if value <= 1e-9}
+test_modes_fields_and_momentum = tried(
+    "test_user_inputs", [row(2, "modes", stages=[0, 3]), row(2, "compiled_fields"), row(2, "momentum")]
+)

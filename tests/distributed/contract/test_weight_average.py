@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from tests.contract import cases_flags
 from tests.contract.cases_units import Stack
 from tests.contract.harness import Case, Layout, cross_entropy, plain_loop, samples
-from tests.support.plain import after_steps, distance, plain_fit, stacked, stopping
+from tests.support.plain import after_steps, distance, fitted, plain_fit, stacked, stopping
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
@@ -145,17 +145,13 @@ def skipped(mesh: Mesh, folder: str) -> float:
     ) as trainer:
         assert trainer.fit().skipped_steps == 1
         found = {name: value.clone() for name, value in trainer.state_dict(ema=True)}
-    wanted = {name: seen[0][name] / 4 + seen[1][name] / 4 + seen[3][name] / 2 for name in found}
-    return distance(found, wanted)
+    return distance(found, {name: seen[0][name] / 4 + seen[1][name] / 4 + seen[3][name] / 2 for name in found})
 
 
 def begun_later(mesh: Mesh, folder: str) -> float:
     case = Case(name="own", build=Stack)
     config = {**case.settings(folder, Layout(stage=2)), "checkpoint": {"every_steps": 2}}
-    with Trainer(
-        seeded(Stack).double(), config, samples(), compute_loss=cross_entropy, callbacks=[stopping(2)]
-    ) as trainer:
-        trainer.fit()
+    fitted(seeded(Stack).double(), config, samples(), compute_loss=cross_entropy, callbacks=[stopping(2)])
     seen: list[dict[str, torch.Tensor]] = []
     look = after_steps(lambda trainer, step: seen.append({name: value.clone() for name, value in trainer.state_dict()}))
     again = {**config, "run": {**config["run"], "name": "later"}, "ema": {"decay": 0.5}}

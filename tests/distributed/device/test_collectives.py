@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.simulated.device import compiler
+from tests.support.tables import row, tried
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.shm_transport import open_transport
@@ -31,23 +32,27 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler
 _LENGTH = 96
 
 
-def run(workers: Workers, case: str, **arguments: Any) -> list[Any]:
-    return workers.run(2, f"test_collectives:{case}", device="sim", **arguments)
+test_launches = tried(
+    "test_collectives",
+    [
+        row(2, "waits_for_a_late_rank", seconds=0.4),
+        row(2, "exchanges"),
+        row(2, "launches_without_others", seconds=0.5),
+        row(2, "gathers_from_files", seconds=0.2),
+    ],
+    folder=False,
+    device="sim",
+)
 
 
 def _parts(shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-    """What each rank has."""
     seeds = [torch.Generator().manual_seed(rank) for rank in range(2)]
     return [torch.randn(shape, generator=seed, dtype=torch.float64).to(device) for seed in seeds]
 
 
-def test_a_rank_that_comes_late_is_waited_for(workers: Workers) -> None:
-    """A wait in slices would abort the communicator."""
-    run(workers, "waits_for_a_late_rank", seconds=0.4)
-
-
 def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> None:
-    """Rank 1 comes `seconds` late to each kind of collective that others wait for, more than a slice of a wait on a CPU."""
+    """Rank 1 comes `seconds` late to each kind of collective that others wait for, more than a slice of a wait on a CPU, which
+    would abort the communicator."""
     world, parts = mesh.shard, _parts((8,), mesh.device)
     own, halves = parts[mesh.rank], one_after_another([4] * 4)
     crosswise = tuple(tuple(span for half in halves[index::2] for span in half) for index in range(2))
@@ -68,10 +73,6 @@ def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> None:
     ):
         time.sleep(seconds * mesh.rank)
         assert torch.equal(collective(), wanted)
-
-
-def test_exchanges_give_what_one_process_computes_and_leave_what_they_are_given(workers: Workers) -> None:
-    run(workers, "exchanges")
 
 
 def exchanges(mesh: Mesh) -> None:
@@ -100,13 +101,9 @@ def exchanges(mesh: Mesh) -> None:
         assert torch.equal(mine, given)
 
 
-def test_groups_are_connected_before_they_are_used(workers: Workers) -> None:
-    """Also those of sets that are made later: a launch waits for nobody."""
-    run(workers, "launches_without_others", seconds=0.5)
-
-
 def launches_without_others(mesh: Mesh, seconds: float) -> None:
-    """Rank 0 launches the first collective of each group at once, though rank 1 comes `seconds` later."""
+    """Rank 0 launches the first collective of each group at once, though rank 1 comes `seconds` later: also of sets that are made
+    later."""
     later = mesh.process_sets.declare({"first": [0, 1], "second": [1, 0]})
     for group in (mesh.shard, *later.values()):
         tensor = torch.ones(3, device=mesh.device)
@@ -134,16 +131,11 @@ class _Slow(TieredTensor):
         return Transfer([piece])
 
 
-def test_gathers_are_launched_in_one_order_whenever_their_shards_are_read(workers: Workers) -> None:
-    """`run` compares what ranks have launched."""
-    run(workers, "gathers_from_files", seconds=0.2)
-
-
 def gathers_from_files(mesh: Mesh, seconds: float) -> None:
-    """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them."""
-    group = mesh.shard
+    """Gathers whose shards are read at once on rank 0, and within `seconds` on rank 1, with a reduction amid them. What ranks have
+    launched is compared after the case."""
     requests = [BufferRequest(name=name, padded=_LENGTH, dtype=torch.float64, persistent=False) for name in "abc"]
-    transport = open_transport("nccl", group, mesh.device, requests, 2, _LENGTH * 8)
+    transport = open_transport("nccl", mesh.shard, mesh.device, requests, 2, _LENGTH * 8)
     parts = _parts((_LENGTH // 2,), mesh.device)
     out = torch.zeros(_LENGTH // 2, dtype=torch.float64, device=mesh.device)
     shard = _Slow(parts[mesh.rank], mesh.rank * seconds)
@@ -274,8 +266,7 @@ def test_the_latest_collectives_are_written_and_their_file_is_named(
     assert path.read_bytes() == b"trace"
     with pytest.raises(CollectiveError, match=f"did not end.*The latest collectives of this rank are in {path}"):
         watch.post(Activity.FORWARD, 0)
-    aborted = RuntimeError("NCCL communicator was aborted on rank 0")
-    assert watch.cause_of(aborted) is watch.broken
+    assert watch.cause_of(RuntimeError("NCCL communicator was aborted on rank 0")) is watch.broken
     assert isinstance(watch.cause_of(KeyboardInterrupt()), KeyboardInterrupt)
 
 

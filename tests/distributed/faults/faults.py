@@ -53,7 +53,6 @@ def train(mesh: Mesh, layout: dict[str, Any], fault: dict[str, Any], marker: str
 
 
 def note(marker: str) -> None:
-    """Write the present time down."""
     Path(marker).write_text(str(time.monotonic()))
 
 
@@ -92,7 +91,6 @@ _ACTS: dict[str, Callable[[Fault], None]] = {
 
 
 def mismatch(mesh: Mesh, kind: str, transport: str, stage: int) -> None:
-    """The last rank builds something else."""
     other = mesh.rank == mesh.world_size - 1
     torch.manual_seed(2)
     layers = 4 if other and kind == "layers" else 3

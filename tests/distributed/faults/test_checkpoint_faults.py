@@ -10,13 +10,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.distributed.checkpoint.test_resume import full, step, train, unequal
-from tests.support.workers import Outcome, Pool, PoolOptions, Workers
+from tests.support.workers import Outcome, PoolOptions, Workers
 
 STEPS = 15
 Undisturbed = tuple[Path, list[float]]
@@ -40,16 +41,14 @@ def five(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def fresh(workers: Workers, tmp_path: Path) -> Iterator[Any]:
     """Runs a case in processes of its own, in which anything may happen, up to the last step unless told otherwise."""
-    pools: list[Pool] = []
+    with ExitStack() as pools:
 
-    def play(case: str, *, size: int = 2, stuck: tuple[int, ...] = (), **arguments: Any) -> list[Outcome]:
-        pools.append(workers.fresh(PoolOptions(size=size, timeout_seconds=3.0)))
-        given = {"folder": str(tmp_path), "steps": STEPS, "sections": {}, **arguments}
-        return pools[-1].outcomes(f"checkpoint_cases:{case}", timeout=60, stuck=stuck, **given)
+        def play(case: str, *, size: int = 2, stuck: tuple[int, ...] = (), **arguments: Any) -> list[Outcome]:
+            pool = pools.enter_context(workers.fresh(PoolOptions(size=size, timeout_seconds=3.0)))
+            given = {"folder": str(tmp_path), "steps": STEPS, "sections": {}, **arguments}
+            return pool.outcomes(f"checkpoint_cases:{case}", timeout=60, stuck=stuck, **given)
 
-    yield play
-    for pool in pools:
-        pool.close()
+        yield play
 
 
 def pieces_of(checkpoint: Path, rank: int) -> int:

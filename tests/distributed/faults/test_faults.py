@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from tests.conformance.checks import whole_product
 from tests.conformance.recipe import Layout
 from tests.distributed.faults.faults import Fault
-from tests.support.workers import Outcome, Pool, PoolOptions, Workers
+from tests.support.workers import Outcome, PoolOptions, Workers
 
 TIMEOUT = 2.0
 SOON = 2.0
@@ -29,22 +30,20 @@ Scene = Callable[..., tuple[list[Outcome], float]]
 @pytest.fixture
 def scene(workers: Workers, tmp_path: Path) -> Iterator[Scene]:
     """Runs a fault in processes of its own; returns what the ranks said and when it happened."""
-    pools: list[Pool] = []
+    with ExitStack() as pools:
 
-    def play(
-        fault: Fault, *, size: int = 2, stage: int = 3, transport: str = "shared", **options: Any
-    ) -> tuple[list[Outcome], float]:
-        pools.append(workers.fresh(PoolOptions(**{"size": size, "timeout_seconds": TIMEOUT, **options})))
-        marker = tmp_path / "marker"
-        layout = asdict(Layout(stage=stage, transport=transport, budget=0 if transport == "gloo" else None))
-        stuck = [fault.rank] if fault.kind == "stop" else []
-        arguments = {"layout": layout, "fault": asdict(fault), "marker": str(marker)}
-        outcomes = pools[-1].outcomes("faults:train", timeout=30, stuck=stuck, **arguments)
-        return outcomes, float(marker.read_text()) if marker.exists() else 0.0
+        def play(
+            fault: Fault, *, size: int = 2, stage: int = 3, transport: str = "shared", **options: Any
+        ) -> tuple[list[Outcome], float]:
+            given = PoolOptions(**{"size": size, "timeout_seconds": TIMEOUT, **options})
+            layout = asdict(Layout(stage=stage, transport=transport, budget=0 if transport == "gloo" else None))
+            stuck, marker = [fault.rank] if fault.kind == "stop" else [], tmp_path / "marker"
+            arguments = {"layout": layout, "fault": asdict(fault), "marker": str(marker)}
+            pool = pools.enter_context(workers.fresh(given))
+            outcomes = pool.outcomes("faults:train", timeout=30, stuck=stuck, **arguments)
+            return outcomes, float(marker.read_text()) if marker.exists() else 0.0
 
-    yield play
-    for pool in pools:
-        pool.close()
+        yield play
 
 
 def rows(short: int, row: Callable[..., Row], *choices: Any) -> list[Any]:
@@ -119,8 +118,7 @@ def test_a_fault_is_named_by_all_others(
         for word in (f"rank {1 - outcome.rank if parted else fault.rank}", *words):
             assert word in outcome.message, outcome.message
         assert fault.kind == "raise" or re.search(r"unit (blocks\.\d|root|head)", outcome.message), outcome.message
-        late = stuck or parted or (apart and fault.kind != "raise")
-        assert outcome.at - happened < SOON + TIMEOUT * late
+        assert outcome.at - happened < SOON + TIMEOUT * (stuck or parted or (apart and fault.kind != "raise"))
         assert not stuck or apart or outcome.at - happened > TIMEOUT - 0.1
     assert not parted or any("disagree on the order of units" in outcome.message for outcome in outcomes)
 

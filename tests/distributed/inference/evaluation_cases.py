@@ -157,9 +157,8 @@ def lacks_a_prompt(mesh: Mesh, folder: str) -> None:
     """A sample that one rank reads has no prompt, which all say."""
     samples = questions(5, whole=False)
     samples[3]["labels"] = samples[3]["input_ids"]
-    sections = {"parallel": {"timeout_seconds": 10}}
     with (
-        trainer_of(folder, sections, eval_dataset=samples) as trainer,
+        trainer_of(folder, {"parallel": {"timeout_seconds": 10}}, eval_dataset=samples) as trainer,
         pytest.raises((DataError, CollectiveError), match="sample 3 has no prompt"),
     ):
         trainer.predict(samples)

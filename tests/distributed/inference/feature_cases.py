@@ -47,8 +47,6 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 class Kept(BaseStreamer):
-    """Keeps what is streamed."""
-
     def __init__(self) -> None:
         self.tokens: list[int] = []
 

@@ -283,7 +283,7 @@ def reads_into_place(mesh: Mesh, folder: str, shard: str) -> None:
 @contextmanager
 def _noting(lengths: dict[int, int]) -> Iterator[None]:
     """Note the lengths of what goes through buffers of the file tier, by its address in memory."""
-    around = FileSlot._grains_around
+    around = FileSlot._aligned_around
 
     def noted(slot: FileSlot, at: int, data: torch.Tensor) -> tuple[int, torch.Tensor]:
         begin, memory = around(slot, at, data)
@@ -291,11 +291,11 @@ def _noting(lengths: dict[int, int]) -> Iterator[None]:
             lengths[data.data_ptr()] = data.numel()
         return begin, memory
 
-    FileSlot._grains_around = noted  # type: ignore[method-assign]
+    FileSlot._aligned_around = noted  # type: ignore[method-assign]
     try:
         yield
     finally:
-        FileSlot._grains_around = around  # type: ignore[method-assign]
+        FileSlot._aligned_around = around  # type: ignore[method-assign]
 
 
 def from_a_run(mesh: Mesh, folder: str) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.distributed.inference.generator_cases import MODELS, SIZES, causal, seq2seq, stored
 from tests.distributed.trainer.lora_cases import adapted
-from tests.support.plain import clones, like
+from tests.support.plain import after_steps, clones, fitted, like
 from tests.support.trainer_cases import VOCABULARY, gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Generator, Trainer, receive_weights
 from zeromesh.errors import TransferError, ZeromeshError
@@ -53,7 +53,6 @@ class _Listener:
 
 
 def _ready(mesh: Mesh, paths: list[Path]) -> None:
-    """Wait until the sockets are there."""
     while mesh.rank == 0 and not all(path.exists() for path in paths):
         threading.Event().wait(0.01)
     mesh.world.barrier("receivers listen")
@@ -88,10 +87,7 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
             like({name: found["wanted"][name] for name in masters}, masters, rel=0)
             found["own"] = {name: tensor.clone() for name, tensor in trainer.stream_weights(part_of)}
 
-    with Trainer(
-        seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()]
-    ) as trainer:
-        trainer.fit()
+    fitted(seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()])
     wanted = found["wanted"]
     parts = {
         name: tensor.tensor_split(2)[mesh.rank % 2] if part_of(name) else tensor for name, tensor in wanted.items()
@@ -129,12 +125,11 @@ def has_the_form_of_files(mesh: Mesh, folder: str, sections: dict[str, Any], mod
     config = settings(folder, run={"max_steps": 2}, **sections)
     found: dict[str, dict[str, torch.Tensor]] = {}
 
-    class Streams(Callback):
-        def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
-            found["sent"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}
-            found["trained"] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+    def stream(trainer: Any, step: int) -> None:
+        found["sent"] = {name: tensor.clone() for name, tensor in trainer.stream_weights()}
+        found["trained"] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
 
-    with Trainer(build(), config, train_dataset=sentences(), callbacks=[Streams()]) as trainer:
+    with Trainer(build(), config, train_dataset=sentences(), callbacks=[after_steps(stream)]) as trainer:
         trainer.fit()
         found["whole"] = dict(trainer.stream_weights())
     plain = build().double()

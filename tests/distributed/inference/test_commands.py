@@ -20,15 +20,13 @@ import torch
 import transformers as tf
 
 from tests.distributed.inference.generate_command_cases import write_model
+from tests.support.tables import row, tried
 from tests.support.terminal import on_terminal, seen
-from tests.support.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
 
-@pytest.mark.parametrize("case", ["commands", "refusals"])
-def test_results_and_messages(workers: Workers, tmp_path: Path, case: str) -> None:
-    workers.run(2, f"generate_command_cases:{case}", folder=str(tmp_path))
+test_results_and_messages = tried("generate_command_cases", [row(2, case) for case in ("commands", "refusals")])
 
 
 def started(folder: Path, *words: str, **streams: Any) -> "subprocess.Popen[Any]":
@@ -69,8 +67,7 @@ def test_a_killed_generation_goes_on(tmp_path: Path, whole: bool) -> None:
     if whole:
         for rank in ranks:
             rank.wait(30)
-        kept = len(journal.read_bytes().splitlines()) - 1
-        assert 0 < kept < 60
+        assert 0 < len(journal.read_bytes().splitlines()) - 1 < 60
         again = started(tmp_path, *words)
         assert again.wait(120) == 0, again.stderr and again.stderr.read()
     else:
@@ -119,8 +116,7 @@ def test_an_answer_streams_in_one_line_of_a_terminal(tmp_path: Path) -> None:
     # Letters alone, so that an answer is one line.
     forbidden = json.dumps([token for token in range(2, 258) if not 67 <= token < 90])
     words.append(f"generation.suppress_tokens={forbidden}")
-    written = on_terminal(words, tmp_path, answers=[(b"\n> ", b"Hi\n"), (b"\n> ", b"/exit\n")])
-    lines = seen(written)
+    lines = seen(on_terminal(words, tmp_path, answers=[(b"\n> ", b"Hi\n"), (b"\n> ", b"/exit\n")]))
     at = lines.index("Say something; /reset begins anew, /exit or Ctrl-D ends.")
     assert lines[at + 1] == "> Hi"
     assert len(lines[at + 2]) == 12, lines
@@ -141,8 +137,7 @@ def serving(folder: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]"
             line = server.stderr.readline() if server.stderr is not None else ""
             assert line, f"it has ended: {said}"
             said += line
-        client = openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=30)
-        yield server, client
+        yield server, openai.OpenAI(base_url=found[1], api_key="none", max_retries=0, timeout=30)
     finally:
         for child in psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []:
             child.kill()
@@ -153,8 +148,7 @@ def serving(folder: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]"
 def alone(folder: Path, prompt: str, new: int) -> list[int]:
     """What transformers goes on with."""
     model = tf.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
-    tokenizer = tf.AutoTokenizer.from_pretrained(folder / "model")
-    found = tokenizer(prompt, return_tensors="pt")
+    found = tf.AutoTokenizer.from_pretrained(folder / "model")(prompt, return_tensors="pt")
     tokens: list[int] = model.generate(**found, max_new_tokens=new, do_sample=False)[
         0, found["input_ids"].shape[1] :
     ].tolist()

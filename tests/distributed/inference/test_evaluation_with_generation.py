@@ -74,6 +74,5 @@ def test_what_is_drawn_does_not_depend_on_the_layout(workers: Workers, tmp_path:
     drawn = []
     for layout in EVERY:
         ranks, sections = LAYOUTS[layout]
-        arguments: dict[str, Any] = {"folder": str(tmp_path / layout), "sections": sections}
-        drawn += workers.run(ranks, "evaluation_cases:draws", **arguments)
+        drawn += workers.run(ranks, "evaluation_cases:draws", folder=str(tmp_path / layout), sections=sections)
     assert all(each == drawn[0] for each in drawn), drawn

@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.inference.feature_cases import FEATURES
 from tests.distributed.inference.generator_cases import MODELS
+from tests.support.tables import tried
 from tests.support.workers import PoolOptions, Workers
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -71,8 +72,8 @@ def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model
 SHARDED, WHOLE, STAGED = {"zero": {"gathered_budget": 0}}, {"zero": {"stage": 0}}, {"parallel": {"pipeline": 2}}
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
+test_generation = tried(
+    "generator_cases",
     [
         (1, "reads_into_place", {"shard": "1GB"}),
         (2, "reads_into_place", {"shard": "1GB"}),
@@ -95,24 +96,18 @@ SHARDED, WHOLE, STAGED = {"zero": {"gathered_budget": 0}}, {"zero": {"stage": 0}
         ),
     ],
 )
-def test_generation(workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]) -> None:
-    workers.run(ranks, f"generator_cases:{case}", folder=str(tmp_path), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
+test_generation_in_processes_of_its_own = tried(
+    "generator_cases",
     [
         (1, "takes", {"tier": "none"}),
         (1, "takes", {"tier": "file"}),
         (2, "refuses", {}),
         (2, "refuses_states_in_stages", {}),
     ],
+    fresh=True,
 )
-def test_generation_in_processes_of_its_own(
-    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
-) -> None:
-    with workers.fresh(PoolOptions(size=ranks, timeout_seconds=5)) as pool:
-        pool.run(f"generator_cases:{case}", folder=str(tmp_path), **arguments)
 
 
 def test_prompts_without_a_result_are_named_when_a_rank_dies(workers: Workers, tmp_path: Path) -> None:

@@ -12,42 +12,34 @@ import pytest
 import torch
 
 from tests.distributed.inference.handoff_cases import DIRECTORIES
-from tests.support.workers import Workers
+from tests.support.tables import row, tried
 from zeromesh import receive_weights
 from zeromesh.errors import ConfigError, TransferError
 from zeromesh.trainer.weights.handoff import _handshake, _WeightConnection
 
-FULL = pytest.mark.full
+FULL, FORM = pytest.mark.full, "has_the_form_of_files"
 STAGE_1, STAGE_3 = ({"zero": {"stage": stage}} for stage in (1, 3))
 TENSOR, PIPELINE = ({"parallel": {axis: 2}} for axis in ("tensor", "pipeline"))
 
 
-def row(case: str, model: str, sections: Any = STAGE_3, *marks: pytest.MarkDecorator, ranks: int = 2) -> Any:
-    return pytest.param(ranks, case, {"sections": sections, "model": model}, marks=marks)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
+test_weights_are_those_of_the_trainer = tried(
+    "handoff_cases",
     [
-        row("arrive", "gpt2"),
-        row("arrive", "llama", TENSOR, FULL),
-        row("arrive", "gpt2", PIPELINE, FULL),
-        row("arrive", "llama", {**TENSOR, **STAGE_3}, FULL, ranks=4),
-        *(row("has_the_form_of_files", model) for model in ("mixtral", "lora", "embedding", "tokens")),
-        *(row("has_the_form_of_files", model, STAGE_3, FULL) for model in ("dora", "head")),
-        *(row("has_the_form_of_files", model, TENSOR, FULL) for model in ("mixtral", "neox")),
-        row("has_the_form_of_files", "mixtral", PIPELINE, FULL),
-        row("has_the_form_of_files", "moe-lora", STAGE_1, FULL),
+        row(2, "arrive", model="gpt2", sections=STAGE_3),
+        row(2, "arrive", FULL, model="llama", sections=TENSOR),
+        row(2, "arrive", FULL, model="gpt2", sections=PIPELINE),
+        row(4, "arrive", FULL, model="llama", sections={**TENSOR, **STAGE_3}),
+        *(row(2, FORM, model=model, sections=STAGE_3) for model in ("mixtral", "lora", "embedding", "tokens")),
+        *(row(2, FORM, FULL, model=model, sections=STAGE_3) for model in ("dora", "head")),
+        *(row(2, FORM, FULL, model=model, sections=TENSOR) for model in ("mixtral", "neox")),
+        row(2, FORM, FULL, model="mixtral", sections=PIPELINE),
+        row(2, FORM, FULL, model="moe-lora", sections=STAGE_1),
         (2, "fails", {}),
         # Other ranks wait while a receiver rests.
-        pytest.param(2, "is_slow", {}, marks=FULL),
+        row(2, "is_slow", FULL),
         *((2, "from_generator", {"model": model}) for model in DIRECTORIES),
     ],
 )
-def test_weights_are_those_of_the_trainer(
-    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
-) -> None:
-    workers.run(ranks, f"handoff_cases:{case}", folder=str(tmp_path), **arguments)
 
 
 def _sent(address: Path, *frames: bytes) -> TransferError:

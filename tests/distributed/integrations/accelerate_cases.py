@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from tests.support.plain import like, plain_loop
+from tests.support.plain import error_of, like, plain_loop
 from tests.support.trainer_cases import llama, seeded, sentences
 from zeromesh.accelerate import Accelerator
 from zeromesh.errors import ConfigError, PhaseError
@@ -244,8 +244,7 @@ class Refused:
             Accelerator()
 
     def compressed_gradients(self) -> None:
-        hook = DDPCommunicationHookType.BF16
-        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
+        Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)])
 
     def scaler(self) -> None:
         Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
@@ -255,10 +254,5 @@ class Refused:
 
 
 def refused(mesh: Mesh, folder: str, name: str) -> str:
-    """What is said to a call."""
     with fresh_state():
-        try:
-            getattr(Refused(), name)()
-        except (ConfigError, PhaseError) as error:
-            return str(error)
-    return ""
+        return error_of(lambda: getattr(Refused(), name)(), (ConfigError, PhaseError))

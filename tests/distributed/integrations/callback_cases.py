@@ -178,7 +178,6 @@ def ignoring(mesh: Mesh, folder: str, keys: Sequence[str] | None, never: Sequenc
 
 
 def shapes(tree: Any) -> Any:
-    """Of arrays in tuples."""
     return [shapes(each) for each in tree] if isinstance(tree, tuple) else list(tree.shape)
 
 
@@ -247,7 +246,6 @@ def linked(mesh: Mesh, folder: str) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[io.StringIO]:
-    """Keeps what is printed."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out

@@ -236,7 +236,6 @@ def streams(mesh: Mesh, folder: str) -> None:
 
 
 def refused(mesh: Mesh, folder: str, name: str) -> str:
-    """What is said to what cannot be right."""
     changes = {"torch_compile": True} if name == "compiled" else {}
     config = {"parallel": {"pipeline": 2}} if name == "pipeline" else {}
     kind = dict if name == "no trainer" else tf.Trainer

@@ -17,8 +17,9 @@ import transformers as tf
 from transformers import TrainerCallback
 
 from tests.distributed.integrations.callback_cases import model, quiet, whole
+from tests.support.plain import calling
 from tests.support.trainer_cases import digest, llama, seeded, sentences, settings
-from zeromesh import Callback, Trainer
+from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 
@@ -73,16 +74,15 @@ def own_code(mesh: Mesh, folder: str, source: str, modules: str, trust: bool) ->
     with patch("transformers.dynamic_module_utils.HF_MODULES_CACHE", modules):
         try:
             with Trainer(None, config, sentences()) as trainer:
-                loss = trainer.fit().final_loss
-                return {"class": type(trainer.model).__name__, "calls": trainer.model.calls, "loss": loss}
+                trainer.fit()
+                return {"class": type(trainer.model).__name__, "calls": trainer.model.calls}
         except ConfigError as error:
             return {"error": str(error)}
 
 
 def with_code(directory: Path) -> None:
     """A tiny Llama whose class is its directory's own."""
-    model = seeded(llama)
-    model.save_pretrained(directory)
+    seeded(llama).save_pretrained(directory)
     (directory / "own.py").write_text(CODE)
     values = json.loads((directory / "config.json").read_text())
     values |= {"model_type": "own-llama", "architectures": ["OwnModel"]}
@@ -130,7 +130,6 @@ class Hub:
 
 @contextlib.contextmanager
 def hub(root: Path, broken: str = "") -> Iterator[Hub]:
-    """Inside the block there is no other."""
     made = Hub(root, broken)
     with (
         patch("huggingface_hub.HfApi", lambda *given, **named: made),
@@ -227,16 +226,6 @@ def refused(mesh: Mesh, folder: str) -> None:
     assert not (Path(folder) / "run" / "metrics.jsonl").exists()
 
 
-class Steps(Callback):
-    """Counts uploads too."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def on_push_begin(self, trainer: Any) -> None:
-        self.seen.append(trainer.state.step)
-
-
 def configured(mesh: Mesh, folder: str) -> None:
     """Uploads that a configuration asks for, and one in the middle of a training, with what a call says in place of its keys; a
     module that is none of transformers' has no card."""
@@ -244,7 +233,8 @@ def configured(mesh: Mesh, folder: str) -> None:
     def loss(module: Any, batch: Any) -> tuple[torch.Tensor, int]:
         return module(batch["input"]).square().sum(), len(batch["input"])
 
-    steps = Steps()
+    steps: list[int] = []
+    counting = calling(on_push_begin=lambda trainer: steps.append(trainer.state.step))
     config: dict[str, Any] = {
         "hub": {"push": True, "private": False},
         "run": {"output_dir": folder, "name": "plain", "max_steps": 2},
@@ -254,11 +244,11 @@ def configured(mesh: Mesh, folder: str) -> None:
     with (
         hub(Path(folder) / "hub") as api,
         quiet(),
-        Trainer(torch.nn.Linear(3, 1), config, data, compute_loss=loss, callbacks=[steps]) as trainer,
+        Trainer(torch.nn.Linear(3, 1), config, data, compute_loss=loss, callbacks=[counting]) as trainer,
     ):
         trainer.push_to_hub("before", revision="first", token="another")
         trainer.fit()
-    assert steps.seen == [0, 2]
+    assert steps == [0, 2]
     if mesh.rank == 0:
         assert api.calls == [
             ["create_repo", "plain", "another", False, True],

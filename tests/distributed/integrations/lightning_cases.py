@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import zeromesh
-from tests.support.plain import clones, like
+from tests.support.plain import clones, error_of, like
 from zeromesh.environment import kept_environment
 from zeromesh.errors import ConfigError
 from zeromesh.lightning import ZeromeshStrategy
@@ -130,11 +130,7 @@ AVERAGING = {"WeightAveraging": WeightAveraging, "StochasticWeightAveraging": la
 
 @kept_environment()
 def refused(mesh: Mesh, folder: str, averaging: str = "", rename: bool = False, **arguments: Any) -> str:
-    """What is said to what cannot be right."""
     more = [AVERAGING[averaging]()] if averaging else []
     place = Path(folder) if rename else None
-    try:
-        trainer(ZeromeshStrategy(), 1, place, more=more, **arguments).fit(Partial(rename) if rename else Regression())
-    except ConfigError as error:
-        return str(error)
-    return "nothing"
+    module = Partial(rename) if rename else Regression()
+    return error_of(lambda: trainer(ZeromeshStrategy(), 1, place, more=more, **arguments).fit(module), ConfigError)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.integrations.hub_cases import COMMIT, cached, with_code
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import digest
 from tests.support.workers import Workers
 from zeromesh.environment import read_environment
@@ -75,8 +76,7 @@ def test_what_is_downloaded_is_pinned(hub: Hub) -> None:
     pinned = pin_sources(config, one_rank(), model_given=False)
     assert (pinned.model.source, pinned.model.revision) == ("someone/model", COMMIT)
     assert pinned.data.tokenizer == str(hub.root / "someone--words" / COMMIT)
-    asked = [(call["source"], call["revision"], call["local_files_only"]) for call in hub.calls]
-    assert asked == [
+    assert [(call["source"], call["revision"], call["local_files_only"]) for call in hub.calls] == [
         ("someone/model", "v2", False), ("someone/words", None, False), ("someone/words", COMMIT, True)
     ]  # fmt: skip
     assert hub.calls[0]["allow_patterns"] == list(MODEL_FILES)
@@ -89,8 +89,7 @@ def test_what_is_downloaded_is_pinned(hub: Hub) -> None:
 def test_nothing_is_asked_that_is_not_needed(hub: Hub, tmp_path: Path) -> None:
     for settings in ({}, {"model": {"source": str(tmp_path)}, "data": {"tokenizer": str(tmp_path)}}):
         config = load_config(settings)
-        pinned = pin_sources(config, one_rank(), model_given=False)
-        assert pinned == config
+        assert pin_sources(config, one_rank(), model_given=False) == config
     given = load_config({"model": {"source": "someone/model"}})
     assert pin_sources(given, one_rank(), model_given=True) == given
     assert hub.calls == []
@@ -139,8 +138,6 @@ def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: P
     assert all("config.json" in (each.message or each.result["error"]) for each in refused)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case"), [(1, "pushed"), (2, "pushed"), (2, "failed"), (2, "refused"), (2, "configured")]
+test_uploads = tried(
+    "hub_cases", [row(1, "pushed"), *(row(2, case) for case in ("pushed", "failed", "refused", "configured"))]
 )
-def test_uploads(workers: Workers, tmp_path: Path, ranks: int, case: str) -> None:
-    workers.run(ranks, f"hub_cases:{case}", folder=str(tmp_path))

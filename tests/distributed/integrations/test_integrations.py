@@ -10,55 +10,51 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 
-FULL, RANKS = pytest.mark.full, 2
+FULL = pytest.mark.full
 LIGHTNING = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
 STAGES = [{"zero": {"stage": stage}} for stage in range(4)]
 
 
-def row(case: str, *marks: Any, ranks: int = RANKS, **arguments: Any) -> Any:
-    """A case, whose assertions compare it with the library alone, or with one process of plain PyTorch."""
-    marks = (*marks, LIGHTNING) if case.startswith("lightning") else marks
-    return pytest.param(
-        ranks, case, arguments, marks=marks, id=" ".join([case.partition(":")[2], *map(str, arguments.values())])
-    )
-
-
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
+# Each is compared with the library alone, or with one process of plain PyTorch.
+test_over_accelerate = tried(
+    "accelerate_cases",
     [
-        row("accelerate_cases:as_accelerate", FULL, stage=0),
-        row("accelerate_cases:as_accelerate", stage=3),
-        row("accelerate_cases:over_tensor"),
-        row("accelerate_cases:in_low_precision", FULL, asked={"mixed_precision": "bf16"}, dtype="torch.bfloat16"),
-        row(
-            "accelerate_cases:in_low_precision",
-            asked={"zeromesh": {"precision": {"compute": "float16"}}},
-            dtype="torch.float16",
-        ),
-        row("hf_trainer_cases:as_original", stage=1),
-        row("hf_trainer_cases:as_original", FULL, stage=3),
-        row("hf_trainer_cases:as_original", stage=3, adapted=True),
-        row("hf_trainer_cases:twice"),
-        row("hf_trainer_cases:generating"),
-        row("hf_trainer_cases:generating_together"),
-        row("hf_trainer_cases:streams", ranks=1),
-        row("hf_trainer_cases:weights_alone", zeromesh=STAGES[2]),
-        row("hf_trainer_cases:weights_alone", zeromesh=STAGES[3], adapted=True),
-        row("hf_trainer_cases:weights_alone", zeromesh={"parallel": {"tensor": 2}}),
-        row("hf_trainer_cases:alike", FULL, ranks=1, stage=1),
-        row("hf_trainer_cases:alike", FULL, ranks=1, stage=3),
-        row("lightning_cases:as_lightning", ranks=1, stage=3, accumulation=1),
-        row("lightning_cases:as_lightning", stage=3, accumulation=2),
-        row("lightning_cases:as_lightning", stage=1, accumulation=1),
-        row("lightning_cases:in_part"),
+        row(2, "as_accelerate", FULL, stage=0),
+        row(2, "as_accelerate", stage=3),
+        row(2, "over_tensor"),
+        row(2, "in_low_precision", FULL, asked={"mixed_precision": "bf16"}, dtype="torch.bfloat16"),
+        row(2, "in_low_precision", asked={"zeromesh": {"precision": {"compute": "float16"}}}, dtype="torch.float16"),
     ],
 )
-def test_over_the_engine_a_library_does_what_it_did(
-    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
-) -> None:
-    workers.run(ranks, case, folder=str(tmp_path), **arguments)
+test_over_transformers = tried(
+    "hf_trainer_cases",
+    [
+        row(2, "as_original", stage=1),
+        row(2, "as_original", FULL, stage=3),
+        row(2, "as_original", stage=3, adapted=True),
+        row(2, "twice"),
+        row(2, "generating"),
+        row(2, "generating_together"),
+        row(1, "streams"),
+        row(2, "weights_alone", zeromesh=STAGES[2]),
+        row(2, "weights_alone", zeromesh=STAGES[3], adapted=True),
+        row(2, "weights_alone", zeromesh={"parallel": {"tensor": 2}}),
+        row(1, "alike", FULL, stage=1),
+        row(1, "alike", FULL, stage=3),
+    ],
+)
+test_over_lightning = tried(
+    "lightning_cases",
+    [
+        row(1, "as_lightning", LIGHTNING, stage=3, accumulation=1),
+        row(2, "as_lightning", LIGHTNING, stage=3, accumulation=2),
+        row(2, "as_lightning", LIGHTNING, stage=1, accumulation=1),
+        row(2, "in_part", LIGHTNING),
+    ],
+)
 
 
 @pytest.mark.parametrize(

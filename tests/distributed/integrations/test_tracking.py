@@ -97,7 +97,6 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    """A copy of that run, to go on from."""
     return Path(shutil.copytree(run, tmp_path / "run", symlinks=True))
 
 
@@ -154,8 +153,7 @@ def test_after_a_kill_and_a_resume_every_step_is_there_once(workers: Workers, tm
     assert len(lasted) > 10
     (file,) = wandb_log.files(run)
     require_last_row(file, tmp_path / "cut")
-    found = workers.run(2, CASE, steps=made + 9, **arguments)[0]
-    assert "resumed from step" in found["said"]
+    assert "resumed from step" in workers.run(2, CASE, steps=made + 9, **arguments)[0]["said"]
     first, second = wandb_log.files(run)
     assert first.name == second.name
     evaluated = sorted({*range(3, made + 10, 3), made + 9})
@@ -394,8 +392,7 @@ def test_a_tracker_holds_every_step_once_and_no_secret(workers: Workers, tmp_pat
     assert [value for _, value in rows] == pytest.approx([losses[step] for step in range(1, 10)])
     assert set(settings) == {0.01}
     assert [step for step, _ in tracker_rows.kept(name, tmp_path, "eval/loss")[0]] == [3, 6, 9]
-    beside = {path.name for path in tmp_path.iterdir()} - {"run", "mlflow.db", *("clearml", "trackio")}
-    assert not beside
+    assert not ({path.name for path in tmp_path.iterdir()} - {"run", "mlflow.db", *("clearml", "trackio")})
     for path, content in tracker_rows.contents(tmp_path):
         assert [secret for secret in SECRETS if secret.encode() in content] == [], path
 

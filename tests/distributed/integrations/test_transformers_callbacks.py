@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tables import tried
 from tests.support.workers import Workers
 from zeromesh.trainer.monitoring.step_metrics import METRICS, read_metrics
 
@@ -98,8 +99,8 @@ def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, nam
     workers.run(1, f"{CASES}:both", folder=str(tmp_path), fields=fields, callbacks=callbacks, scores=scores)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "case", "arguments"),
+test_what_is_around_callbacks_is_the_same = tried(
+    CASES,
     [
         (1, "ignoring", {"keys": ["hidden_states"], "never": [], "gathered": 1}),
         (1, "ignoring", {"keys": [], "never": ["hidden_states"], "gathered": 2}),
@@ -115,7 +116,3 @@ def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, nam
         (1, "wandb_offline", {}),
     ],
 )
-def test_what_is_around_callbacks_is_the_same(
-    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
-) -> None:
-    workers.run(ranks, f"{CASES}:{case}", folder=str(tmp_path), **arguments)

@@ -76,7 +76,6 @@ def _comet_ml(folder: Path, figure: str, setting: str) -> Kept:
 
 
 def _parts(line: dict[str, Any]) -> list[str]:
-    """The name of a parameter, and its last part."""
     name = (line.get("param") or {}).get("paramName") or ""
     return [name, name.rpartition("|")[2]]
 
@@ -97,8 +96,7 @@ def _mlflow(folder: Path, figure: str, setting: str) -> Kept:
     from mlflow import MlflowClient
 
     client = MlflowClient(places(folder)["MLFLOW_TRACKING_URI"])
-    experiment = client.get_experiment_by_name("zeromesh")
-    runs = client.search_runs([experiment.experiment_id])
+    runs = client.search_runs([client.get_experiment_by_name("zeromesh").experiment_id])
     rows = [each for run in runs for each in client.get_metric_history(run.info.run_id, figure)]
     assert {run.info.status for run in runs} == {"FINISHED"}
     return sorted((row.step, row.value) for row in rows), [float(run.data.params[setting]) for run in runs]

@@ -19,8 +19,6 @@ FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_eva
 
 
 class Seeing(TrainerCallback):
-    """What is common to all."""
-
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
@@ -58,8 +56,6 @@ for _name in EVENTS:
 
 
 class StopAtLoss(Seeing):
-    """Ends the run when the loss is low enough."""
-
     def __init__(self, low: float) -> None:
         super().__init__()
         self.low = low
@@ -113,8 +109,6 @@ def norm_of(folder: Path) -> float:
 
 
 class CutEpochs(Seeing):
-    """Ends each epoch after two steps."""
-
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.begun = state.global_step
 
@@ -142,8 +136,6 @@ class CountTime(Seeing):
 
 
 class Summary(Seeing):
-    """Looks back on the run from its end."""
-
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         losses = [(line["step"], line["loss"]) for line in state.log_history if "loss" in line]
         judged = [(line["step"], line["eval_loss"]) for line in state.log_history if "eval_loss" in line]

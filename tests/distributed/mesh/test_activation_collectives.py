@@ -10,6 +10,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.support.tables import row, tried
 from tests.support.workers import Outcome, PoolOptions, Workers
 from zeromesh.comm.activation_collectives import Exchange, SharedExchange, open_exchange
 from zeromesh.comm.shm_transport import IN_FLIGHT
@@ -21,27 +22,28 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "int64")
 KINDS = pytest.mark.parametrize("kind", ["shared", "gloo"])
 
 
-def run(workers: Workers, case: str, size: int = 2, **arguments: Any) -> list[Any]:
-    return workers.run(size, f"test_activation_collectives:{case}", **arguments)
-
-
 def _values(rank: int, number: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * rank + number)
     return torch.randn(shape, generator=generator, dtype=torch.float64).mul(8).to(dtype)
 
 
 def _summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    narrow = parts[0].dtype in (torch.bfloat16, torch.float16)
-    total = parts[0].float() if narrow else parts[0].clone()
+    total = parts[0].float() if parts[0].dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
     for part in parts[1:]:
         total = total + part
     return total.to(parts[0].dtype)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@KINDS
-def test_every_collective_gives_what_one_process_computes(workers: Workers, kind: str, size: int) -> None:
-    run(workers, "collectives", size, kind=kind)
+test_exchanges = tried(
+    "test_activation_collectives",
+    [
+        *(row(size, "collectives", kind=kind) for size in (2, 3) for kind in ("shared", "gloo")),
+        *(row(2, "in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9) for kind in ("shared", "gloo")),
+        *(row(2, "refusals", kind=kind) for kind in ("shared", "gloo")),
+        *(row(2, case) for case in ("memory_of_slots", "forgotten")),
+    ],
+    folder=False,
+)
 
 
 def collectives(mesh: Mesh, kind: Any) -> None:
@@ -81,15 +83,7 @@ def _at(
     return found | {"sum of a transpose": (turned, whole.transpose(0, 1)), "left as it was": (mine, parts[index])}
 
 
-@KINDS
-def test_results_are_waited_for_in_any_order(workers: Workers, kind: str) -> None:
-    """More of them than an exchange in shared memory keeps under way."""
-    for equal in run(workers, "in_any_order", kind=kind, flying=2 * IN_FLIGHT + 9):
-        assert len(equal) > IN_FLIGHT
-        assert all(equal)
-
-
-def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
+def in_any_order(mesh: Mesh, kind: Any, flying: int) -> None:
     """Results may be waited for in another order than the one they were started in, by each rank as it likes; or not at all."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
     shapes = [(1 + number % 5, 1000 * (number % 3) + 7) for number in range(flying)]
@@ -101,12 +95,8 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> list[bool]:
     order = [number for number in range(flying) if number % 7 != 3][:: -1 if mesh.rank % 2 else 1]
     equal = [torch.equal(pending[number].wait(), _summed(parts[number])) for number in order]
     mesh.world.barrier("all have waited")
-    return equal
-
-
-@KINDS
-def test_what_does_not_fit_is_refused(workers: Workers, kind: str) -> None:
-    run(workers, "refusals", kind=kind)
+    assert len(equal) > IN_FLIGHT, "an exchange in shared memory keeps as many under way"
+    assert all(equal)
 
 
 def refusals(mesh: Mesh, kind: Any) -> None:
@@ -130,21 +120,16 @@ def refusals(mesh: Mesh, kind: Any) -> None:
 
 def test_alone_everything_is_a_copy() -> None:
     exchange, tensor = Exchange(), torch.arange(6.0).view(2, 3)
-    results = [
+    for pending in [
         exchange.all_reduce_async(tensor),
         exchange.all_gather_async(tensor, 1),
         exchange.reduce_scatter_async(tensor, 0),
-    ]
-    for pending in results:
+    ]:
         result = pending.wait()
         assert torch.equal(result, tensor)
         assert result.data_ptr() != tensor.data_ptr()
     with pytest.raises(LayoutError, match="allowed are 1 that add up to 2"):
         exchange.reduce_scatter_async(tensor, 0, sizes=[1])
-
-
-def test_slots_are_used_again(workers: Workers) -> None:
-    run(workers, "memory_of_slots")
 
 
 def memory_of_slots(mesh: Mesh) -> None:
@@ -244,10 +229,6 @@ def test_ranks_that_exchange_something_else_are_named_though_another_has_ended()
     with pytest.raises(CollectiveError, match="rank 0 asked for a sum of float32"):
         exchange.all_reduce_async(torch.ones(4)).wait()
     group.watch.examine.assert_not_called()
-
-
-def test_an_exchange_is_forgotten_by_each_rank_when_it_likes(workers: Workers) -> None:
-    run(workers, "forgotten")
 
 
 def forgotten(mesh: Mesh) -> None:

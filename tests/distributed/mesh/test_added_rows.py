@@ -1,16 +1,16 @@
 """What CONTRIBUTING.md says of an axis and of a codec: each is a row and a file, here of a copy, in which a step is trained."""
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.waiting import ended
 
 ROOT = Path(__file__).parents[3]
 CODEC = """
@@ -106,11 +106,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment = {**os.environ, **common, "PYTHONPATH": str(folder)}
-    command = [sys.executable, "-c", PROGRAM]
-    told = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    told = ended([sys.executable, "-c", PROGRAM], folder=folder, PYTHONPATH=str(folder), **common)
     assert told.returncode == 0, told
     yield json.loads(told.stdout.splitlines()[-1])
     shutil.rmtree(folder)

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.simulated.device import compiler
 from tests.support.plain import apart, distance
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
@@ -46,10 +47,8 @@ class Towers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         left = self.left(x, scale=0.5, plus=self.frozen(x.detach()))
-        right = self.right(x, plus=left["given"])
-        both = torch.cat([left["hidden"], right["hidden"]], dim=-1).relu_()
-        hidden = self.drop(self.middle(both)) + self.embedding(left["largest"])
-        return self.head(hidden).pow(2).mean()
+        both = torch.cat([left["hidden"], self.right(x, plus=left["given"])["hidden"]], dim=-1).relu_()
+        return self.head(self.drop(self.middle(both)) + self.embedding(left["largest"])).pow(2).mean()
 
 
 def _build(**options: Any) -> Towers:
@@ -84,13 +83,16 @@ def _train(model: Towers, clip: Any, steps: int = 3) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "gradients": gradients, "parameters": parameters}
 
 
-@pytest.mark.parametrize(
-    ("size", "recompute", "device"), [(1, False, ""), (2, False, ""), (3, True, ""), (2, False, "sim")]
+SIMULATED = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")
+test_parts_on_different_ranks = tried(
+    "test_module_placement",
+    [
+        *(row(size, "trains", recompute=size == 3) for size in (1, 2, 3)),
+        row(2, "trains", SIMULATED, recompute=False, device="sim"),
+        row(2, "refusals"),
+    ],
+    folder=False,
 )
-def test_parts_live_on_different_ranks(workers: Workers, size: int, recompute: bool, device: str) -> None:
-    if device and compiler() is None:
-        pytest.skip("needs a C++ compiler for the simulated device")
-    workers.run(size, "test_module_placement:trains", device=device, recompute=recompute)
 
 
 def trains(mesh: Mesh, recompute: bool) -> None:
@@ -141,10 +143,6 @@ class _Moody(nn.Module):
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         return [x, x] if self.rank == 0 else [x]
-
-
-def test_what_cannot_be_placed_is_refused(workers: Workers) -> None:
-    workers.run(2, "test_module_placement:refusals")
 
 
 def refusals(mesh: Mesh) -> None:

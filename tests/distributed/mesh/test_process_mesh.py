@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.mesh.test_transports import open_buffers
+from tests.support.tables import row, tried
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.comm.transport import choose_transport
@@ -22,9 +23,14 @@ from zeromesh.offload import TieredTensor
 from zeromesh.telemetry.step_recorder import Collective, StepRecorder, added
 from zeromesh.trainer.monitoring.step_stats import traffic_table
 
-
-def test_sets_of_all_axes(workers: Workers) -> None:
-    workers.run(4, "test_process_mesh:axes", pipeline=2, tensor=2)
+test_a_joined_mesh = tried(
+    "test_process_mesh",
+    [
+        *(row(4, case, pipeline=2, tensor=2) for case in ("axes", "torch_mesh")),
+        *(row(2, "told", kind=kind) for kind in ("shared", "gloo")),
+    ],
+    folder=False,
+)
 
 
 def axes(mesh: Mesh) -> None:
@@ -52,10 +58,6 @@ def axes(mesh: Mesh) -> None:
         mesh.group("tensor", "elsewhere")
     (here,) = [line for line in str(mesh).splitlines() if "<- here" in line]
     assert here.split()[1] == str(mesh.rank)
-
-
-def test_torch_s_own_object(workers: Workers) -> None:
-    workers.run(4, "test_process_mesh:torch_mesh", pipeline=2, tensor=2)
 
 
 def torch_mesh(mesh: Mesh) -> None:
@@ -117,11 +119,6 @@ def test_a_rank_alone_is_its_own_sum(shape: tuple[int, ...]) -> None:
     world.all_reduce_async(values, "sum")()
     for found in (world.all_reduce(values, "sum"), world.all_reduce_max(values, "maximum")):
         assert torch.equal(found, torch.full(shape, 2.5))
-
-
-@pytest.mark.parametrize("kind", ["shared", "gloo"])
-def test_what_ranks_tell_each_other_is_counted(workers: Workers, kind: str) -> None:
-    workers.run(2, "test_process_mesh:told", kind=kind)
 
 
 def told(mesh: Mesh, kind: Any) -> None:

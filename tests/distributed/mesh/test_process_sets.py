@@ -9,31 +9,36 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.errors import CollectiveError, LayoutError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 
-
-def run(workers: Workers, case: str, **arguments: Any) -> list[Any]:
-    return workers.run(3, f"test_process_sets:{case}", **arguments)
+test_sets_on_three_ranks = tried(
+    "test_process_sets",
+    [
+        *(row(3, case) for case in ("life", "disagreements", "agreements")),
+        row(3, "overlapping", rounds=10),
+        row(3, "churn", count=24, kept=4),
+        row(3, "churn", pytest.mark.full, count=1000, kept=4),
+    ],
+    folder=False,
+    timeout=600.0,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def no_sets(workers: Workers) -> None:
     """Workers live on from one file of tests to the next."""
-    run(workers, "cleared")
+    workers.run(3, "test_process_sets:cleared")
 
 
 def cleared(mesh: Mesh) -> None:
     """Remove what other cases have left in these workers."""
     for name in list(mesh.process_sets):
         mesh.process_sets.remove(name)
-
-
-def test_sets_are_declared_split_and_removed(workers: Workers) -> None:
-    run(workers, "life")
 
 
 def life(mesh: Mesh) -> None:
@@ -77,10 +82,6 @@ def life(mesh: Mesh) -> None:
     sets.remove("ranks 1, 2")
 
 
-def test_ranks_that_declare_differently_are_named(workers: Workers) -> None:
-    run(workers, "disagreements")
-
-
 def disagreements(mesh: Mesh) -> None:
     """What is said when one rank declares, splits or removes something else; then all goes on."""
     sets, odd = mesh.process_sets, mesh.rank == 1
@@ -102,10 +103,6 @@ def disagreements(mesh: Mesh) -> None:
     some_set = sets.add([0, 1], name="some")
     assert not some_set.member or some_set.gather_integers([mesh.rank]) == [[0], [1]]
     sets.remove(some_set)
-
-
-def test_what_fails_on_one_rank_is_raised_by_all(workers: Workers) -> None:
-    run(workers, "agreements")
 
 
 def agreements(mesh: Mesh) -> None:
@@ -142,13 +139,7 @@ def agreements(mesh: Mesh) -> None:
     assert str(caught.value) == f"{given}: b is False on ranks 0, 1, True on rank 2. Agree"
 
 
-def test_overlapping_sets_do_not_wait_for_each_other(workers: Workers) -> None:
-    for equal in run(workers, "overlapping", rounds=10):
-        assert len(equal) == 4 * (1 + 2 * 10)
-        assert all(equal)
-
-
-def overlapping(mesh: Mesh, rounds: int) -> list[bool]:
+def overlapping(mesh: Mesh, rounds: int) -> None:
     """Sets that overlap, each used by a thread of its own, which every rank starts in another order; and by one thread, which
     starts sums in one order and waits for them in another."""
     names = {"a": [0, 1], "b": [1, 2], "c": [0, 2], "d": [0, 1, 2], "e": [0, 1, 2]}
@@ -177,24 +168,15 @@ def overlapping(mesh: Mesh, rounds: int) -> list[bool]:
     mesh.world.barrier("all are through")
     for name in names:
         mesh.process_sets.remove(name)
-    return equal
+    assert len(equal) == 4 * (1 + 2 * rounds)
+    assert all(equal)
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.full)])
-def test_sets_come_and_go_under_load(workers: Workers, count: int) -> None:
-    """Threads and descriptors are those of before; memory may grow by what a store remembers of a set."""
-    for found in run(workers, "churn", timeout=600, count=count, kept=4):
-        before, after = found["before"], found["after"]
-        assert found["rounds"] > count
-        assert found["wrong"] == []
-        assert found["left"] == []
-        assert after["task"] <= before["task"]
-        assert after["fd"] <= before["fd"]
-        assert after["KiB"] - before["KiB"] < 2048 + 8 * count
+def churn(mesh: Mesh, count: int, kept: int) -> None:
+    """Add and remove `count` sets, of which up to `kept` are there at a time, beside a thread that never stops to use another.
 
-
-def churn(mesh: Mesh, count: int, kept: int) -> dict[str, Any]:
-    """Add and remove `count` sets, of which up to `kept` are there at a time, beside a thread that never stops to use another."""
+    Threads and descriptors are those of before; memory may grow by what a store remembers of a set.
+    """
     sets = mesh.process_sets
     load = sets.add([0, 1, 2], name="load")
     rounds = [0]
@@ -231,7 +213,12 @@ def churn(mesh: Mesh, count: int, kept: int) -> dict[str, Any]:
     stop.set()
     thread.join()
     sets.remove(load)
-    return {"before": before, "after": after, "rounds": rounds[0], "wrong": wrong, "left": list(sets)}
+    assert rounds[0] > count
+    assert wrong == []
+    assert list(sets) == []
+    assert after["task"] <= before["task"]
+    assert after["fd"] <= before["fd"]
+    assert after["KiB"] - before["KiB"] < 2048 + 8 * count
 
 
 def holdings() -> dict[str, int]:

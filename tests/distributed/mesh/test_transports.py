@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.simulated import device
-from tests.support.workers import Workers
+from tests.support.tables import row, tried
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, Transport, choose_transport
 from zeromesh.errors import ConfigError
@@ -21,16 +21,10 @@ from zeromesh.offload import TieredTensor
 from zeromesh.offload.memory.allocation import PAGE
 
 _LENGTH = 64 * 12
-NAMES = pytest.mark.parametrize("name", ["shared", "gloo"])
 SIMULATED = pytest.mark.skipif(device.compiler() is None, reason="the simulated device needs a C++ compiler")
 
 
-def run(workers: Workers, size: int, case: str, **arguments: Any) -> list[Any]:
-    return workers.run(size, f"test_transports:{case}", **arguments)
-
-
 def _parts(mesh: Mesh, number: int, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """What each rank has."""
     seeds = [torch.Generator().manual_seed(1000 * rank + number) for rank in range(mesh.shard.size)]
     return [torch.randn(length, generator=seed, dtype=torch.float64).to(dtype) for seed in seeds]
 
@@ -46,19 +40,11 @@ def open_buffers(
     return open_transport(name, mesh.shard, mesh.device, requests, slots, _LENGTH * 8)
 
 
-@pytest.mark.parametrize("persistent", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@NAMES
-@pytest.mark.parametrize("size", [2, 3])
-def test_gathers(workers: Workers, size: int, name: str, dtype: str, persistent: bool) -> None:
-    run(workers, size, "gathers", name=name, dtype=dtype, persistent=persistent)
-
-
 def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> None:
     """Several generations of a buffer, written by all and read by all. Ranks read at different speeds."""
     kind, group = getattr(torch, dtype), mesh.shard
     transport = open_buffers(mesh, name, kind, persistent)
-    views = [buffer.carve([Interval(start=0, end=buffer.full.numel())])[0] for buffer in transport.buffers]
+    views = [buffer.make_views([Interval(start=0, end=buffer.full.numel())])[0] for buffer in transport.buffers]
     for number in range(4):
         parts = _parts(mesh, number, _LENGTH // group.size, kind)
         for buffer in transport.buffers:
@@ -79,25 +65,9 @@ def gathers(mesh: Mesh, name: str, dtype: str, persistent: bool) -> None:
     transport.close()
 
 
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize(
-    ("name", "dtype", "sums"),
-    [
-        *((name, *kinds) for name in ("shared", "gloo") for kinds in (("float64", "float64"), ("bfloat16", "float32"))),
-        pytest.param("nccl", "bfloat16", "float32", marks=SIMULATED),
-    ],
-)
-def test_sums_run_in_the_order_of_ranks(
-    workers: Workers, name: str, dtype: str, sums: str, whole: bool, slots: int
-) -> None:
-    """Every transport gives the same bits: one addition after the other, in the dtype of the sum."""
-    arguments = {"name": name, "dtype": dtype, "sums": sums, "whole": whole, "slots": slots}
-    run(workers, 3, "reductions", device="sim" if name == "nccl" else "", **arguments)
-
-
 def reductions(mesh: Mesh, name: str, dtype: str, sums: str, whole: bool, slots: int) -> None:
-    """Sums over ranks, some of them added to what was there, against sums in rank order."""
+    """Sums over ranks, some of them added to what was there, against sums in rank order, in the dtype of the sum: all transports
+    give the same bits."""
     kind, wide, group = getattr(torch, dtype), getattr(torch, sums), mesh.shard
     transport = open_buffers(mesh, name, kind, persistent=True, slots=slots)
     reducer, length = transport.reducer, _LENGTH // group.size
@@ -121,11 +91,6 @@ def reductions(mesh: Mesh, name: str, dtype: str, sums: str, whole: bool, slots:
     transport.close()
 
 
-@NAMES
-def test_a_slot_is_free_when_all_have_read_it(workers: Workers, name: str) -> None:
-    run(workers, 2, "slots_are_taken", name=name)
-
-
 def slots_are_taken(mesh: Mesh, name: str) -> None:
     """A slot is free again when every rank has summed what it held, and not before."""
     transport = open_buffers(mesh, name, torch.float32, persistent=True)
@@ -145,14 +110,8 @@ def slots_are_taken(mesh: Mesh, name: str) -> None:
     transport.close()
 
 
-@NAMES
-def test_what_is_released_gives_its_memory_back(workers: Workers, name: str) -> None:
-    """On shared memory whole pages, and only when all ranks are done with them."""
-    run(workers, 2, "released_memory", name=name)
-
-
 def released_memory(mesh: Mesh, name: str) -> None:
-    """Bytes that a buffer holds: before, gathered, and released by all."""
+    """Bytes that a buffer holds: before, gathered, and released by all; in shared memory these are whole pages."""
     length = 2 * PAGE // 8
     transport = open_buffers(mesh, name, torch.float64, persistent=False, length=length * mesh.shard.size)
     buffer = transport.buffers[0]
@@ -188,10 +147,6 @@ def resident(tensor: torch.Tensor) -> int:
     return PAGE * sum(each & 1 for each in found)
 
 
-def test_which_transport_can_be_had(workers: Workers) -> None:
-    run(workers, 2, "choices")
-
-
 def choices(mesh: Mesh) -> None:
     """What `choose_transport` says of each name: its choice, or why it cannot be."""
     taken = {"cpu": {"auto": "shared", "shared": "shared", "gloo": "gloo"}, "cuda": {"auto": "nccl", "nccl": "nccl"}}
@@ -203,10 +158,6 @@ def choices(mesh: Mesh) -> None:
                 continue
             with pytest.raises(ConfigError, match=r"parallel\.transport is.*use auto"):
                 choose_transport(name, mesh.shard, torch.device(kind))
-
-
-def test_agreements_of_four_ranks_in_two_replicas(workers: Workers) -> None:
-    run(workers, 4, "agreements", replicate=2)
 
 
 def agreements(mesh: Mesh) -> None:
@@ -225,10 +176,6 @@ def agreements(mesh: Mesh) -> None:
     assert [mesh.shard.index, mesh.replicate.index, mesh.data_index] == [rank % 2, rank // 2, rank]
 
 
-def test_two_transports_do_not_disturb_each_other(workers: Workers) -> None:
-    run(workers, 2, "interleaved_runs")
-
-
 def interleaved_runs(mesh: Mesh) -> None:
     """Two transports of one group at once do not disturb each other."""
     first, second = (open_buffers(mesh, "shared", torch.float32, persistent=True) for _ in range(2))
@@ -243,11 +190,6 @@ def interleaved_runs(mesh: Mesh) -> None:
         buffer.end_read()
     first.close()
     second.close()
-
-
-@pytest.mark.parametrize("end", ["closed", "refused", "forgotten"])
-def test_a_mesh_that_is_over_keeps_no_threads(workers: Workers, end: str) -> None:
-    run(workers, 2, "threads_of_meshes", end=end)
 
 
 def threads_of_meshes(mesh: Mesh, end: str) -> None:
@@ -267,14 +209,11 @@ def threads_of_meshes(mesh: Mesh, end: str) -> None:
     assert counts == counts[:1] * 4
 
 
-@SIMULATED
-def test_two_ranks_on_one_device_are_refused(workers: Workers) -> None:
-    """NCCL would refuse them too, when all have been connected, and as a library that names no rank."""
-    run(workers, 2, "two_on_one_device", device="sim")
-
-
 def two_on_one_device(mesh: Mesh) -> None:
-    """What ranks that would compute on one accelerator are told; by its second number it would be another one."""
+    """What ranks that would compute on one accelerator are told; by its second number it would be another one.
+
+    NCCL would refuse them too, when all have been connected, and as a library that names no rank.
+    """
 
     def ask(name: str, index: int) -> None:
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
@@ -283,3 +222,36 @@ def two_on_one_device(mesh: Mesh) -> None:
     ask("devices", mesh.device.index or 0)
     with pytest.raises(ConfigError, match=r"ranks 0, 1 on .* would compute on the same SIM device"):
         ask("a device", 0)
+
+
+NAMES = ("shared", "gloo")
+SUMS = [(name, *pair, "") for name in NAMES for pair in (("float64", "float64"), ("bfloat16", "float32"))]
+test_buffers = tried(
+    "test_transports",
+    [
+        *(
+            row(size, "gathers", name=name, dtype=dtype, persistent=persistent)
+            for size in (2, 3)
+            for name in NAMES
+            for dtype in ("float32", "bfloat16")
+            for persistent in (True, False)
+        ),
+        *(row(2, case, name=name) for case in ("slots_are_taken", "released_memory") for name in NAMES),
+        row(2, "choices"),
+        row(4, "agreements", replicate=2),
+        row(2, "interleaved_runs"),
+        *(row(2, "threads_of_meshes", end=end) for end in ("closed", "refused", "forgotten")),
+        row(2, "two_on_one_device", SIMULATED, device="sim"),
+    ],
+    folder=False,
+)
+test_sums_run_in_the_order_of_ranks = tried(
+    "test_transports",
+    [
+        row(3, "reductions", *marks, name=name, dtype=dtype, sums=sums, whole=whole, slots=slots, device=device)
+        for name, dtype, sums, device, *marks in (*SUMS, ("nccl", "bfloat16", "float32", "sim", SIMULATED))
+        for whole in (True, False)
+        for slots in (1, 2)
+    ],
+    folder=False,
+)

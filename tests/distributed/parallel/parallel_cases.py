@@ -1,9 +1,9 @@
 """Cases of tensor and pipeline parallelism in the trainer that workers run: each trains something tiny and says what it saw."""
 
 import os
-from collections.abc import Callable as Function
 from collections.abc import Mapping
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from tests.support import fault_injection
-from tests.support.plain import distance, sentence_loss
+from tests.support.plain import calling, distance, error_of, fitted, sentence_loss
 from tests.support.trainer_cases import (
     LLAMA,
     VOCABULARY,
@@ -168,13 +168,6 @@ def left_in(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def on(event: str, act: Function[..., object]) -> Callback:
-    """A callback that does one thing."""
-    made = Callback()
-    setattr(made, event, act)
-    return made
-
-
 def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> dict[str, Any]:
     """One rank's gradients are not finite in one step."""
     config = settings(folder, parallel=axes, run={"log_every": 1})
@@ -184,7 +177,7 @@ def poisoned(mesh: Mesh, *, folder: str, rank: int, axes: Mapping[str, Any]) -> 
         if mesh.rank == rank and step == 2:
             trainer.engine.units[-1].trainable[0].grad[0] = float("inf")
 
-    with Trainer(model, config, sentences(), callbacks=[on("on_pre_optimizer_step", poison)]) as trainer:
+    with Trainer(model, config, sentences(), callbacks=[calling(on_pre_optimizer_step=poison)]) as trainer:
         report = trainer.fit()
     lines = lines_of(Path(folder) / "run")
     weights = digest({name: parameter.detach() for name, parameter in model.named_parameters()})
@@ -200,8 +193,7 @@ def signalled(mesh: Mesh, *, folder: str, rank: int, number: int, axes: Mapping[
 
     config = settings(folder, parallel=axes, checkpoint={"every_steps": 50})
     try:
-        with Trainer(seeded(_deep), config, sentences(), callbacks=[on("on_step_begin", kill)]) as trainer:
-            trainer.fit()
+        fitted(seeded(_deep), config, sentences(), callbacks=[calling(on_step_begin=kill)])
     except (SystemExit, KeyboardInterrupt) as end:
         return f"{type(end).__name__} {getattr(end, 'code', '')}".strip()
     return ""
@@ -237,8 +229,7 @@ def again(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> list[float]:
     """Losses of two runs one after the other of one model, under two Trainers; and what a model in stages says when called."""
     model, losses = seeded(_deep), []
     for name in ("first", "second"):
-        config = settings(folder, parallel=axes, run={"name": name})
-        with Trainer(model, config, sentences()) as trainer:
+        with Trainer(model, settings(folder, parallel=axes, run={"name": name}), sentences()) as trainer:
             losses += list(trainer.fit().losses)
             assert list(trainer.fit().losses) == losses[-4:]
     return losses
@@ -255,20 +246,15 @@ def refused(
     if length:
         data = [{name: value[:length] for name, value in each.items()} for each in data]
     steps: list[int] = []
-    count = on("on_step_begin", lambda trainer, step: steps.append(step))
-    try:
-        with Trainer(model, settings(folder, parallel=axes), data, callbacks=[count]) as trainer:
-            trainer.fit()
-    except ZeromeshError as error:
-        return f"{len(steps)} {type(error).__name__}: {error}"
-    return "nothing"
+    count = calling(on_step_begin=lambda trainer, step: steps.append(step))
+    said = error_of(partial(fitted, model, settings(folder, parallel=axes), data, callbacks=[count]), ZeromeshError)
+    return f"{len(steps)} {said}"
 
 
 def killed(mesh: Mesh, *, folder: str, rank: int, count: int, axes: Mapping[str, Any], stage: int) -> None:
     """One rank is killed as it comes to a unit's forward for the `count`-th time; says when."""
     fault_injection.install(f"kill@forward:{rank}:{count}", mesh.rank)
-    with Trainer(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences()) as trainer:
-        trainer.fit()
+    fitted(seeded(_deep), settings(folder, parallel=axes, zero={"stage": stage}), sentences())
 
 
 def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -> None:
@@ -285,14 +271,13 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -
         steps.append(step)
         said = "^the model was called by itself, and this rank has but some stages of it"
         with torch.no_grad(), pytest.raises(PhaseError, match=said) if refused else nullcontext():
-            apart = (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max()
-            assert apart < 1e-12
+            assert (trainer.model(input_ids=ids).logits - whole(input_ids=ids).logits).abs().max() < 1e-12
             tokens = [model.eval().generate(ids, **options).tolist() for model in (trainer.model, whole)]
             assert tokens[0] == tokens[1]
             trainer.model.train()
 
     with Trainer(
-        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[on("on_step_end", call)]
+        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[calling(on_step_end=call)]
     ) as trainer:
         trainer.fit()
     assert steps == [2]

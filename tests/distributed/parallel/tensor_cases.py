@@ -263,12 +263,11 @@ def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, bound: float) ->
         with torch.no_grad():
             quiet = chunked_cross_entropy(*halves, targets, **how)
         hidden, weight, bias = (tensor.grad for tensor in wholes)
-        pairs = zip(
+        for a, b in zip(
             (found, quiet, *(each.grad for each in halves)),
             (wanted, found, hidden, weight[own], bias[own]),
             strict=True,
-        )
-        for a, b in pairs:
+        ):
             assert float((a.double() - b.double()).abs().max() / b.double().abs().max()) <= bound
 
 

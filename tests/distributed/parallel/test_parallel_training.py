@@ -165,8 +165,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_all(
     workers: Workers, tmp_path: Path, axes: str, rank: int
 ) -> None:
     """Also where it is a copy of what another rank counts."""
-    size = AXES[axes][0]
-    found = workers.run(size, "parallel_cases:poisoned", folder=str(tmp_path), rank=rank, **over(axes))
+    found = workers.run(AXES[axes][0], "parallel_cases:poisoned", folder=str(tmp_path), rank=rank, **over(axes))
     assert {each["skipped"] for each in found} == {1}
     assert len({each["weights"] for each in found}) == 1
     skipped = [line for line in found[0]["lines"] if "skipped" in line]

@@ -9,6 +9,7 @@ import torch
 
 from tests.support.devices import DEVICE
 from tests.support.pipeline_cases import build
+from tests.support.tables import row, tried
 from tests.support.workers import PoolOptions, Workers
 from zeromesh.comm import point_to_point
 from zeromesh.errors import CollectiveError
@@ -72,16 +73,20 @@ def test_evaluation_is_that_of_one_process(workers: Workers, model: str, chunks:
     assert max(run(workers, 2, "evaluates", model=model, microbatches=3, chunks=chunks)) <= EXACT
 
 
-def test_channels_carry_any_tensors(workers: Workers) -> None:
-    run(workers, 4, "channels_carry")
-
-
-def test_kinds_of_messages_are_forgotten_by_both_ends(workers: Workers) -> None:
-    run(workers, 2, "channels_forget")
-
-
-def test_ranks_with_other_data_are_refused(workers: Workers) -> None:
-    run(workers, 2, "disagrees")
+GENERATES = (("llama", 1, 1, True), ("gpt2", 2, 2, True), ("gemma3", 2, 3, True), ("mixtral", 1, 2, False))
+test_channels_and_generation = tried(
+    "pipeline_cases",
+    [
+        row(4, "channels_carry"),
+        row(2, "channels_forget"),
+        row(2, "disagrees"),
+        *(
+            row(2, "generates", model=model, chunks=chunks, microbatches=microbatches, cached=cached)
+            for model, chunks, microbatches, cached in GENERATES
+        ),
+    ],
+    folder=False,
+)
 
 
 def test_a_message_that_has_failed_is_named_by_the_next_one() -> None:
@@ -105,13 +110,3 @@ def test_a_rank_that_is_gone_is_named(workers: Workers) -> None:
     assert first.error == "CollectiveError"
     assert "rank 1 is gone" in first.message
     assert "of microbatch" in first.message
-
-
-@pytest.mark.parametrize(
-    ("model", "chunks", "microbatches", "cached"),
-    [("llama", 1, 1, True), ("gpt2", 2, 2, True), ("gemma3", 2, 3, True), ("mixtral", 1, 2, False)],
-)
-def test_generation_is_that_of_one_process(
-    workers: Workers, model: str, chunks: int, microbatches: int, cached: bool
-) -> None:
-    run(workers, 2, "generates", model=model, chunks=chunks, microbatches=microbatches, cached=cached)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.support.architectures import TINY, tiny
+from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
 from zeromesh.intervals import balanced
@@ -23,63 +24,57 @@ MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
 OTHERS = sorted(set(TINY) - set(MOST))
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize(
-    ("ranks", "models", "checkpointing"),
-    [
-        (2, MOST, False),
-        (2, OTHERS, False),
-        (2, ["llama-9-3", "gpt2", "mixtral"], True),
-        # As many ranks as heads: some have the same key-value head.
-        (4, ["llama", "llama-1kv", "llama-9-3", "gpt2", "falcon"], False),
-        pytest.param(4, sorted(TINY), False, marks=pytest.mark.full),
-        pytest.param(4, sorted(TINY), True, marks=pytest.mark.full),
-    ],
-)
-def test_a_divided_model_is_the_whole_one(
-    workers: Workers, ranks: int, models: list[str], checkpointing: bool, sequence: bool
-) -> None:
-    arguments = {"models": models, "sequence": sequence, "checkpointing": checkpointing}
-    workers.run(ranks, "tensor_cases:equals", timeout=300.0, **arguments)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("sequence", [False, True])
-@pytest.mark.parametrize("how", ["block", "selective", "compile"])
-def test_blocks_may_be_compiled_and_keep_some_activations(workers: Workers, how: str, sequence: bool) -> None:
-    for name in ("llama", "gpt2"):
-        workers.run(2, "tensor_cases:computes_otherwise", timeout=120.0, name=name, sequence=sequence, how=how)
-
-
-@pytest.mark.parametrize(("name", "sequence"), [("llama", False), ("gpt2", True)])
-def test_the_loss_never_gathers_logits(workers: Workers, name: str, sequence: bool) -> None:
-    workers.run(2, "tensor_cases:learns_in_chunks", name=name, sequence=sequence)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.02)])
-@pytest.mark.parametrize("chunk_tokens", [4, 64])
-def test_the_loss_over_a_divided_vocabulary(workers: Workers, dtype: str, bound: float, chunk_tokens: int) -> None:
-    workers.run(2, "tensor_cases:losses_of_halves", dtype=dtype, chunk_tokens=chunk_tokens, bound=bound)
-
-
+FULL, BOTH = pytest.mark.full, (False, True)
 CHUNKED = "loss: cross entropy in chunks of tokens, equal to the model's own in a trial"
 CHANGED = "loss: cross entropy in chunks of tokens, of logits changed by {}, equal to the model's own in a trial"
-WHOLE = "loss: the model's own, with all logits in memory, because "
 NOTES = {
-    "llama": CHUNKED,
-    "bert": CHUNKED,
-    "modernbert": CHUNKED,
-    "t5": CHUNKED,
+    **dict.fromkeys(("llama", "bert", "modernbert", "t5"), CHUNKED),
     "gemma2": CHANGED.format("a factor of 1, capped at 0.5"),
     "granite": CHANGED.format("a factor of 0.125"),
     "cohere": CHANGED.format("a factor of 0.3"),
-    "centred": WHOLE,
+    "centred": "loss: the model's own, with all logits in memory, because ",
 }
-
-
-@pytest.mark.parametrize("name", NOTES)
-def test_logits_of_a_divided_head_are_not_gathered(workers: Workers, name: str) -> None:
-    workers.run(2, "tensor_cases:learns", name=name, note=NOTES[name])
+DIVIDED: tuple[Any, ...] = (
+    (2, MOST, False),
+    (2, OTHERS, False),
+    (2, ["llama-9-3", "gpt2", "mixtral"], True),
+    # As many ranks as heads: some have the same key-value head.
+    (4, ["llama", "llama-1kv", "llama-9-3", "gpt2", "falcon"], False),
+    (4, sorted(TINY), False, FULL),
+    (4, sorted(TINY), True, FULL),
+)
+test_a_divided_model_is_the_whole_one = tried(
+    "tensor_cases",
+    [
+        *(
+            row(ranks, "equals", *marks, models=models, sequence=sequence, checkpointing=checkpointing)
+            for ranks, models, checkpointing, *marks in DIVIDED
+            for sequence in BOTH
+        ),
+        *(
+            row(2, "computes_otherwise", FULL, name=name, sequence=sequence, how=how)
+            for how in ("block", "selective", "compile")
+            for sequence in BOTH
+            for name in ("llama", "gpt2")
+        ),
+        row(2, "learns_in_chunks", name="llama", sequence=False),
+        row(2, "learns_in_chunks", name="gpt2", sequence=True),
+        *(
+            row(2, "losses_of_halves", dtype=dtype, chunk_tokens=chunk_tokens, bound=bound)
+            for dtype, bound in (("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.02))
+            for chunk_tokens in (4, 64)
+        ),
+        *(row(2, "learns", name=name, note=note) for name, note in NOTES.items()),
+        *(
+            row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence)
+            for sequence in BOTH
+        ),
+        *(row(2, "narrow", name="llama", sequence=sequence) for sequence in BOTH),
+        row(2, "frozen_and_restored"),
+    ],
+    folder=False,
+    timeout=300.0,
+)
 
 
 @pytest.mark.parametrize(
@@ -87,12 +82,6 @@ def test_logits_of_a_divided_head_are_not_gathered(workers: Workers, name: str) 
 )
 def test_a_run_gathers_none_either(workers: Workers, tmp_path: Path, ranks: int, parallel: dict[str, int]) -> None:
     workers.run(ranks, "tensor_cases:trains", folder=str(tmp_path), parallel=parallel)
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_generation_has_a_cache_of_local_heads(workers: Workers, sequence: bool) -> None:
-    names = ["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"]
-    workers.run(2, "tensor_cases:generates", names=names, sequence=sequence)
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -112,15 +101,6 @@ def test_dropout_is_the_same_where_all_have_the_same(workers: Workers, sequence:
     assert shapes[1:4] == [[2, 2, 8, 8], *[[2, 4 if sequence else 8, 32]] * 2]
     masks = [mask for _, mask in first["masks"]]
     assert len(set(masks)) == len(masks)
-
-
-def test_frozen_parameters_and_a_model_made_whole_again(workers: Workers) -> None:
-    workers.run(2, "tensor_cases:frozen_and_restored")
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_bfloat16(workers: Workers, sequence: bool) -> None:
-    workers.run(2, "tensor_cases:narrow", name="llama", sequence=sequence)
 
 
 def test_layers_that_read_one_input_sum_its_gradient_once(workers: Workers) -> None:
@@ -265,8 +245,7 @@ def test_an_embedding_is_divided_where_it_gives_rows_alone(kind: type[nn.Embeddi
         plan = plan_tensor(model, 2)
         assert ("model.embed_tokens" in _styles(plan)) is divided
         assert any(f"embed_tokens ({kind.__name__}) is whole" in note for note in plan.notes) is not divided
-        parts = parts_of(model, plan, 1, sequence=False)
-        assert ("model.embed_tokens.weight" in parts) is divided
+        assert ("model.embed_tokens.weight" in parts_of(model, plan, 1, sequence=False)) is divided
 
 
 def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
@@ -297,8 +276,7 @@ def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str],
 
 def test_a_plain_module_by_a_users_rules() -> None:
     model = nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})
-    plan = plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"})
-    parts = parts_of(model, plan, 1, sequence=False)
+    parts = parts_of(model, plan_tensor(model, 2, {"up": "colwise", "down": "rowwise"}), 1, sequence=False)
     assert {name: part.region.local_shape for name, part in parts.items()} == {
         "up.weight": (5, 6), "up.bias": (5,), "down.weight": (6, 5),
     }  # fmt: skip

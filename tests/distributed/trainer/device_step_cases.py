@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import zeromesh
 from tests.simulated import collectives, device
+from tests.support.plain import fitted
 from tests.support.trainer_cases import gpt2, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -149,9 +150,6 @@ def launches(mesh: Mesh, *, folder: str, sections: Mapping[str, Any]) -> dict[st
     begun = len(collectives.launched)
     counted = [reductions()]
     model = seeded(lambda: llama(num_hidden_layers=6))
-    with (
-        patch.object(GradientReducer, "flush", noting),
-        Trainer(model, settings(folder, **sections), sentences(), callbacks=[_FarAhead(mesh.rank)]) as trainer,
-    ):
-        trainer.fit()
+    with patch.object(GradientReducer, "flush", noting):
+        fitted(model, settings(folder, **sections), sentences(), callbacks=[_FarAhead(mesh.rank)])
     return {"reductions": found, "order": [launch[1:] for launch in collectives.launched[begun:]]}

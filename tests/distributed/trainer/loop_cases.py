@@ -17,7 +17,17 @@ from torch.optim.lr_scheduler import StepLR
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.support.plain import apart, distance, like, plain_fit, plain_loop, sentence_loss
+from tests.support.plain import (
+    after_steps,
+    apart,
+    calling,
+    distance,
+    fitted,
+    like,
+    plain_fit,
+    plain_loop,
+    sentence_loss,
+)
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
@@ -116,17 +126,14 @@ def left_when_closed(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
     """No bucket is still there after a run, although the interpreter has not looked for garbage."""
     made: list[weakref.ref[Bucket]] = []
 
-    class Noted(Callback):
-        """Notes the buckets of a run while it has them."""
-
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-            if trainer.engine is not None and not made:
-                made.extend(map(weakref.ref, all_buckets(trainer.engine.units)))
+    def note(trainer: Trainer, step: int) -> None:
+        if trainer.engine is not None and not made:
+            made.extend(map(weakref.ref, all_buckets(trainer.engine.units)))
 
     def train() -> None:
         run = {"max_steps": 2, **sections.get("run", {})}
         config = settings(folder, checkpoint={"every_steps": 1}, **{**sections, "run": run})
-        with Trainer(seeded(llama), config, sentences(), sentences(3), callbacks=[Noted()]) as trainer:
+        with Trainer(seeded(llama), config, sentences(), sentences(3), callbacks=[after_steps(note)]) as trainer:
             trainer.fit()
             trainer.evaluate()
 
@@ -246,9 +253,8 @@ def patience(mesh: Mesh, folder: str, kind: str) -> None:
     scores = iter([0.3, 0.6, 0.5, 0.6, 0.4, 0.2, 0.1, 0.0])
     kept: dict[int, dict[str, torch.Tensor]] = {}
 
-    class Keep(Callback):
-        def on_evaluate(self, trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-            kept[step] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+    def keep(trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+        kept[step] = {name: tensor.clone() for name, tensor in trainer.state_dict()}
 
     theirs = kind == "theirs"
     run = {"max_steps": 9, "eval_every": 1, "load_best": True, "metric": "score", "patience": 0 if theirs else 3}
@@ -260,7 +266,7 @@ def patience(mesh: Mesh, folder: str, kind: str) -> None:
         ragged(5),
         padded,
         compute_metrics=lambda prediction: {"score": next(scores)},
-        callbacks=[Keep(), *([EarlyStoppingCallback(early_stopping_patience=3)] if theirs else [])],
+        callbacks=[calling(on_evaluate=keep), *([EarlyStoppingCallback(early_stopping_patience=3)] if theirs else [])],
     )
     with trainer:
         report, state = trainer.fit(), trainer.state
@@ -364,9 +370,8 @@ def towered(
     reference = cls(plain.parameters(), lr=1e-2, weight_decay=0.1, **theirs)
     wanted = plain_loop(plain, [samples[first : first + 4] for first in range(0, 24, 4)], mean, reference).states[-1]
 
-    class Watch(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            passed_over.append(len(trainer.placed.require_engine().without_gradient))
+    def watch(trainer: Trainer, step: int) -> None:
+        passed_over.append(len(trainer.placed.require_engine().without_gradient))
 
     config = settings(
         folder,
@@ -377,9 +382,7 @@ def towered(
         run={"max_steps": 6, "clip_norm": 0.0, "on_nonfinite": "stop"},
         **{"batch": {"global_size": 4, "micro_size": 1}, **sections},
     )
-    with Trainer(model, config, train_dataset=samples, callbacks=[Watch()]) as trainer:
-        trainer.fit()
-        found = dict(trainer.state_dict())
+    found = fitted(model, config, samples, callbacks=[after_steps(watch)])
     like({name: found[name] for name in wanted}, wanted, rel=0, abs_=1e-12)
     assert passed_over == [2, 0, 2, 0, 2, 2]
 
@@ -387,14 +390,9 @@ def towered(
 def scheduled(mesh: Mesh, folder: str) -> None:
     """Learning rates of a scheduler of torch."""
     rates: list[float] = []
-
-    class Rates(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            rates.append(metrics["lr"])
-
-    given: Any = {"callbacks": [Rates()], "lr_scheduler": lambda optimizer: StepLR(optimizer, 2, gamma=0.1)}
-    with Trainer(seeded(llama), settings(folder), sentences(), **given) as trainer:
-        trainer.fit()
+    noting = calling(on_step_end=lambda _trainer, _step, now: rates.append(now["lr"]))
+    given: Any = {"callbacks": [noting], "lr_scheduler": lambda optimizer: StepLR(optimizer, 2, gamma=0.1)}
+    fitted(seeded(llama), settings(folder), sentences(), **given)
     assert rates == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
 
 

@@ -14,12 +14,15 @@ from safetensors.torch import load_file
 from tests.support.architecture_cases import differences
 from tests.support.architectures import SIZES
 from tests.support.input_cases import command
+from tests.support.plain import after_steps, error_of, fitted
 from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 
 TARGETS = ["q_proj", "down_proj"]
+RANK = 3
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 IDS = sentences()[1]["input_ids"][None]
 
 
@@ -40,6 +43,12 @@ def in_peft(base: Any, adapter: Path, wanted: torch.Tensor) -> dict[str, float]:
     return {"change": change, "difference": _apart(logits(loaded), wanted)}
 
 
+def require_like(found: dict[str, float], far: float = 1e-3, near: float = 1e-9) -> None:
+    """Assert that an adapter changes a model, and into what was wanted."""
+    assert found["difference"] <= near, found
+    assert found["change"] > far, found
+
+
 def base_of(mesh: Mesh, folder: str, dtype: torch.dtype = torch.float32, **how: Any) -> Path:
     """The directory of a model that all ranks see."""
     path = Path(folder) / "base"
@@ -52,7 +61,9 @@ def base_of(mesh: Mesh, folder: str, dtype: torch.dtype = torch.float32, **how: 
 def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """A tiny Llama with adapters that already do something."""
     model = seeded(lambda: llama(**(base or {})))
-    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": 3, "lora_alpha": 5, "target_modules": TARGETS, **changes})
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", **{"r": RANK, "lora_alpha": 5, "target_modules": TARGETS, **changes}
+    )
     torch.manual_seed(12)
     made = peft.get_peft_model(model, config)
     for name, parameter in made.named_parameters():
@@ -71,18 +82,20 @@ def _with_experts() -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=matrices))
 
 
-def of_experts(mesh: Mesh, folder: str, stage: int) -> dict[str, float]:
+def of_experts(mesh: Mesh, folder: str, stage: int) -> None:
     """Adapters of experts and routers, which PEFT adds to their weights by parametrizations, against a plain loop."""
-    return differences(folder, "experts", (_with_experts(), _with_experts()), sentences(), zero={"stage": stage})
+    found = differences(folder, "experts", (_with_experts(), _with_experts()), sentences(), zero={"stage": stage})
+    assert all(value <= 1e-7 for value in found.values()), found
 
 
-def variant(mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def variant(mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
     """One of PEFT's kinds of adapters: against a plain loop, and what plain PEFT makes of what is saved."""
     path, mine, other = Path(folder) / "adapter", adapted(base, **changes), adapted(base, **changes)
     keys = {"stage": stage, "gathered_budget": 0}
     training = differences(folder, "variant", (mine, other), sentences(), after=lambda t: t.save(path), zero=keys)
     plain = seeded(lambda: llama(**base)).double()
-    return {"training": training, **in_peft(plain, path, logits(mine.double()))}
+    assert all(value <= 1e-9 for value in training.values()), training
+    require_like(in_peft(plain, path, logits(mine.double())))
 
 
 class Look(Callback):
@@ -107,7 +120,7 @@ class Look(Callback):
         self.found["trained"] = sum(slot.spec.numel for b in buckets if b.trainable for slot in b.layout.slots)
 
 
-def saved(mesh: Mesh, folder: str) -> dict[str, Any]:
+def saved(mesh: Mesh, folder: str) -> None:
     """At stage 3: what is saved amid training and after it, loaded by PEFT onto the base model that there was."""
     root, model = Path(folder), adapted()
     base = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "lora_" not in name}
@@ -116,39 +129,41 @@ def saved(mesh: Mesh, folder: str) -> dict[str, Any]:
         trainer.fit()
         trainer.save(root / "after")
         after = logits(trainer.model)
-    found: dict[str, Any] = {key: look.found[key] for key in ("frozen", "optimized", "trained")}
-    found["shares"] = sorted(look.found["shares"])
-    found["base"] = all(
-        torch.equal(dict(model.named_parameters())[name].float(), value) for name, value in base.items()
-    )
-    found["parameters"] = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
-    found["generated"] = list(model.generate(input_ids=IDS[:, :3], max_new_tokens=2, do_sample=False).shape)
+    parameters, trained = dict(model.named_parameters()), look.found["trained"]
+    assert all(torch.equal(parameters[name].float(), value) for name, value in base.items())
+    assert sum(parameters[name].numel() for name in parameters if "lora_" in name) == trained
+    assert trained == 2 * (RANK * (32 + 32) + RANK * (48 + 32))
+    assert trained <= look.found["optimized"] <= 2 * trained  # padding of tiny adapters
+    assert look.found["frozen"] >= 3
+    assert look.found["shares"] == {2}
+    assert model.generate(input_ids=IDS[:, :3], max_new_tokens=2, do_sample=False).shape == (1, 5)
     for name, wanted in (("during", look.found["logits"]), ("after", after)):
-        found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
-        found[f"{name} tensors"] = sorted(load_file(root / name / "adapter_model.safetensors"))
-        found |= {f"{name} {key}": far for key, far in in_peft(seeded(llama).double(), root / name, wanted).items()}
-    return found
+        assert sorted(path.name for path in (root / name).iterdir()) == ["README.md", *ADAPTER]
+        tensors = list(load_file(root / name / "adapter_model.safetensors"))
+        assert len(tensors) == 4 * len(TARGETS)  # a pair in each of two layers
+        assert all("lora_" in tensor for tensor in tensors)
+        require_like(in_peft(seeded(llama).double(), root / name, wanted))
 
 
-def added(mesh: Mesh, folder: str) -> dict[str, Any]:
+def added(mesh: Mesh, folder: str) -> None:
     """Adapters that were added to a Hugging Face model itself, trained in bfloat16, saved, and loaded by PEFT."""
     base, path, model = base_of(mesh, folder), Path(folder) / "adapter", seeded(llama)
     model.add_adapter(peft.LoraConfig(r=3, target_modules=TARGETS, init_lora_weights=False))
     precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
     with Trainer(model, settings(folder, precision=precision), sentences()) as trainer:
-        losses = trainer.fit().losses
+        assert len(trainer.fit().losses) == 4
         trainer.save(path)
     # Frozen weights are what the run computes with.
     plain = tf.AutoModelForCausalLM.from_pretrained(base).bfloat16().float()
-    found = in_peft(plain, path, logits(model.float()))
-    return {**found, "files": sorted(each.name for each in path.iterdir()), "losses": losses}
+    require_like(in_peft(plain, path, logits(model.float())), far=1e-2, near=1e-5)
+    assert {*ADAPTER} <= {each.name for each in path.iterdir()}
+    assert not (path / "model.safetensors").exists()
 
 
 def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, Any]:
     """A configuration with `model.lora` over a directory of weights."""
     base, path = base_of(mesh, folder), Path(folder) / "adapter"
-    model = {"source": str(base), "lora": {"rank": 2, **lora}}
-    config = settings(folder, model=model, zero={"stage": stage})
+    config = settings(folder, model={"source": str(base), "lora": {"rank": 2, **lora}}, zero={"stage": stage})
     wanted = logits(tf.AutoModelForCausalLM.from_pretrained(base).double())
     with Trainer(None, config, sentences()) as trainer:
         with torch.no_grad():
@@ -168,7 +183,7 @@ def configured(mesh: Mesh, folder: str, stage: int, **lora: Any) -> dict[str, An
     }
 
 
-def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
+def exported(mesh: Mesh, folder: str) -> None:
     """What PEFT and transformers make of a checkpoint with adapters, and of its exports, against the trained model."""
     root, base = Path(folder), base_of(mesh, folder)
     model = {"source": str(base), "lora": {"rank": 2, "targets": TARGETS}}
@@ -179,32 +194,34 @@ def exported(mesh: Mesh, folder: str) -> dict[str, Any]:
         trainer.fit()
         wanted = logits(trainer.model)
     if mesh.rank:
-        return {}
+        return
     checkpoint = root / "a/checkpoints/step-00000003"
-    found: dict[str, Any] = {"files": sorted(path.name for path in checkpoint.iterdir())}
+    assert {*ADAPTER} <= {path.name for path in checkpoint.iterdir()}
     for name, words in {
         "adapter": ["--dtype", "keep"],
         "merged": ["--merge", "--dtype", "keep"],
         "small": ["--merge"],
     }.items():
-        found[f"{name} said"] = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
-        found[f"{name} files"] = sorted(path.name for path in (root / name).iterdir())
-    found["verify"] = command(mesh, ["checkpoint", "verify", str(root / "a")])["code"]
-    for name, directory in (("checkpoint", checkpoint), ("adapter", root / "adapter")):
-        plain = tf.AutoModelForCausalLM.from_pretrained(base).double()
-        found[name] = in_peft(plain, directory, wanted)
-        by_name = tf.AutoModelForCausalLM.from_pretrained(directory).double()
-        found[f"{name} by name"] = _apart(logits(by_name), wanted)
-    for name in ("merged", "small"):
+        said = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
+        assert said["code"] == 0, said
+    files = {name: sorted(path.name for path in (root / name).iterdir()) for name in ("adapter", "merged")}
+    assert "adapter_model.safetensors" in files["adapter"]
+    assert "base_model" not in files["adapter"]
+    assert files["merged"] == ["config.json", "generation_config.json", "model.safetensors"]
+    assert command(mesh, ["checkpoint", "verify", str(root / "a")])["code"] == 0
+    for directory in (checkpoint, root / "adapter"):
+        require_like(in_peft(tf.AutoModelForCausalLM.from_pretrained(base).double(), directory, wanted))
+        # transformers loads the base model, and with it the adapter, in float32
+        assert _apart(logits(tf.AutoModelForCausalLM.from_pretrained(directory).double()), wanted) <= 1e-6
+    for name, dtype, near in (("merged", torch.float64, 1e-9), ("small", torch.float32, 1e-5)):
         merged, report = tf.AutoModelForCausalLM.from_pretrained(root / name, output_loading_info=True)
-        found[f"{name} report"] = [key for key, problems in report.items() if problems]
-        found[f"{name} dtype"] = str(merged.dtype)
-        found[name] = _apart(logits(merged.double()), wanted)
-    return found
+        assert [key for key, problems in report.items() if problems] == []
+        assert merged.dtype == dtype
+        assert _apart(logits(merged.double()), wanted) <= near
 
 
-def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
-    """Adapters that learn prompts: by kind whether what is saved is what plain PEFT saves of the model that is whole again."""
+def prompted(mesh: Mesh, folder: str, stage: int) -> None:
+    """What is saved of adapters that learn prompts is what plain PEFT saves of the model that is whole again."""
     sizes = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
     kinds = {
         "prompt": peft.PromptTuningConfig(**sizes),
@@ -216,7 +233,6 @@ def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
     def loss(model: Any, inputs: Any, **_: Any) -> tuple[torch.Tensor, int]:
         return model(**inputs).loss, 1
 
-    found = {}
     for number, (kind, config) in enumerate(kinds.items()):
         model = peft.get_peft_model(seeded(llama), config)
         start = {name: each.detach().clone() for name, each in model.named_parameters() if each.requires_grad}
@@ -227,9 +243,9 @@ def prompted(mesh: Mesh, folder: str, stage: int) -> dict[str, bool]:
             trainer.save(Path(folder) / f"{number}-saved")
         saved = load_file(Path(folder) / f"{number}-saved/adapter_model.safetensors")
         own = peft.get_peft_model_state_dict(model)
-        moved = not all(torch.equal(dict(model.named_parameters())[name], each) for name, each in start.items())
-        found[kind] = moved and saved.keys() == own.keys() and all(torch.equal(own[n], saved[n]) for n in own)
-    return found
+        assert not all(torch.equal(dict(model.named_parameters())[name], each) for name, each in start.items()), kind
+        assert saved.keys() == own.keys(), kind
+        assert all(torch.equal(own[name], saved[name]) for name in own), kind
 
 
 def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dict[str, Any]:
@@ -262,30 +278,29 @@ def referring(mesh: Mesh, folder: str, steps: int = 2, **checkpoint: Any) -> dic
     return {"digest": found, "losses": said}
 
 
-def edited(mesh: Mesh, folder: str) -> dict[str, Any]:
+def edited(mesh: Mesh, folder: str) -> None:
     """A frozen weight that the user has changed after the model was loaded, and one that changes while it is trained."""
     model = tf.AutoModelForCausalLM.from_pretrained(base_of(mesh, folder))
     model.get_parameter("model.norm.weight").data.mul_(2)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=TARGETS))
 
-    class Change(Callback):
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            if step == 2:
-                engine = trainer.run.model.require_engine()
-                with engine.loading(averaged_updates=0):
-                    engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
+    def change(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            engine = trainer.run.model.require_engine()
+            with engine.loading(averaged_updates=0):
+                engine.checkpoint_state.fill({"base_model.model.lm_head.weight": torch.zeros(64, 32)})
 
     config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
-    with Trainer(model, config, sentences(), callbacks=[Change()]) as trainer:
-        trainer.fit()
+    fitted(model, config, sentences(), callbacks=[after_steps(change)])
     manifests = [
         json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))
     ]
     written = [{name for name, row in m["tensors"]["model"].items() if "source/" not in row[0]} for m in manifests]
-    return {"written": [sorted(name for name in names if "lora_" not in name) for names in written]}
+    norm, head = "base_model.model.model.norm.weight", "base_model.model.lm_head.weight"
+    assert [{name for name in names if "lora_" not in name} for names in written] == [{norm}, {head, norm}]
 
 
-def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
+def classified(mesh: Mesh, folder: str, kind: str) -> None:
     """A classifier by configuration, whose new head is trained and saved with the adapters."""
     text, path = kind == "sequence", Path(folder) / "adapter"
     config: dict[str, Any] = {**SIZES, "num_labels": 3, "attention_probs_dropout_prob": 0.0}
@@ -306,29 +321,27 @@ def classified(mesh: Mesh, folder: str, kind: str) -> dict[str, Any]:
         trainer.fit()
         trainer.save(path)
         changed = [name for name, each in trainer.state_dict() if not torch.equal(each.double(), start[name])]
-    return {"changed": changed, "saved": sorted(load_file(path / "adapter_model.safetensors"))}
+    heads, prefix = [name for name in changed if "lora_" not in name], "base_model.model.classifier"
+    assert sorted(heads) == [f"{prefix}.modules_to_save.default.{leaf}" for leaf in ("bias", "weight")]
+    assert len(changed) > len(heads)
+    assert {f"{prefix}.bias", f"{prefix}.weight"} < {*load_file(path / "adapter_model.safetensors")}
 
 
-def resumed(mesh: Mesh, folder: str) -> dict[str, Any]:
+def resumed(mesh: Mesh, folder: str) -> None:
     """Two steps and a checkpoint, then on to four; against four at once."""
-    digests, said = [], []
+    digests = []
     for name, steps in (("whole", (4,)), ("parts", (2, 4))):
         for count in steps:
             run = {"name": name, "max_steps": count}
             schedule = {"name": "constant", "warmup_steps": 0}
             config = settings(folder, run=run, checkpoint={"every_steps": 2}, schedule=schedule)
             model = adapted()
-            with Trainer(model, config, sentences()) as trainer:
-                trainer.fit()
+            fitted(model, config, sentences())
         digests.append(digest(dict(model.named_parameters())))
-    try:
-        with Trainer(adapted(lora_alpha=7), config, sentences()) as trainer:
-            trainer.fit()
-    except ConfigError as error:
-        said.append(str(error))
     checkpoint = Path(folder) / "parts/checkpoints/step-00000004"
-    try:
-        tf.AutoModelForCausalLM.from_pretrained(checkpoint)
-    except (OSError, ValueError) as error:
-        said.append(type(error).__name__)
-    return {"digests": digests, "said": said, "files": sorted(path.name for path in checkpoint.iterdir())}
+    assert digests[0] == digests[1]
+    said = error_of(lambda: Trainer(adapted(lora_alpha=7), config, sentences()).fit(), ConfigError)
+    assert "adapter.default.lora_alpha: 5 then, 7 now" in said
+    assert error_of(lambda: tf.AutoModelForCausalLM.from_pretrained(checkpoint), (OSError, ValueError))
+    assert not (checkpoint / "config.json").exists()
+    assert (checkpoint / "adapter_config.json").exists()

@@ -56,8 +56,7 @@ def full_disk(mesh: Mesh, *, room: int, **arguments: Any) -> dict[str, Any]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(descriptor, offset, length)
 
-    system = SimpleNamespace(**{**vars(os), "posix_fallocate": limited})
-    with patch("zeromesh.offload.io.direct_io.os", system):
+    with patch("zeromesh.offload.io.direct_io.os", SimpleNamespace(**{**vars(os), "posix_fallocate": limited})):
         return trained(mesh, **arguments)
 
 

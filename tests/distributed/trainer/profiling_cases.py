@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.support.plain import calling, fitted
 from tests.support.trainer_cases import gpt2, llama, sentences, settings
-from zeromesh import Callback, Trainer
+from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.planning.measure import TINY_SIZES, measure_machine
 
@@ -100,20 +101,6 @@ class SlowData(list[Any]):
         return super().__getitem__(index)
 
 
-class Greedy(Callback):
-    """Asks for more memory than there is, on one rank after the backward of a step."""
-
-    def __init__(self, rank: int, kind: str) -> None:
-        self._rank = rank
-        self._kind = kind
-
-    def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-        if trainer.mesh.rank == self._rank and step == 2:
-            if self._kind == "python":
-                raise MemoryError
-            torch.empty(1 << 55, dtype=torch.uint8)
-
-
 def profiled(mesh: Mesh, *, folder: str, sections: Mapping[str, Any], kind: str = "llama") -> dict[str, Any]:
     """Train 4 steps; what the console said, and the losses."""
     torch.manual_seed(3)
@@ -131,34 +118,33 @@ def timed(mesh: Mesh, *, folder: str, late: int = -1) -> list[dict[str, Any]]:
     """Train 4 steps with slow data; rank `late` takes long before its updates. The lines of metrics, of any rank."""
     lines: list[dict[str, Any]] = []
 
-    class Watching(Callback):
-        def on_pre_optimizer_step(self, trainer: Trainer, step: int) -> None:
-            if mesh.rank == late:
-                time.sleep(0.1)
-
-        def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-            lines.append(dict(metrics))
-
+    watching = calling(
+        on_pre_optimizer_step=lambda *_: mesh.rank == late and time.sleep(0.1),
+        on_step_end=lambda _trainer, _step, metrics: lines.append(dict(metrics)),
+    )
     torch.manual_seed(3)
-    data: Any = SlowData(sentences())
-    with Trainer(llama(), settings(folder), data, callbacks=[Watching()]) as trainer:
-        trainer.fit()
+    fitted(llama(), settings(folder), SlowData(sentences()), callbacks=[watching])
     return lines
 
 
 def exhausted(mesh: Mesh, *, folder: str, kind: str, rank: int) -> None:
-    """Train until memory runs out on a rank in the second step."""
+    """Train until one rank asks for more memory than there is, after the backward of the second step."""
+
+    def ask(trainer: Trainer, step: int) -> None:
+        if mesh.rank == rank and step == 2:
+            if kind == "python":
+                raise MemoryError
+            torch.empty(1 << 55, dtype=torch.uint8)
+
     torch.manual_seed(3)
-    with Trainer(llama(), settings(folder), sentences(), callbacks=[Greedy(rank, kind)]) as trainer:
-        trainer.fit()
+    fitted(llama(), settings(folder), sentences(), callbacks=[calling(on_pre_optimizer_step=ask)])
 
 
 def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Measure this machine with tiny sizes."""
     told: list[str] = []
-    machine = measure_machine(mesh, Path(folder), told.append, TINY_SIZES)
     return {
-        "machine": machine.to_yaml(),
+        "machine": measure_machine(mesh, Path(folder), told.append, TINY_SIZES).to_yaml(),
         "told": told,
         "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
     }

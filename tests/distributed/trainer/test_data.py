@@ -1,11 +1,10 @@
 """Data workers of ranks: bitwise the run without them, also after a kill; faults with names on every rank; batches on a device."""
 
-import hashlib
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer_cases import llama, seeded, sentences, settings
+from tests.support.plain import after_steps, fitted
+from tests.support.trainer_cases import digest, llama, seeded, sentences, settings
 from tests.support.workers import PoolOptions, Workers
-from zeromesh import Callback, Trainer
+from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.loop.train_step import DeviceBatch, Stepper
 
@@ -57,17 +57,6 @@ def noisy(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {**rows, "input_ids": ids % 64}
 
 
-class Ends(Callback):
-    """Kills rank 1 after a step."""
-
-    def __init__(self, rank: int, after: int) -> None:
-        self.rank, self.after = rank, after
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == self.after and self.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def trains(
     mesh: Mesh, folder: str, workers: int, kind: str = "map", after: int = 0, steps: int = 6, **sections: Any
 ) -> dict[str, Any]:
@@ -80,12 +69,12 @@ def trains(
         **sections,
     )
     dataset: Any = Samples(folder) if kind == "map" else Stream(folder)
-    with Trainer(seeded(llama), config, dataset, data_collator=noisy, callbacks=[Ends(mesh.rank, after)]) as trainer:
-        losses = trainer.fit().losses
-        digest = hashlib.sha256()
-        for _, parameter in trainer.state_dict():
-            digest.update(parameter.double().cpu().numpy().tobytes())
-    return {"losses": list(losses), "parameters": digest.hexdigest()}
+    kill = after_steps(lambda _, step: (mesh.rank, step) == (1, after) and os.kill(os.getpid(), signal.SIGKILL))
+    with Trainer(seeded(llama), config, dataset, data_collator=noisy, callbacks=[kill]) as trainer:
+        return {
+            "losses": list(trainer.fit().losses),
+            "parameters": digest({n: each.clone() for n, each in trainer.state_dict()}),
+        }
 
 
 def fails(mesh: Mesh, folder: str, fault: str) -> None:
@@ -97,10 +86,7 @@ def fails(mesh: Mesh, folder: str, fault: str) -> None:
         run={"max_steps": 6},
         checkpoint={"every_steps": 1, "asynchronous": False},
     )
-    with Trainer(
-        seeded(llama), config, Samples(folder, fault if mesh.rank == 1 else ""), data_collator=noisy
-    ) as trainer:
-        trainer.fit()
+    fitted(seeded(llama), config, Samples(folder, fault if mesh.rank == 1 else ""), data_collator=noisy)
 
 
 def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
@@ -164,14 +150,10 @@ def check_the_rest(workers: Workers, whole: Path, cut: Path, kind: str) -> None:
 
 def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path) -> None:
     whole, cut = folders(tmp_path)
-    pool = workers.fresh(PoolOptions(size=2, timeout_seconds=5.0))
-    try:
-        arguments = {"folder": str(cut), "workers": 2, "kind": "stream", "after": 3}
-        survivor, killed = pool.outcomes("test_data:trains", **arguments)
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5.0)) as pool:
+        survivor, killed = pool.outcomes("test_data:trains", folder=str(cut), workers=2, kind="stream", after=3)
         assert (survivor.error, killed.error) == ("CollectiveError", "died")
         assert not set(readers_left(cut)) - {str(pid) for pid in pool.pids}
-    finally:
-        pool.close()
     check_the_rest(workers, whole, cut, "stream")
 
 
@@ -182,11 +164,8 @@ def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path)
 def test_data_that_fails_on_one_rank_ends_all(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
     """The other rank is patient with one that waits for its data, and learns why it has failed. Samples are not lost."""
     whole, cut = folders(tmp_path)
-    pool = workers.fresh(PoolOptions(size=2, timeout_seconds=5.0))
-    try:
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=5.0)) as pool:
         other, own = pool.outcomes("test_data:fails", folder=str(cut), fault=fault, timeout=20)
-    finally:
-        pool.close()
     assert own.error == "DataError"
     assert message in own.message
     assert other.error == "CollectiveError"

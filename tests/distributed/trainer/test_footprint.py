@@ -87,8 +87,7 @@ def test_masters_of_the_compute_dtype_are_the_parameters() -> None:
 
 
 def test_frozen_parameters_have_no_states() -> None:
-    found = MemoryModel(plan_layouts(plan(trained=(False, True, False)), 2), options(1), 2, "gloo")
-    assert found.terms == {
+    assert MemoryModel(plan_layouts(plan(trained=(False, True, False)), 2), options(1), 2, "gloo").terms == {
         Purpose.PARAMETERS: 3 * 2 * _P,
         Purpose.MASTER: 4 * _P // 2,
         Purpose.MOMENTS: 8 * _P // 2,

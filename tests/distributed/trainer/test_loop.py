@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.plain import fitted
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Callback, Trainer
@@ -14,11 +16,12 @@ FULL = pytest.mark.full
 CASES = "loop_cases"
 
 
+STATES = ("optimizer", "parameters")
 UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_backward": True}}
 
 
-@pytest.mark.parametrize(
-    ("size", "case", "arguments"),
+test_a_run_does_what_a_plain_loop_does = tried(
+    CASES,
     [
         (1, "epochs", {"last": "partial"}),
         pytest.param(2, "epochs", {"last": "partial"}, marks=FULL),
@@ -32,11 +35,7 @@ UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_
         (1, "ordered", {}),
         # Memory is given back when a trainer is closed.
         (1, "left_when_closed", {"sections": {}}),
-        (
-            2,
-            "left_when_closed",
-            {"sections": {"zero": {"stage": 3}, "offload": {"optimizer": "file", "parameters": "file"}}},
-        ),
+        row(2, "left_when_closed", sections={"zero": {"stage": 3}, "offload": dict.fromkeys(STATES, "file")}),
         (2, "left_when_closed", {"sections": UPDATES}),
         (2, "left_when_closed", {"sections": {"parallel": {"pipeline": 2}}}),
         (2, "left_when_closed", {"sections": {"parallel": {"tensor": 2}}}),
@@ -50,10 +49,6 @@ UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_
         (2, "patience", {"kind": "theirs"}),
     ],
 )
-def test_a_run_does_what_a_plain_loop_does(
-    workers: Workers, tmp_path: Path, size: int, case: str, arguments: dict[str, Any]
-) -> None:
-    workers.run(size, f"{CASES}:{case}", folder=str(tmp_path), **arguments)
 
 
 ASKED = {"on_step_end 1": "should_evaluate", "on_step_end 2": "should_save", "on_step_end 5": "should_training_stop"}
@@ -173,6 +168,5 @@ def test_evaluations_of_text_have_a_bound(tmp_path: Path, capfd: pytest.CaptureF
     model = {"config": {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}}
     model["config"] |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     config = settings(str(tmp_path), run={"max_steps": 1}, data=data, model=model, checkpoint={"every_steps": 0})
-    with Trainer(None, config) as trainer:
-        trainer.fit()
+    fitted(None, config)
     assert "evaluation: 256 of 1,875 samples (data.eval_samples)" in capfd.readouterr().out

@@ -13,6 +13,7 @@ from torch import nn
 
 import zeromesh
 from tests.distributed.trainer.lora_cases import TARGETS, adapted
+from tests.support.tables import row, tried
 from tests.support.trainer_cases import LLAMA, llama, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
@@ -30,34 +31,9 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
-RANK = 3
-PAIRS = 2 * len(TARGETS)
-"""Of adapters: two layers, and in each the targets."""
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_adapters_of_experts_train_as_in_one_process(workers: Workers, tmp_path: Path, stage: int) -> None:
-    found = workers.run(2, "lora_cases:of_experts", folder=str(tmp_path), stage=stage)[0]
-    assert all(value <= 1e-7 for value in found.values()), found
-
-
-def test_what_is_saved_is_the_adapter_as_it_was_trained(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:saved", folder=str(tmp_path))[0]
-    assert found["parameters"] == found["trained"] == 2 * (RANK * (32 + 32) + RANK * (48 + 32))
-    assert found["trained"] <= found["optimized"] <= 2 * found["trained"]  # padding of tiny adapters
-    assert found["frozen"] >= 3
-    assert found["shares"] == [2]
-    assert found["base"] is True
-    assert found["generated"] == [1, 5]
-    for name in ("during", "after"):
-        assert found[f"{name} files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
-        assert len(found[f"{name} tensors"]) == 2 * PAIRS
-        assert not [tensor for tensor in found[f"{name} tensors"] if "lora_" not in tensor]
-        assert found[f"{name} difference"] <= 1e-9
-        assert found[f"{name} change"] > 1e-3
-
-
 TIED = {"tie_word_embeddings": True}
+
+
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear layers": ({}, {}),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, {}),
@@ -74,33 +50,28 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Changes of adapters, and of the model below them."""
 SHORT = ("linear layers", "head", "whole tied embedding")
-LONG = [(name, 3) for name in VARIANTS if name not in SHORT]
 
 
-@pytest.mark.parametrize(
-    ("name", "stage"),
+def variant(name: str, stage: int) -> Any:
+    changes, base = VARIANTS[name]
+    marks = () if name in SHORT and stage == 3 else (pytest.mark.full,)
+    return pytest.param(
+        2, "variant", {"stage": stage, "base": base, "changes": changes}, marks=marks, id=f"{name} {stage}"
+    )
+
+
+test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
+    "lora_cases", [variant("linear layers", 1), *(variant(name, 3) for name in VARIANTS)]
+)
+test_adapters_on_ranks = tried(
+    "lora_cases",
     [
-        *((name, 3) for name in SHORT),
-        *(pytest.param(*row, marks=pytest.mark.full) for row in [("linear layers", 1), *LONG]),
+        *(row(2, "of_experts", stage=stage) for stage in (2, 3)),
+        *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
+        row(2, "prompted", stage=3),
+        *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
     ],
 )
-def test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft(
-    workers: Workers, tmp_path: Path, name: str, stage: int
-) -> None:
-    changes, base = VARIANTS[name]
-    found = workers.run(2, "lora_cases:variant", folder=str(tmp_path), stage=stage, base=base, changes=changes)[0]
-    assert all(value <= 1e-9 for value in found["training"].values()), found
-    assert found["difference"] <= 1e-9, found
-    assert found["change"] > 1e-3
-
-
-def test_adapters_that_were_added_to_a_model(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:added", folder=str(tmp_path))[0]
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
-    assert "model.safetensors" not in found["files"]
-    assert len(found["losses"]) == 4
-    assert found["difference"] <= 1e-5
-    assert found["change"] > 1e-2
 
 
 def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
@@ -115,31 +86,6 @@ def test_adapters_by_configuration(workers: Workers, tmp_path: Path) -> None:
         assert each["config"] == {**config, "base_model_name_or_path": str(tmp_path / name / "base")}
     assert found["one"]["weights"] == found["two"]["weights"]
     assert found["one"]["losses"] == pytest.approx(found["two"]["losses"], rel=1e-9)
-
-
-def test_a_checkpoint_and_its_exports_are_loaded_by_peft_and_transformers(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:exported", folder=str(tmp_path))[0]
-    for name in ("adapter", "merged", "small"):
-        assert found[f"{name} said"]["code"] == 0, found[f"{name} said"]
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= set(found["files"])
-    assert "adapter_model.safetensors" in found["adapter files"]
-    assert "base_model" not in found["adapter files"]
-    assert found["merged files"] == ["config.json", "generation_config.json", "model.safetensors"]
-    assert found["verify"] == 0
-    for name in ("checkpoint", "adapter"):
-        assert found[name]["change"] > 1e-3
-        assert found[name]["difference"] <= 1e-9, (name, found)
-        # transformers loads the base model, and with it the adapter, in float32
-        assert found[f"{name} by name"] <= 1e-6
-    assert found["merged"] <= 1e-9
-    assert found["small"] <= 1e-5
-    assert [found["merged report"], found["small report"]] == [[], []]
-    assert [found["merged dtype"], found["small dtype"]] == ["torch.float64", "torch.float32"]
-
-
-def test_learnt_prompts_are_saved_as_peft_saves_them(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:prompted", folder=str(tmp_path), stage=3)[0]
-    assert found == dict.fromkeys(found, True)
 
 
 def test_checkpoints_name_frozen_weights_in_their_source(workers: Workers, tmp_path: Path) -> None:
@@ -177,12 +123,6 @@ def test_checkpoints_name_frozen_weights_in_their_source(workers: Workers, tmp_p
         export_checkpoint(checkpoint, tmp_path / "none", "keep", Console(), merge=True)
 
 
-def test_frozen_weights_that_are_not_those_of_the_source_are_written(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:edited", folder=str(tmp_path))[0]
-    norm, head = "base_model.model.model.norm.weight", "base_model.model.lm_head.weight"
-    assert found["written"] == [[norm], [head, norm]]
-
-
 @pytest.mark.parametrize("frozen", ["auto", "whole"])
 def test_the_checkpoints_of_a_loop_name_frozen_weights_as_those_of_a_run_do(tmp_path: Path, frozen: str) -> None:
     llama().save_pretrained(tmp_path / "base")
@@ -195,8 +135,7 @@ def test_the_checkpoints_of_a_loop_name_frozen_weights_as_those_of_a_run_do(tmp_
 
     model, optimizer = sharded(1)
     wanted = {name: each.clone() for name, each in zeromesh.state_dict(model)}
-    path = zeromesh.save(tmp_path / "saved", model, optimizer)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = json.loads((zeromesh.save(tmp_path / "saved", model, optimizer) / "manifest.json").read_text())
     named = {name for name, row in manifest["tensors"]["model"].items() if row[0].startswith("source/")}
     trained = {name for name in manifest["tensors"]["model"] if "lora_" in name}
     assert named == (set(manifest["tensors"]["model"]) - trained if frozen == "auto" else set())
@@ -228,25 +167,6 @@ def test_weights_that_requires_grad_freezes_are_named_where_that_is_asked_for(
             trainer.fit()
 
 
-@pytest.mark.parametrize("kind", ["sequence", "image"])
-def test_the_head_of_a_classifier_is_trained_too(workers: Workers, tmp_path: Path, kind: str) -> None:
-    found = workers.run(2, "lora_cases:classified", folder=str(tmp_path), kind=kind)[0]
-    heads = [name for name in found["changed"] if "lora_" not in name]
-    prefix = "base_model.model.classifier"
-    assert sorted(heads) == [f"{prefix}.modules_to_save.default.{leaf}" for leaf in ("bias", "weight")]
-    assert len(found["changed"]) > len(heads)
-    assert {f"{prefix}.bias", f"{prefix}.weight"} < set(found["saved"])
-
-
-def test_a_run_with_adapters_goes_on_where_it_was(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, "lora_cases:resumed", folder=str(tmp_path))[0]
-    assert found["digests"][0] == found["digests"][1]
-    assert len(found["said"]) == 2
-    assert "adapter.default.lora_alpha: 5 then, 7 now" in found["said"][0]
-    assert "config.json" not in found["files"]
-    assert "adapter_config.json" in found["files"]
-
-
 # Without processes
 
 
@@ -258,8 +178,7 @@ def test_adapters_are_not_divided(axis: str) -> None:
 
 
 def built(**changes: Any) -> BuiltModel:
-    config = {"model_type": "llama", **LLAMA, **changes}
-    return build_model(ModelSection(config=config), 3)
+    return build_model(ModelSection(config={"model_type": "llama", **LLAMA, **changes}), 3)
 
 
 def test_adapters_over_weights_that_are_nowhere_yet() -> None:
@@ -291,8 +210,7 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj = Router(32, 48)
     model.model.extra = nn.Sequential(nn.Linear(32, 32))
-    left_out = _excluded_modules(model)
-    assert left_out == ["model.layers.0", "model.layers.0.mlp.up_proj"]
+    assert _excluded_modules(model) == ["model.layers.0", "model.layers.0.mlp.up_proj"]
     made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
     adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}
     assert "base_model.model.model.extra.0" in adapted_layers

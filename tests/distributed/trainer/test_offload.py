@@ -9,7 +9,7 @@ import pytest
 
 from tests.distributed.checkpoint.test_resume import step, unequal
 from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
-from tests.support.workers import Outcome, Pool, PoolOptions, Workers
+from tests.support.workers import PoolOptions, Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.formatting import human_bytes
@@ -31,15 +31,8 @@ TIERS: tuple[dict[str, Any], ...] = (
 @pytest.fixture
 def fresh(workers: Workers) -> Iterator[Any]:
     """Runs a case in processes of its own, in which anything may happen."""
-    pools: list[Pool] = []
-
-    def play(case: str, *, size: int = 2, **arguments: Any) -> list[Outcome]:
-        pools.append(workers.fresh(PoolOptions(size=size, timeout_seconds=3.0)))
-        return pools[-1].outcomes(case, timeout=60, **arguments)
-
-    yield play
-    for pool in pools:
-        pool.close()
+    with workers.fresh(PoolOptions(size=2, timeout_seconds=3.0)) as pool:
+        yield partial(pool.outcomes, timeout=60)
 
 
 @pytest.fixture
@@ -81,8 +74,7 @@ def test_a_run_goes_on_from_any_tier_to_any_other_bit_by_bit(
 def test_other_ranks_and_stages_load_what_was_on_files(trained: Callable[..., Any], tmp_path: Path) -> None:
     for number, (size, stage, offload) in enumerate(((3, 3, FILES), (2, 1, {"optimizer": "file"}), (1, 3, FILES)), 1):
         mirror = tmp_path / f"mirror-{number}"
-        sections = {"zero": {"stage": stage}, "offload": offload}
-        trained("", 2 * number, sections, size=size, mirror=str(mirror))
+        trained("", 2 * number, {"zero": {"stage": stage}, "offload": offload}, size=size, mirror=str(mirror))
         if number > 1:
             assert unequal(step(tmp_path, 2 * number - 2), mirror / "step-00000000") == []
 

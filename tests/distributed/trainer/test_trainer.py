@@ -2,10 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.tables import tried
 from tests.support.workers import Workers
 
 FULL = pytest.mark.full
@@ -16,30 +16,26 @@ SPOILED = [
     {"calls": [1, 3, 5], "message": "3 of 5 steps made no update"},
     {"calls": [3], "message": "no parameter was changed (run.on_nonfinite: stop)", "steps": 2, "on_nonfinite": "stop"},
 ]
-ROWS: list[Any] = [
-    *((size, "story", {"stage": stage}) for size, stage in ((1, 3), (2, 3), (2, 0), (3, 2))),
-    pytest.param(2, "story", {"stage": 1}, marks=FULL),
-    # Microbatches and ranks do not divide the global batch.
-    *(
-        pytest.param(size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL)
-        for size, micro in ((1, 3), (2, 4), (3, 2))
-        for kind in ("text", "mean", "sum")
-    ),
-    (2, "recompute", {}),
-    pytest.param(1, "recompute", {"compiled": True}, marks=FULL),
-    (2, "half", {}),
-    *((2, "spoiled", arguments) for arguments in SPOILED),
-    *((1, "interrupted", {"where": where}) for where in ("begin", "update", "end", "forward", "backward")),
-    (2, "broken", {}),
-]
-
-
-@pytest.mark.parametrize(("size", "case", "arguments"), ROWS)
-def test_a_run_is_that_of_a_plain_loop(
-    workers: Workers, tmp_path: Path, size: int, case: str, arguments: dict[str, Any]
-) -> None:
-    timeout = 240.0 if arguments.get("compiled") else 60.0
-    workers.run(size, f"trainer_cases:{case}", timeout=timeout, folder=str(tmp_path), **arguments)
+test_a_run_is_that_of_a_plain_loop = tried(
+    "trainer_cases",
+    [
+        *((size, "story", {"stage": stage}) for size, stage in ((1, 3), (2, 3), (2, 0), (3, 2))),
+        pytest.param(2, "story", {"stage": 1}, marks=FULL),
+        # Microbatches and ranks do not divide the global batch.
+        *(
+            pytest.param(size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL)
+            for size, micro in ((1, 3), (2, 4), (3, 2))
+            for kind in ("text", "mean", "sum")
+        ),
+        (2, "recompute", {}),
+        pytest.param(1, "recompute", {"compiled": True}, marks=FULL),
+        (2, "half", {}),
+        *((2, "spoiled", arguments) for arguments in SPOILED),
+        *((1, "interrupted", {"where": where}) for where in ("begin", "update", "end", "forward", "backward")),
+        (2, "broken", {}),
+    ],
+    timeout=240.0,
+)
 
 
 def test_initial_weights_depend_on_seed_and_name_alone(workers: Workers, tmp_path: Path) -> None:
@@ -84,5 +80,4 @@ def test_rows_of_the_start_and_the_next_command_at_the_end(workers: Workers, tmp
     assert [line.split()[0] for line in lines[-2:]] == ["model", "next"]
     assert lines[-2].endswith("step-00000004")
     assert lines[-1].startswith("next     zeromesh report ")
-    start = json.loads(next(tmp_path.glob("*/starts.jsonl")).read_text().splitlines()[0])
-    assert start["parameters"] == 49
+    assert json.loads(next(tmp_path.glob("*/starts.jsonl")).read_text().splitlines()[0])["parameters"] == 49

@@ -11,6 +11,7 @@ import torch
 
 from tests.support.plain import apart, distance
 from tests.support.seeded_bugs import BUGS, SeededBug, plant
+from tests.support.tables import row
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
 
@@ -70,29 +71,27 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
         assert "model.layers.1.mlp in step 1, microbatch 1 on rank 1" in found["located"]
 
 
-def test_a_loss_of_the_users_own_says_what_it_counts(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(2, f"{CASES}:users_loss", folder=str(tmp_path))[0]
+FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "arguments"),
+    [
+        row(2, "users_loss"),
+        *(row(4, "architecture", FULL, name=name, **layout) for name, layout in LAYOUTS.items()),
+        *(row(4, "example", FULL, name=name, overrides=[]) for name in CONFIGS),
+    ],
+)
+def test_losses_architectures_and_examples_pass(
+    workers: Workers, tmp_path: Path, ranks: int, case: str, arguments: dict[str, Any]
+) -> None:
+    found = workers.run(ranks, f"{CASES}:{case}", folder=str(tmp_path), **arguments)[0]
     assert found["passed"], found
+    assert case != "example" or found["seconds"] < 120
 
 
 def test_a_large_model_of_ones_own_is_refused(workers: Workers, tmp_path: Path) -> None:
-    said = workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
-    assert "Sequential has 2,266,510 parameters" in said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_architectures_pass_on_four_ranks(workers: Workers, tmp_path: Path, name: str) -> None:
-    found = workers.run(4, f"{CASES}:architecture", folder=str(tmp_path), name=name, **LAYOUTS[name])[0]
-    assert found["passed"], found
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_example_passes_on_four_ranks(workers: Workers, tmp_path: Path, name: str) -> None:
-    found = workers.run(4, f"{CASES}:example", folder=str(tmp_path), name=name, overrides=[])[0]
-    assert found["passed"], found
-    assert found["seconds"] < 120
+    assert "Sequential has 2,266,510 parameters" in workers.run(2, f"{CASES}:refused", folder=str(tmp_path))[0]
 
 
 # Seeded bugs: each runs to its end on all ranks, and what it leaves differs.

@@ -11,9 +11,10 @@ import transformers as tf
 from torch import nn
 
 from tests.support.architectures import ARCHITECTURES
+from tests.support.plain import calling, error_of
 from tests.support.seeded_bugs import BUGS, plant
 from tests.support.trainer_cases import llama, sentences, settings
-from zeromesh import Callback, Trainer
+from zeromesh import Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.load import load_config
@@ -104,24 +105,10 @@ def refused(mesh: Mesh, folder: str) -> str:
     """A model that is large and none of transformers."""
     model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 10))
     with Trainer(model, settings(folder), sentences()) as trainer:
-        try:
-            trainer.verify()
-        except ConfigError as error:
-            return str(error)
-    return ""
+        return error_of(trainer.verify, ConfigError)
 
 
 # Seeded bugs
-
-
-class _Steps(Callback):
-    """Notes the loss and the norm of each step."""
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        self.seen: list[tuple[float, float]] = []
-
-    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
-        self.seen.append((metrics["loss"], metrics["grad_norm"]))
 
 
 @contextmanager
@@ -133,22 +120,20 @@ def _planted(bug: str, planted: bool) -> Iterator[None]:
 
 def trained_with(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> dict[str, Any]:
     """Train in the layout in which a bug bites; returns losses and norms, and leaves rank 0's weights in `folder`."""
-    seeded = BUGS[bug]
-    steps = _Steps()
+    seeded, steps = BUGS[bug], list[tuple[float, float]]()
     config = seeded.config(run__output_dir=folder, run__name=f"{bug}-{planted}")
-    with _planted(bug, planted), Trainer(None, config, sentences(), callbacks=[steps]) as trainer:
+    noting = calling(on_step_end=lambda _trainer, _step, now: steps.append((now["loss"], now["grad_norm"])))
+    with _planted(bug, planted), Trainer(None, config, sentences(), callbacks=[noting]) as trainer:
         trainer.fit()
-        weights = trainer.state_dict(ema="ema.decay" in seeded.layout)
-        found = {name: tensor.clone() for name, tensor in weights}
+        found = {name: tensor.clone() for name, tensor in trainer.state_dict(ema="ema.decay" in seeded.layout)}
     if mesh.rank == 0:
         torch.save(found, Path(folder, f"{bug}-{planted}.pt"))
-    return {"steps": steps.seen}
+    return {"steps": steps}
 
 
 def verified(mesh: Mesh, *, bug: str, planted: bool, folder: str) -> list[str]:
     """Verify the layout in which a bug bites; returns what differs from the exact result, the nearest to its cause first."""
-    seeded = BUGS[bug]
-    config = seeded.config(run__output_dir=folder, run__name=f"{bug}-{planted}-verified")
+    config = BUGS[bug].config(run__output_dir=folder, run__name=f"{bug}-{planted}-verified")
     checks = ("dropout",) if "dropout" in bug else ()
     with _planted(bug, planted), Trainer(None, config) as trainer:
         return [each.sentence() for each in trainer.verify(checks=checks).differences]

@@ -281,7 +281,7 @@ def test_a_disk_that_fails_is_the_training_threads_affair(tmp_path: Path, monkey
     one = ShardWriter(directory, plan_pieces(files, {files[0].path: rows}, [], {}), 0)
     with pytest.raises(StorageError, match="the disk is gone"):
         joined(one)
-    update = threading.Thread(target=one.release, args=(99, tell), daemon=True)
+    update = threading.Thread(target=one.wait_until_copied, args=(99, tell), daemon=True)
     update.start()
     update.join(30)
     assert not update.is_alive()  # A step waits no longer for what will never be written.
@@ -305,9 +305,9 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one = ShardWriter(store.create(1, files), plan_pieces(files, runs, [], {0: 1, 1: 0}), 0)
     assert not one.start().done()
     for owner in (1, 0):
-        one.release(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
+        one.wait_until_copied(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
         memory[1500 * owner : 1500 * owner + 1500] = -1
-    assert one.release(17, tell) == 0.0
+    assert one.wait_until_copied(17, tell) == 0.0
     store.commit(1, manifest_of(1, files, one.join(tell)))
     found = read(CheckpointReader(store.path(1)), "w", 0, torch.zeros(3000))
     assert torch.equal(found, torch.arange(3000.0))

@@ -47,8 +47,7 @@ def intervals_of(draw: st.DrawFn, length: int) -> Interval:
 def oracle(region: Region) -> np.ndarray:
     """The logical position of each element of the flattened local tensor."""
     indices = [[i for slice_ in slices for i in range(slice_.start, slice_.end)] for slices in region.dims]
-    logical = np.arange(prod(region.shape)).reshape(region.shape)
-    return np.ravel(logical[np.ix_(*indices)])
+    return np.ravel(np.arange(prod(region.shape)).reshape(region.shape)[np.ix_(*indices)])
 
 
 @given(region=regions(), data=st.data())

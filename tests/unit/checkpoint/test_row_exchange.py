@@ -38,7 +38,7 @@ def test_rows_are_where_numpy_has_the_elements(region: Region, data: st.DataObje
     assert len(divided) == 1
     assert rows.count * rows.width == len(torch.zeros(region.shape).reshape(-1))
     window = data.draw(intervals_of(rows.count * rows.width))
-    local = Interval(start=rows.before(window.start), end=rows.before(window.end))
+    local = Interval(start=rows.count_before(window.start), end=rows.count_before(window.end))
     wanted = [at for at in expected if window.start <= at < window.end]
     assert expected[local.start : local.end] == wanted
     out = torch.zeros(local.length, dtype=torch.int64)

@@ -396,8 +396,7 @@ def test_sub_folders_are_labels_and_a_part_is_held_out_by_name(tmp_path: Path) -
     assert not {path for path, _ in found.train.files} & {path for path, _ in found.eval.files}
     sample = found.train[0]
     assert (list(sample["pixel_values"].shape), int(sample["labels"])) == ([3, 8, 8], 0)
-    again = pictures(root, eval_fraction=0.2)
-    assert again.train.files == found.train.files
+    assert pictures(root, eval_fraction=0.2).train.files == found.train.files
     named = pictures(root, eval={"a": str(root), "b": str(folder(tmp_path / "b", dog=DOG))})
     assert {name: len(each) for name, each in named.eval.items()} == {"a": 80, "b": 12}
     assert {label for _, label in named.eval["b"].files} == {1}

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, whole_weights
 
 ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 
@@ -99,11 +99,22 @@ def test_epochs_and_seeds_differ_and_repeat() -> None:
     assert epoch(0, 0) != epoch(1, 0)
     assert epoch(0, 0) != epoch(0, 1)
     assert epoch(0, 0) != list(range(100))
+    mixed = SampleOrder(length=100, seed=0, parts=((50, 1), (50, 1)))
+    found = [mixed.dataset_index(sample) for sample in range(100)]
+    assert [index + 50 for index in found if index < 50] != [index for index in found if index >= 50]
+    assert len({SampleOrder(length=2, seed=seed).dataset_index(0) for seed in range(40)}) == 2
 
 
 def test_without_shuffle_the_order_is_the_dataset_s() -> None:
     order = SampleOrder(length=5, seed=3, shuffle=False)
     assert [order.dataset_index(sample) for sample in range(12)] == [0, 1, 2, 3, 4] * 2 + [0, 1]
+    stream = SampleOrder(length=5, seed=3, shuffle=False, endless=True)
+    assert [stream.dataset_index(sample) for sample in range(12)] == list(range(12))
+    # Of four samples of a mixture one is of the first part, evenly among the others.
+    mixed = SampleOrder(length=8, seed=3, shuffle=False, parts=((2, 1), (6, 3)))
+    assert [mixed.dataset_index(sample) for sample in range(8)] == [2, 0, 3, 4, 5, 1, 6, 7]
+    assert whole_weights([0.5, 0.25]) == (2, 1)
+    assert sum(whole_weights([(1 << 20) - 1, 1])) == 1 << 20
 
 
 def test_the_order_is_the_same_for_ever() -> None:
@@ -181,6 +192,8 @@ def test_epochs_without_a_step_are_refused() -> None:
         BatchPlan(global_size=4, micro_size=1, data_ranks=1, epoch_size=3, last="drop")
     with pytest.raises(ConfigError, match=r"run\.epochs: the training data has no length"):
         BatchPlan(global_size=4, micro_size=1, data_ranks=1).steps_of(2)
+    dropped = BatchPlan(global_size=4, micro_size=1, data_ranks=1, epoch_size=10, last="drop")
+    assert [dropped.epoch_after(step) for step in range(3)] == [0.0, 0.5, 1.0]
 
 
 def test_a_stream_has_no_next_epoch_to_wait_for() -> None:

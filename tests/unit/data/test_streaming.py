@@ -164,8 +164,7 @@ def test_a_state_that_nothing_proves_is_not_trusted(others: dict[str, Any]) -> N
         def __iter__(self) -> Iterator[dict[str, Any]]:
             yield from ({"x": object(), **others} for _ in super().__iter__())
 
-    first = StreamedDataset(Objects(100), block=4, proof=4)
-    assert first.state(40)["earlier"] is None
+    assert StreamedDataset(Objects(100), block=4, proof=4).state(40)["earlier"] is None
     arrays = StreamedDataset([{"x": np.arange(5000)}, {"x": np.arange(5000) % 4000}], block=2)
     others = StreamedDataset([{"x": np.arange(5000)}, {"x": np.arange(5000) % 3000}], block=2)
     assert arrays.state(2)["chain"] != others.state(2)["chain"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.commands import ended
 from zeromesh.errors import ConfigError, PhaseError, StorageError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.inference.generator import Generator
@@ -143,12 +144,10 @@ def test_a_row_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     prompts = tmp_path / "rows.jsonl"
     for wrong in (rows, [rows[0], {"input_ids": [1], "seed": 10**23}], [rows[0], {"input_ids": [10**12]}]):
         prompts.write_text("".join(json.dumps(row) + "\n" for row in wrong))
-        assert main(["generate", str(folder), "--prompts", str(prompts)]) == 2
-        assert "rows.jsonl, line 2" in capsys.readouterr().err
+        assert "rows.jsonl, line 2" in ended(capsys, ["generate", str(folder), "--prompts", str(prompts)], 2).err
     prompts.write_text(json.dumps(rows[0]) + "\n")
     words = ["generate", str(folder), "--prompts", str(prompts), "generation.do_sample=true", "generation.top_k=-1"]
-    assert main(words) == 2
-    said = capsys.readouterr().err
+    said = ended(capsys, words, 2).err
     assert "top_k" in said
     assert "line" not in said, "what the command line says is not the row's"
 

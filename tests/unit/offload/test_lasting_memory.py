@@ -149,7 +149,7 @@ def test_pages_that_nobody_takes_are_given_back_with_the_next_ones() -> None:
 def test_whatever_comes_and_goes_buffers_share_no_page(sizes: list[int], leads: list[int], moves: list[int]) -> None:
     spare = SparePages()
     buffers = [_buffer(size, spare, lead) for size, lead in zip(sizes, leads, strict=False)]
-    views = [each.carve([(0, each.full.numel())])[0] for each in buffers]
+    views = [each.make_views([(0, each.full.numel())])[0] for each in buffers]
     live: dict[int, int] = {}
     for turn, number in enumerate(moves, 1):
         if number >= len(buffers):

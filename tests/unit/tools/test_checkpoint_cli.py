@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.commands import ended
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, write_manifest
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -16,8 +17,7 @@ from zeromesh.trainer.cli.main import main
 
 
 def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "list", str(trained.run("llama"))]) == 0
-    head, columns, *rows = capsys.readouterr().out.splitlines()
+    head, columns, *rows = ended(capsys, ["checkpoint", "list", str(trained.run("llama"))]).out.splitlines()
     assert head == str(trained.run("llama") / "checkpoints")
     named = ["step", "date (UTC)", "size", "loss", "eval loss", "tokens", "written by", "state"]
     assert re.split(" {2,}", columns) == named
@@ -30,8 +30,7 @@ def test_list_in_json_names_what_is_broken_or_left_behind(copied: Copied, capsys
     (root / "step-00000001/config.json").unlink()
     for name in ("step-00000009.tmp", ".trash-00000003-77"):
         (root / name).mkdir()
-    assert main(["checkpoint", "list", "--json", str(root)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ended(capsys, ["checkpoint", "list", "--json", str(root)]).out)
     assert found["leftovers"] == [".trash-00000003-77", "step-00000009.tmp"]
     one, two = found["checkpoints"]
     assert (one["step"], one["whole"], two["step"], two["whole"]) == (1, False, 2, True)
@@ -40,15 +39,13 @@ def test_list_in_json_names_what_is_broken_or_left_behind(copied: Copied, capsys
     assert two["loss"] > 3
     assert two["layout"]["mesh"] == {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
     assert two["bytes"] == sum(path.stat().st_size for path in (root / "step-00000002").rglob("*.*"))
-    assert main(["checkpoint", "list", str(root)]) == 0
-    printed = capsys.readouterr().out
+    printed = ended(capsys, ["checkpoint", "list", str(root)]).out
     assert "NOT WHOLE: " in printed
     assert "\nstep-00000009.tmp: being written or removed, or left behind by a kill" in printed
 
 
 def test_inspect_sums_up_a_checkpoint(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "inspect", str(trained.run("mixed")), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(ended(capsys, ["checkpoint", "inspect", str(trained.run("mixed")), "--json"]).out)
     count = sum(parameter.numel() for parameter in trained.models["mixed"].parameters())
     assert {kind: (each["parameters"], each["dtypes"]) for kind, each in found["kinds"].items()} == {
         "model": (count, ["BF16"]),
@@ -59,8 +56,7 @@ def test_inspect_sums_up_a_checkpoint(trained: Trained, capsys: pytest.CaptureFi
     assert (found["step"], found["state"]["updates"], found["state"]["settings"]["optimizer.lr"]) == (1, 1, 0.01)
     assert found["files"].keys() == contents(trained.last("mixed")).keys()
     assert "tensors" not in found
-    assert main(["checkpoint", "inspect", str(trained.last("tied")), "--tensors", "wte"]) == 0
-    printed = capsys.readouterr().out
+    printed = ended(capsys, ["checkpoint", "inspect", str(trained.last("tied")), "--tensors", "wte"]).out
     assert "lm_head.weight is transformer.wte.weight" in printed
     assert "optimizer.lr: 0.01" in printed
     rows = [line.split() for line in printed.splitlines() if "transformer.wte.weight  " in line]
@@ -79,8 +75,7 @@ def test_inspect_gives_places_that_can_be_read(trained: Trained, capsys: pytest.
 
 
 def test_verify_passes_what_is_whole(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["checkpoint", "verify", str(trained.run("llama"))]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = ended(capsys, ["checkpoint", "verify", str(trained.run("llama"))]).out.splitlines()
     assert [": whole: 9 files, " in line and "/s)" in line for line in lines] == [True, True]
 
 
@@ -97,8 +92,7 @@ def test_verify_names_every_damaged_file(copied: Copied, capsys: pytest.CaptureF
     (directory / "config.json").rename(directory / "other.json")
     (directory / "config.json").symlink_to("other.json")
     (directory / "pytorch_model.bin").write_bytes(b"from elsewhere")
-    assert main(["checkpoint", "verify", str(run)]) == 1
-    said = capsys.readouterr().out
+    said = ended(capsys, ["checkpoint", "verify", str(run)], 1).out
     blocks = dict(re.findall(r"^  (\S+)\n((?:    .*\n)+)", said, re.MULTILINE))
     assert re.match(rf"{directory}: DAMAGED: 6 of 11 files", said)
     states = [f"optimizer/{name}-00001-of-00001.safetensors" for name in ("master", "exp_avg")]
@@ -111,8 +105,7 @@ def test_verify_names_every_damaged_file(copied: Copied, capsys: pytest.CaptureF
     assert "and 1 more" in blocks["optimizer/exp_avg-00001-of-00001.safetensors"]
     assert "is a link or no file" in blocks["config.json"]
     assert "tensors" not in blocks["trainer_state.json"]
-    assert main(["checkpoint", "list", str(run)]) == 0
-    assert "NOT WHOLE" in capsys.readouterr().out
+    assert "NOT WHOLE" in ended(capsys, ["checkpoint", "list", str(run)]).out
 
 
 def test_verify_reads_headers_as_other_programs_do(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,31 +139,26 @@ def test_one_changed_element_is_found(
     directory = copied("llama") / "checkpoints/step-00000002"
     rewritten(directory, name, before + 0.5)
     words = ["checkpoint", "diff", str(trained.last("llama")), str(directory)]
-    assert main(words) == 1
-    said = capsys.readouterr().out
+    said = ended(capsys, words, 1).out
     line = rf"^model {re.escape(name)}: max \|difference\| 0\.5 at \[0, 0\] \(.* in A, .* in B\);"
     assert re.search(line, said, re.M)
     assert "1 of 1,536 elements differ\n1 of 63 tensors that both have differ\n" in said
     assert main([*words, "--tolerance", "0.4"]) == 1
     assert main([*words, "--tolerance", "0.6"]) == 0
     rewritten(directory, name, float("nan"))
-    assert main([*words, "--tolerance", "1e30"]) == 1
-    assert "max |difference| inf at [0, 0]" in capsys.readouterr().out
+    assert "max |difference| inf at [0, 0]" in ended(capsys, [*words, "--tolerance", "1e30"], 1).out
 
 
 def test_other_runs_differ_in_what_they_are(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     first = trained.run("llama") / "checkpoints/step-00000001"
-    assert main(["checkpoint", "diff", str(first), str(trained.last("llama"))]) == 1
-    said = capsys.readouterr().out
+    said = ended(capsys, ["checkpoint", "diff", str(first), str(trained.last("llama"))], 1).out
     assert "step: 1 in A, 2 in B\n" in said
     assert "... and " in said
     assert "63 of 63 tensors that both have differ" in said
-    assert main(["checkpoint", "diff", str(first), str(trained.run("mixed"))]) == 1
-    said = capsys.readouterr().out
+    said = ended(capsys, ["checkpoint", "diff", str(first), str(trained.run("mixed"))], 1).out
     assert "master (21 tensors): only in B" in said
     assert "F32 in A, BF16 in B" in said
-    assert main(["checkpoint", "diff", str(trained.run("tied")), str(first)]) == 1
-    said = capsys.readouterr().out
+    said = ended(capsys, ["checkpoint", "diff", str(trained.run("tied")), str(first)], 1).out
     assert "alias lm_head.weight: 'transformer.wte.weight' in A, '(absent)' in B" in said
     assert "model transformer.wte.weight: only in A" in said
     assert "0 of 0 tensors that both have differ" in said
@@ -181,8 +169,7 @@ def test_other_runs_differ_in_what_they_are(trained: Trained, capsys: pytest.Cap
 def test_a_path_of_nothing_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     action, *rest = words
     for path, message in ((tmp_path, "holds no checkpoints"), (tmp_path / "gone", "is not a directory")):
-        assert main(["checkpoint", action, str(path), *(word.format(tmp_path / "x") for word in rest)]) == 2
-        said = capsys.readouterr().err
+        said = ended(capsys, ["checkpoint", action, str(path), *(word.format(tmp_path / "x") for word in rest)], 2).err
         assert said.startswith("zeromesh: ")
         assert message in said
 
@@ -197,7 +184,6 @@ def test_names_of_others_cannot_command_a_terminal(copied: Copied, capsys: pytes
     manifest = CheckpointReader(directory).manifest
     write_manifest(directory, replace(manifest, layout={"compute": "\x1b[2Jgone"}))
     for words in (["list", str(directory.parent)], ["inspect", str(directory)]):
-        assert main(["checkpoint", *words]) == 0
-        said = capsys.readouterr().out
+        said = ended(capsys, ["checkpoint", *words]).out
         assert "[2Jgone" in said
         assert "\x1b" not in said

@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as tf
 
+from tests.support.commands import ended
 from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
@@ -119,8 +120,7 @@ def test_a_model_of_no_library_is_exported(
 def test_numbers_beyond_float16_are_refused(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, out = copied("llama"), tmp_path / "out"
     rewritten(run / "checkpoints/step-00000002", "model.layers.1.mlp.up_proj.weight", -123456.0)
-    assert main(["checkpoint", "export", str(run), str(out), "--dtype", "float16"]) == 2
-    said = capsys.readouterr().err
+    said = ended(capsys, ["checkpoint", "export", str(run), str(out), "--dtype", "float16"], 2).err
     assert "model.layers.1.mlp.up_proj.weight has 1 numbers up to 1.235e+05, and float16 ends at 6.55e+04" in said
     assert not out.exists()
     assert main(["checkpoint", "export", str(run), str(out), "--dtype", "bfloat16"]) == 0
@@ -134,8 +134,7 @@ def test_an_export_keeps_what_is_there(copied: Copied, tmp_path: Path, capsys: p
     run, out = copied("llama"), tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    assert main(["checkpoint", "export", str(run), str(out)]) == 2
-    assert "exists and is not an empty directory" in capsys.readouterr().err
+    assert "exists and is not an empty directory" in ended(capsys, ["checkpoint", "export", str(run), str(out)], 2).err
     flip(run / "checkpoints/step-00000002/model-00001-of-00001.safetensors", 30000)
     assert main(["checkpoint", "export", str(run), str(tmp_path / "new")]) == 1
     assert "are not what rank 0 wrote" in capsys.readouterr().err
@@ -182,8 +181,7 @@ def test_parts_make_the_whole(trained: Trained, tmp_path: Path, count: int, caps
     assert main(["checkpoint", "export", parts[0], str(tmp_path / "no")]) == 1
     assert f"is part 1 of {count}, one of each host; put them together first" in capsys.readouterr().err
     assert main(["checkpoint", "verify", parts[1]]) == 0
-    assert main(["checkpoint", "inspect", parts[1]]) == 0
-    assert f"part1 (part 2 of {count})" in capsys.readouterr().out
+    assert f"part1 (part 2 of {count})" in ended(capsys, ["checkpoint", "inspect", parts[1]]).out
 
 
 @pytest.mark.parametrize(
@@ -228,8 +226,7 @@ def test_parts_that_are_no_checkpoint_are_refused(
         flip(parts[1] / name, record.pieces[0].begin)
     elif spoil == "short":
         os.truncate(parts[1] / name, 100)
-    assert main(["checkpoint", "merge", *map(str, parts), "--out", str(tmp_path / "out")]) == 1
-    assert message in capsys.readouterr().err
+    assert message in ended(capsys, ["checkpoint", "merge", *map(str, parts), "--out", str(tmp_path / "out")], 1).err
     assert not (tmp_path / "out").exists()
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 

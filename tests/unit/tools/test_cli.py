@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import zeromesh.trainer
+from tests.support.commands import ended
 from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
 from zeromesh.launch.rendezvous import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
@@ -90,8 +91,7 @@ def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched
     assert (launched[1][0], launched[1][1][-5:]) == (2, ("evaluate", "--worker", "--", config, "run.seed=3"))
     # What a worker is started with is a command line that this command understands.
     start = arguments.index("train")
-    worker = [word for word in arguments[start:] if word != "--worker"]
-    assert main(worker) == 0
+    assert main([word for word in arguments[start:] if word != "--worker"]) == 0
     assert fitted[0].run.seed == 3
 
 
@@ -153,8 +153,7 @@ def test_under_a_launcher_the_ranks_are_there(
 def test_a_mistake_is_one_message_and_exit_code_2(
     config: str, launched: list[Any], capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert main([word.format(config) for word in words]) == 2
-    written = capsys.readouterr().err
+    written = ended(capsys, [word.format(config) for word in words], 2).err
     assert written.startswith("zeromesh: ")
     assert message in written
     assert "Traceback" not in written
@@ -229,12 +228,10 @@ def test_what_workers_end_with(
 
 
 def test_config_prints_what_it_can_read_again(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", config, "optimizer.lr=1e-3"]) == 0
-    printed = capsys.readouterr().out
+    printed = ended(capsys, ["config", config, "optimizer.lr=1e-3"]).out
     assert "lr: 0.001\n" in printed
     (tmp_path / "again.yaml").write_text(printed)
-    assert main(["config", str(tmp_path / "again.yaml")]) == 0
-    assert capsys.readouterr().out == printed
+    assert ended(capsys, ["config", str(tmp_path / "again.yaml")]).out == printed
 
 
 def test_python_m_zeromesh_loads_no_torch_to_refuse(tmp_path: Path) -> None:
@@ -265,19 +262,16 @@ def test_a_reader_that_has_seen_enough_is_no_error() -> None:
 
 def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["init"]) == 0
-    listed = capsys.readouterr().out
+    listed = ended(capsys, ["init"]).out
     assert "quickstart            A small Llama" in listed
-    assert main(["init", "lora"]) == 0
-    assert "zeromesh train lora.yaml" in capsys.readouterr().out
+    assert "zeromesh train lora.yaml" in ended(capsys, ["init", "lora"]).out
     assert "configs/" not in Path("lora.yaml").read_text()
     assert main(["init", "mixture"]) == 0
     own = "name your own data in place of scripts/examples/chats.jsonl and scripts/examples/pairs.jsonl"
     said = " ".join(capsys.readouterr().out.split())
     assert f"{own}, and train it with: zeromesh train mixture.yaml" in said
     Path("lora.yaml").write_text("mine")
-    assert main(["init", "lora"]) == 1
-    assert "lora.yaml' was not written: File exists" in capsys.readouterr().err
+    assert "lora.yaml' was not written: File exists" in ended(capsys, ["init", "lora"], 1).err
     assert Path("lora.yaml").read_text() == "mine"
 
 
@@ -290,7 +284,6 @@ def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[
     (run / "config.resolved.yaml").write_text("{}\n")
     (run / "starts.jsonl").write_text('{"step": 0, "given": ["model", "train_dataset", "lr_scheduler"]}\n')
     for path in (run, run / "config.resolved.yaml"):
-        assert main(["evaluate", str(path)]) == 2
-        said = capsys.readouterr().err
+        said = ended(capsys, ["evaluate", str(path)], 2).err
         assert "a script made this run, and gave the trainer model, train_dataset, which" in said
         assert "only that script can evaluate it" in said

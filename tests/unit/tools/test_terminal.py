@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console as RichConsole
 
+from tests.support.commands import ended
 from tests.support.damage_cases import STATE, Json, replace, resign
 from tests.support.step_lines import metrics
 from tests.support.terminal import on_terminal, seen
@@ -45,8 +46,7 @@ def test_nothing_that_a_terminal_obeys_is_left(text: str) -> None:
 
 @pytest.mark.parametrize("kind", [errors.ConfigError, errors.CheckpointError, errors.StorageError])
 def test_errors_show_names_as_escapes(kind: Any) -> None:
-    error = kind(f"{EVIL} is no file\nsecond line")
-    assert str(error) == f"{SHOWN} is no file\nsecond line"
+    assert str(kind(f"{EVIL} is no file\nsecond line")) == f"{SHOWN} is no file\nsecond line"
 
 
 def test_the_console_shows_notes_and_status_as_escapes() -> None:
@@ -104,8 +104,7 @@ def test_status_shows_hostile_names_and_states(tmp_path: Path, capsys: pytest.Ca
 
 def test_status_gives_rows_with_the_rank_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_in(tmp_path / "run", ranks=[{"rank": 1, "step": 3}, {"rank": 0, "step": 3}])
-    assert main(["status", str(run), "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["ranks"]
+    rows = json.loads(ended(capsys, ["status", str(run), "--json"]).out)["ranks"]
     assert [(next(iter(row)), row["rank"]) for row in rows] == [("rank", 0), ("rank", 1)]
 
 
@@ -157,12 +156,10 @@ def written(run: Path, pids: list[int], **more: Any) -> Path:
 
 def test_a_stopped_rank(tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]) -> None:
     run = written(tmp_path / "run", [os.getpid(), sleeper.pid])
-    assert main(["status", str(run)]) == 0
-    assert "rank 0 waits for rank 1: compute" in capsys.readouterr().out
+    assert "rank 0 waits for rank 1: compute" in ended(capsys, ["status", str(run)]).out
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
-    assert main(["status", str(run)]) == 0
-    said = capsys.readouterr().out
+    said = ended(capsys, ["status", str(run)]).out
     assert "rank 0 waits for rank 1: stopped" in said
     assert "stopped in forward of unit layers.0" in said
 
@@ -178,8 +175,7 @@ def test_a_failure_stands_below_the_table(tmp_path: Path, capsys: pytest.Capture
 def test_what_holds_runs_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "one").mkdir()
     (tmp_path / "one" / "metrics.jsonl").write_text("")
-    assert main(["status", str(tmp_path)]) == 1
-    assert f"runs in it are {tmp_path / 'one'}" in capsys.readouterr().err
+    assert f"runs in it are {tmp_path / 'one'}" in ended(capsys, ["status", str(tmp_path)], 1).err
 
 
 @pytest.mark.parametrize(

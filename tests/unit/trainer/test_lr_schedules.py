@@ -9,7 +9,7 @@ import torch
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.schedule import SCHEDULES, LRSchedule
+from zeromesh.trainer.config.sections.schedule import SCHEDULES, LRSchedule, ScheduleSection
 
 BASE_LR = 0.3
 STEPS = 60
@@ -80,6 +80,7 @@ def test_wsd_is_a_name_of_warmup_stable_decay_and_decays_in_a_tenth() -> None:
     assert short.factor(90) == 1.0
     assert short.factor(91) < 1.0
     assert short.factor(100) == 0.0
+    assert LRSchedule(name="wsd", warmup_steps=5, total_steps=100, decay_steps=95).factor(5) == 1.0
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if name != "constant"])
@@ -101,6 +102,14 @@ def test_a_warm_up_rises_from_its_start_in_its_shape(shape: str) -> None:
     assert factors[9] <= 1.0
     if shape == "log":
         assert factors[4] == pytest.approx(0.25 + 0.75 * math.log(5) / math.log(10))
+        assert LRSchedule(name="linear", warmup_steps=2, total_steps=4, warmup_shape=shape).factor(1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"), [({}, 5), ({"warmup_ratio": 0.1}, 6), ({"warmup_steps": 3}, 3), ({"name": "constant"}, 0)]
+)
+def test_a_warm_up_of_55_steps_is_a_tenth_or_what_is_given(options: dict[str, Any], steps: int) -> None:
+    assert ScheduleSection(**options).warmup_of(55) == steps
 
 
 @pytest.mark.parametrize(

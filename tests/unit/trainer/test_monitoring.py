@@ -41,6 +41,11 @@ def means(data: float, compute: float, communication: float, between: float = 0.
         # All have come, or all wait for each other.
         ([row(0, waits=[]), row(1, waits=[])], [(None, "link", (0, 1))]),
         ([row(0, waits=[1]), row(1, waits=[0])], [(None, "each other", (0, 1))]),
+        # The rank that most others wait for comes first.
+        (
+            [row(0, waits=[3]), row(1, waits=[4]), row(2, waits=[4]), row(3, "save"), row(4, "load")],
+            [(4, "disk", (1, 2)), (3, "disk", (0,))],
+        ),
         # A transfer among some, while a third is late, is not what is waited for.
         ([row(0, waits=[1, 2]), row(1, waits=[]), row(2, "data")], [(2, "data", (0,)), (None, "link", (1,))]),
     ],
@@ -53,12 +58,19 @@ def test_waits_and_the_latest_steps_as_sentences() -> None:
     assert sentences(blames([row(0, waits=[1]), row(1, "data")])) == [
         "rank 0 waits for rank 1: data (rank 1 is doing data, for 3.0 s)"
     ]
+    longer = {"for": "gather of b/0", "ranks": [], "seconds": 5.0}
+    (link,) = sentences(blames([row(0, waits=[]), row(1) | {"waits": longer}]))
+    assert link.endswith("link (all ranks have come to gather of b/0, for 5.0 s)")
     slow = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.2, 0.1, 0.01)), row(2, **means(0.01, 0.1, 0.2))])
     assert slow == ["the others wait for rank 1 190 ms a step, because of data: 200 ms there, 10 ms elsewhere"]
     (slow,) = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.01, 0.3, 0.01))])
     assert "rank 1 200 ms a step, because of computation: 300 ms there" in slow
     (slow,) = verdicts([row(0, **means(0.01, 0.1, 0.2)), row(1, **means(0.01, 0.1, 0.01, between=0.2))])
     assert "because of what is between steps" in slow
+    # A wait is told from 15 % of a step, and from a millisecond.
+    for own, late, told in ((0.8, 1.0, True), (0.88, 1.0, False), (0.001, 0.004, True), (0.0005, 0.001, False)):
+        (line,) = verdicts([row(0, **means(0.0, own, late - own)), row(1, **means(0.0, late, 0.0))])
+        assert line.startswith("the others wait for rank 1") == told, (own, late)
     # A slow link is the rank with the least communication.
     traffic = {"shard": {"all-gather": {"seconds": 0.25, "bytes": 2**20}, "all-reduce": {"seconds": 0.01, "bytes": 9}}}
     (line,) = verdicts([row(0, **means(0.01, 0.1, 0.3)), row(1, **means(0.01, 0.1, 0.31))], traffic)
@@ -93,6 +105,9 @@ def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
         ([0.1, 0.14], 39, 1, [], ""),
         ([0.001, 0.01], 39, 1, [], ""),
         ([0.2], 39, 1, [], ""),
+        # Half as long again is the least factor that is named.
+        ([0.2, 0.29], 10, 1, [], ""),
+        ([0.2, 0.31], 10, 1, [10], "rank 1 is slow: over 10 steps it was at work for 310 ms"),
         # A twentieth of a second is the least that is named, however many times as long it is.
         ([0.01, 0.059], 10, 1, [], ""),
         ([0.01, 0.061], 10, 1, [10], "rank 1 is slow: over 10 steps it was at work for 61 ms"),

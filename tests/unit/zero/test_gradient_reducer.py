@@ -90,8 +90,8 @@ def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientRed
     mesh: Any = SimpleNamespace(shard=shard, data=data, recorder=StepRecorder())
     shards: Any = Shards()
     reduced: list[str] = []
-    sharing: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
-    return GradientReducer(ring, shards, sharing, mesh, options), reduced
+    replicas: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
+    return GradientReducer(ring, shards, replicas, mesh, options), reduced
 
 
 def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Sequence[int] = (1, 0)) -> None:

@@ -107,8 +107,8 @@ def test_what_is_kept_by_default_takes_no_memory_that_a_step_does_not_need(compu
     given = [ZeroOptions(precision=Precision(compute=compute), gathered_budget=each) for each in ("auto", 0, 1 << 40)]
     found, none, whole = (MemoryModel(layouts, each, 4, "shared") for each in given)
     assert found.total <= none.total
-    assert found.kept == (whole.kept if compute == torch.float32 or not trained else found.kept)
-    assert found.kept < whole.kept or not trained or compute == torch.float32
+    assert found.kept_bytes == (whole.kept_bytes if compute == torch.float32 or not trained else found.kept_bytes)
+    assert found.kept_bytes < whole.kept_bytes or not trained or compute == torch.float32
     assert whole.total > none.total or not trained or compute == torch.float32
 
 
@@ -122,7 +122,7 @@ def test_a_devices_states_are_predicted_as_a_hosts(monkeypatch: pytest.MonkeyPat
     plan = plan_model(on_meta(), torch.bfloat16)
     transport = "local" if ranks == 1 else "nccl"
     found = MemoryModel(plan_layouts(plan, ranks), options(stage=stage), ranks, transport, GPU)
-    assert not found.hosted
+    assert not found.host_terms
     assert refusal(monkeypatch, ranks, 1, on_device=2 * found.total, stage=stage) == ""
     tight = refusal(monkeypatch, ranks, 1, on_device=found.total, stage=stage)
     assert tight.startswith("WARNING: memory: states need")
@@ -139,7 +139,7 @@ def test_what_rests_on_the_host_counts_there(monkeypatch: pytest.MonkeyPatch) ->
     assert refusal(monkeypatch, 2, ROOM, on_device=ROOM, stage=3, offload=offload) == ""
     without = MemoryModel(plan_layouts(plan, 2), options(stage=3), 2, "nccl", GPU)
     found = MemoryModel(plan_layouts(plan, 2), changed, 2, "nccl", GPU)
-    moved = sum(found.hosted.values())
+    moved = sum(found.host_terms.values())
     added = found.terms[Purpose.STAGING] + found.terms[Purpose.PARAMETERS]  # Buffers, and a copy that is gathered.
     assert moved + sum(found.terms.values()) - added == sum(without.terms.values())
     host = 2 * moved

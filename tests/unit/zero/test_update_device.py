@@ -27,7 +27,7 @@ def found(host: float, device: float) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "in_reach", "times", "others", "place"),
+    ("wanted", "states_on_device", "times", "others", "place"),
     [
         ("auto", False, (1.0, 2.0), None, "cpu"),
         ("auto", False, (2.0, 1.0), None, "cuda"),
@@ -39,11 +39,11 @@ def found(host: float, device: float) -> Any:
     ],
 )
 def test_the_faster_place_is_taken_unless_told(
-    wanted: UpdateOn, in_reach: bool, times: tuple[float, float], others: tuple[float, float] | None, place: str
+    wanted: UpdateOn, states_on_device: bool, times: tuple[float, float], others: tuple[float, float] | None, place: str
 ) -> None:
-    device, note = choose_device(wanted, mesh(CUDA, others), found(*times), in_reach=in_reach)
+    device, note = choose_device(wanted, mesh(CUDA, others), found(*times), states_on_device=states_on_device)
     assert device.type == place
-    assert (note is not None) == (wanted == "auto" and not in_reach)
+    assert (note is not None) == (wanted == "auto" and not states_on_device)
     if note is not None:
         assert f"{'the CPU' if place == 'cpu' else 'the device'} (tried" in note
 
@@ -53,7 +53,7 @@ def test_a_cpu_has_nothing_to_choose() -> None:
         raise AssertionError("nothing is to be tried")
 
     for wanted in ("auto", "host", "device"):
-        assert choose_device(wanted, mesh(CPU), untried, in_reach=False) == (CPU, None)  # type: ignore[arg-type]
+        assert choose_device(wanted, mesh(CPU), untried, states_on_device=False) == (CPU, None)  # type: ignore[arg-type]
 
 
 def tried(name: Any, device: torch.device) -> float:

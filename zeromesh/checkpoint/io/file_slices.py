@@ -147,7 +147,7 @@ class PlacedValues:
     def cut(self, window: Interval) -> PlacedValues:
         """Cut out the elements in the file's bytes `window`, which splits no element."""
         begin, size = self.tensor.begin, self.tensor.dtype.itemsize
-        start, end = [self.rows.before((byte - begin) // size) for byte in (window.start, window.end)]
+        start, end = [self.rows.count_before((byte - begin) // size) for byte in (window.start, window.end)]
         inside = self.interval.intersect(Interval(start=start, end=max(start, end))).after(self.first)
         return replace(self, first=self.first + inside.start, values=self.values.slice(inside.start, inside.end))
 

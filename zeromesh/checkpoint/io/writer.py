@@ -59,9 +59,9 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
             key = f"{spec.kind} {spec.name}"
             columns[key] = number, rows
             own[key] = {  # The rows of which this rank has all its columns.
-                "taken": rows.taken,
-                "first": -(-shard.interval.start // rows.taken),
-                "last": shard.interval.end // rows.taken,
+                "taken": rows.local_width,
+                "first": -(-shard.interval.start // rows.local_width),
+                "last": shard.interval.end // rows.local_width,
                 "columns": [[each.start, each.end] for each in rows.columns],
             }
     everyone = axis.gather_json(own, "columns of divided tensors") if axis.size > 1 else [{}]
@@ -73,7 +73,7 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
         if last <= first or sum(part["taken"] for part in parts) != rows.width:
             continue
         shard, start = found[number], found[number].interval.start
-        edges = [(start, first * rows.taken), (last * rows.taken, shard.interval.end)]
+        edges = [(start, first * rows.local_width), (last * rows.local_width, shard.interval.end)]
         given = shard.values.slice(edges[0][1] - start, edges[1][0] - start)
         cuts = [first + (last - first) * each // axis.size for each in range(axis.size + 1)]
         for begin, end in edges:
@@ -108,7 +108,7 @@ def _exchange_columns(
     widths = [[end - begin for begin, end in each] for each in columns]
     received = values.new_empty(count * sum(map(sum, widths)))
     gets = [count * sum(each) * values.itemsize for each in widths]
-    gives = [(end - begin) * rows.taken * values.itemsize for begin, end in pairwise(cuts)]
+    gives = [(end - begin) * rows.local_width * values.itemsize for begin, end in pairwise(cuts)]
     # Sent as bytes, so that no bit changes, not even of NaNs.
     out, given = received.view(torch.uint8), values.view(torch.uint8)
     axis.start(Collective.ALL_TO_ALL, CollectiveCall(out, given, "rows of divided tensors", gets, gives)).wait()
