@@ -6,6 +6,7 @@ folder, its variables and its streams over, passes signals on, and ends as the f
 """
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -21,7 +22,6 @@ from huggingface_hub import constants
 
 from tests.support.waiting import wait_for
 from tests.support.workers import Workers
-from tests.support.zygote import die_with_parent
 
 _CLIENT = """\
 #!{python} -IS
@@ -68,6 +68,11 @@ class Programs:
 
 
 # In the process that programs are forked from
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the parent is gone."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
@@ -129,9 +134,6 @@ def _run(words: list[str]) -> None:
 def serve(address: str, folder: str) -> None:
     """Fork a program for each that connects; tells each how its program has ended. In a program it returns, and its interpreter
     ends as one that has run the program."""
-    die_with_parent()
-    import zeromesh.trainer.cli.main  # noqa: F401
-
     executable = str(Path(folder, "python"))
     reader, writer = socket.socketpair()
     writer.setblocking(False)
@@ -182,3 +184,7 @@ def _tell_ends(programs: dict[socket.socket, int], chosen: selectors.BaseSelecto
                 connection.sendall(str(os.waitstatus_to_exitcode(ended[1])).encode())
             connection.close()
             del programs[connection]
+
+
+if __name__ == "__main__":
+    serve(*sys.argv[1:])

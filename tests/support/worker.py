@@ -1,8 +1,12 @@
 """The life of one worker: it joins a mesh when its first case comes, and runs cases one after the other."""
 
+import faulthandler
 import gc
 import importlib
 import json
+import os
+import signal
+import sys
 import time
 import traceback
 import warnings
@@ -103,3 +107,21 @@ def find(case: str) -> Callable[..., Any]:
         module = ".".join(path.relative_to(_TESTS.parent).with_suffix("").parts)
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return function
+
+
+def main() -> None:
+    """Run a worker: its address, its options as JSON, and the file for what it prints."""
+    from tests.support import worker  # This module by its own name, as cases know it.
+
+    address, options, path = sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):
+        os.dup2(stream, number)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    worker.serve(address, json.loads(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -20,11 +19,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.simulated.launches import launch_differences
+from zeromesh.launch.nursery import Nursery
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-_PYTHON = sys.executable
-"""Python itself, whatever a test has put in its place."""
 _LAST_LINES = 60
 _START_SECONDS = 60.0
 _FIRST_PORT, _PORTS = 10_000, 20_000
@@ -68,8 +66,8 @@ class PoolOptions:
     device: str = "cpu"
 
 
-class Zygote:
-    """The process that workers are forked from."""
+class Source:
+    """The process that workers and programs are forked from."""
 
     def __init__(self, folder: Path) -> None:
         variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
@@ -77,49 +75,25 @@ class Zygote:
         variables["XDG_CACHE_HOME"] = str(folder / "cache")
         variables["PYTHONPATH"] = os.pathsep.join([*_folders(), os.environ.get("PYTHONPATH", "")])
         self.folder = folder
-        self._log = (folder / "zygote.log").open("wb")
-        self._process = subprocess.Popen(
-            [_PYTHON, str(HERE / "zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={**os.environ, **variables},
-            text=True,
-        )
-        self._ready = False
+        self._nursery = Nursery(["tests.support.imports"], variables, print)
         self._count = 0
 
-    def fork(self, environment: Mapping[str, str], address: str, options: Mapping[str, Any]) -> tuple[int, Path]:
+    def fork_worker(self, environment: Mapping[str, str], address: str, options: Mapping[str, Any]) -> tuple[int, Path]:
         """Start a worker; returns its process id and the file with what it prints."""
         self._count += 1
         log = self.folder / f"worker-{self._count}.log"
-        return self.ask(environment=environment, address=address, options=options, log=str(log)), log
+        return self.fork("worker", address, json.dumps(options), str(log), **environment), log
 
-    def ask(self, **request: Any) -> int:
-        """Have a process forked; returns its id."""
-        if not self._ready:
-            self._answer()
-            self._ready = True
-        if self._process.stdin is None:
-            raise CaseError("the zygote has no input")
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._answer())
-
-    def _answer(self) -> str:
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line:
-            raise CaseError(f"the zygote ended:\n{(self.folder / 'zygote.log').read_text()}")
-        return line.strip()
+    def fork(self, module: str, *words: str, **environment: str) -> int:
+        """Have a process forked that runs a module of this folder; returns its id."""
+        fork = self._nursery.fork(["-m", f"tests.support.{module}", *words], environment)
+        if fork is None:
+            raise CaseError("the process that workers are forked from has ended")
+        return fork.pid
 
     def close(self) -> None:
         """End it, and with it all workers."""
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                stream.close()
-        self._process.kill()
-        self._process.wait()
-        self._log.close()
+        self._nursery.close()
 
 
 @dataclass(slots=True)
@@ -132,19 +106,19 @@ class _Worker:
 class Pool:
     """The workers of one layout. After a case that ended badly it is closed."""
 
-    def __init__(self, zygote: Zygote, options: PoolOptions) -> None:
+    def __init__(self, source: Source, options: PoolOptions) -> None:
         self.options = options
         self.open = True
         self._workers: list[_Worker] = []
         port = str(_free_port())
         plain = asdict(options)
-        address = zygote.folder / f"socket-{port}"
+        address = source.folder / f"socket-{port}"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(address))
             listener.listen(options.size)
             listener.settimeout(_START_SECONDS)
             for rank in range(options.size):
-                pid, log = zygote.fork(_launch_variables(rank, options, port), str(address), plain)
+                pid, log = source.fork_worker(_launch_variables(rank, options, port), str(address), plain)
                 self._workers.append(_Worker(pid=pid, log=log))
             self._accept(listener)
         address.unlink()
@@ -248,7 +222,7 @@ class Workers:
         """`device`: of pools that do not say."""
         self.folder = folder
         self._device = device
-        self._zygote = Zygote(folder)
+        self._source = Source(folder)
         self._pools: dict[PoolOptions, Pool] = {}
 
     def pool(self, size: int, *, device: str = "", **axes: int) -> Pool:
@@ -256,7 +230,7 @@ class Workers:
         options = PoolOptions(size=size, device=device or self._device, **axes)
         pool = self._pools.pop(options, None)
         if pool is None or not pool.open:
-            pool = Pool(self._zygote, options)
+            pool = Pool(self._source, options)
         self._pools[options] = pool  # The latest is last.
         while len(self._pools) > _KEPT_POOLS:
             self._pools.pop(next(iter(self._pools))).close()
@@ -269,16 +243,16 @@ class Workers:
 
     def fresh(self, options: PoolOptions) -> Pool:
         """A pool for one test, which closes it."""
-        return Pool(self._zygote, options if options.device != "cpu" else replace(options, device=self._device))
+        return Pool(self._source, options if options.device != "cpu" else replace(options, device=self._device))
 
     def fork_programs(self, address: str, folder: str) -> int:
         """Start the process that programs of `folder` are forked from (programs.py); returns its id."""
-        return self._zygote.ask(programs={"address": address, "folder": folder})
+        return self._source.fork("programs", address, folder)
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
-        self._zygote.close()
+        self._source.close()
 
 
 def _launch_variables(rank: int, options: PoolOptions, port: str) -> dict[str, str]:

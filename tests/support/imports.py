@@ -1,0 +1,20 @@
+"""What workers need, for the process that they are forked from: they share its pages, and start at once."""
+
+import peft  # noqa: F401
+import pytest  # noqa: F401
+import torch
+import torch.distributed
+from transformers import (  # noqa: F401
+    BertForSequenceClassification,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+import zeromesh.trainer.cli.main
+import zeromesh.trainer.trainer  # noqa: F401
+from tests.conformance import cases  # noqa: F401
+from tests.support import trainer_cases  # noqa: F401
+
+torch.set_num_threads(1)
