@@ -183,7 +183,7 @@ class Stepper:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
         target on any rank, which makes no update.
 
-        `substep_end` is called after each microbatch except the last one with targets, and `before_update`, which may be None on
+        `substep_end` is called after each microbatch before the last one with samples, and `before_update`, which may be None on
         some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
         `DataError` for a batch that cannot be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
         """

@@ -70,18 +70,25 @@ def redistribute(
     moves = [_copies(before, after, index) for index in range(group.size)]
     for each in moves[rank] if out is not flat else ():
         if each.source == rank:
-            out[each.to : each.to + each.length] = flat[each.at : each.at + each.length]
+            out[each.target_start : each.target_start + each.length] = flat[
+                each.source_start : each.source_start + each.length
+            ]
     gets = [[each for each in moves[rank] if each.source == index != rank] for index in range(group.size)]
     gives = [[each for each in moves[index] if each.source == rank != index] for index in range(group.size)]
     if any(each.source != index for index, copies in enumerate(moves) for each in copies):
-        given = torch.cat([flat[:0], *(flat[each.at : each.at + each.length] for copies in gives for each in copies)])
+        given = torch.cat(
+            [
+                flat[:0],
+                *(flat[each.source_start : each.source_start + each.length] for copies in gives for each in copies),
+            ]
+        )
         received, sent = ([sum(each.length for each in copies) for copies in side] for side in (gets, gives))
         arrived = flat.new_empty(sum(received))
         call = CollectiveCall(arrived, given, what, received, sent, purpose)
         group.start(Collective.ALL_TO_ALL, call).wait()
         parts = [each for copies in gets for each in copies]
         for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
-            out[each.to : each.to + each.length] = part
+            out[each.target_start : each.target_start + each.length] = part
     return out
 
 
@@ -97,17 +104,17 @@ def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessS
     return whole
 
 
-class _Move(NamedTuple):
-    """A copy of elements from position `at` in the memory of rank `source` to position `to` in the target's."""
+class _Copy(NamedTuple):
+    """A copy of `length` elements from a position in the memory of rank `source` to one in the target's."""
 
     source: int
-    at: int
-    to: int
+    source_start: int
+    target_start: int
     length: int
 
 
 @lru_cache(maxsize=1024)
-def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Move]:
+def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Copy]:
     """Return the copies that rank `index` needs, in order: from its own memory if possible, else from the first rank with them."""
     order = [index, *(each for each in range(len(before)) if each != index)]
     holders = [
@@ -115,7 +122,7 @@ def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mo
         for source in order
         for held, end in zip(before[source], accumulate(each.length for each in before[source]), strict=True)
     ]
-    copies: list[_Move] = []
+    copies: list[_Copy] = []
     place = 0
     for target in after[index]:
         begin = target.start
@@ -125,7 +132,7 @@ def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Mo
                 raise LayoutError(f"no rank holds element {begin}, which the rank at position {index} is to get")
             held, source, at = holder
             length = min(held.end, target.end) - begin
-            copies.append(_Move(source, at + begin - held.start, place, length))
+            copies.append(_Copy(source, at + begin - held.start, place, length))
             place, begin = place + length, begin + length
     return copies
 

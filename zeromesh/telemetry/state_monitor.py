@@ -68,12 +68,15 @@ class StateMonitor:
                 {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
                 | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
                 | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
-                | {"disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]), "recent": self._recent(rank)}
+                | {
+                    "disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]),
+                    "recent": self._mean_step_seconds(rank),
+                }
                 | {"waits": {**waits, "seconds": waited} if waiting else None}
             )
         return found
 
-    def _recent(self, rank: int) -> dict[str, Any] | None:
+    def _mean_step_seconds(self, rank: int) -> dict[str, Any] | None:
         """Return a rank's mean seconds per recent step, from its totals now and some steps ago; None before its first step ends."""
         now, earlier = self._watch.board.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):

@@ -136,7 +136,7 @@ def new_row() -> memoryview:
 
 
 def shared_rows(segment: SharedSegment) -> dict[int, memoryview]:
-    """Map the rows of all ranks in shared memory, whose descriptor is closed."""
+    """Return views of all ranks' rows in a segment of shared memory, whose descriptor may be closed already."""
     words = segment.words()
     return {rank: words[rank * ROW_WORDS : (rank + 1) * ROW_WORDS] for rank in range(len(words) // ROW_WORDS)}
 
