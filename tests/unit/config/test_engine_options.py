@@ -12,7 +12,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.optim.fused_optimizer import hyperparameters
+from zeromesh.optim.fused_optimizer import GroupRules, hyperparameters, moment_names
 from zeromesh.optim.optimizer_step import LossScaler
 from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
@@ -91,8 +91,23 @@ def test_without_a_configuration_defaults_are_those_of_torch() -> None:
     (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
     decayed, _ = hyperparameters(OptimizerSettings())
     assert all(decayed[name] == group[name] for name in ("betas", "eps", "weight_decay"))
+    given = OptimizerSettings(lr=0.5, weight_decay=0.125, eps=1e-6, momentum=0.25)
+    values = {"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-6, "momentum": 0.25, "weight_decay": 0.125}
+    scheduled = values | {"betas": (0.75, 0.999), "momentum": 0.75}
+    assert hyperparameters(given, 0.5) == (values, values | {"weight_decay": 0.0})
+    assert hyperparameters(given, 0.5, 0.75) == (scheduled, scheduled | {"weight_decay": 0.0})
     configured, _ = hyperparameters(engine_options(load_config({}), accumulation=1).optimizer)
     assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
+
+
+def test_groups_by_name() -> None:
+    rules = GroupRules(OptimizerSettings(no_decay=("*.bias", "norm", "x?")))
+    assert [rules.group_of(each) for each in ("a.bias", "norm", "a.norm", "bias")] == [1, 1, 0, 0]
+    assert rules.unmatched(["a.bias", "norm"]) == ["x?"]
+    assert [moment_names(OptimizerSettings(name="sgd", momentum=each)) for each in (0.0, 0.5)] == [
+        (),
+        ("momentum_buffer",),
+    ]
 
 
 def test_the_roles_of_dtypes_are_one_line() -> None:
