@@ -207,8 +207,7 @@ def plan(dtype: torch.dtype = torch.bfloat16, trained: tuple[bool, ...] = (True,
 INSIDE = {"optimizer_in_backward": True, "on_nonfinite": "stop"}
 BY_HAND: dict[str, tuple[Transport, int, ZeroOptions, dict[str, int], int | None]] = {
     "one rank keeps everything": (
-        "local", 1, options(stage=2), {"parameters": 6 * _P, "master": 12 * _P, "moments": 24 * _P, "gradients": 12 * _P}, 0
-    ),
+        "local", 1, options(stage=2), {"parameters": 6 * _P, "master": 12 * _P, "moments": 24 * _P, "gradients": 12 * _P}, 0),
     # Gathered: the root, the unit that computes and the one that is fetched.
     "stage 3 over gloo keeps shards alone": (
         "gloo", 4, options(stage=3),
@@ -216,25 +215,20 @@ BY_HAND: dict[str, tuple[Transport, int, ZeroOptions, dict[str, int], int | None
     ),
     "without prefetch": ("gloo", 4, options(stage=3, prefetch=0), {}, 4 * _P),
     "shared pages count once over the ranks": (
-        "shared", 4, options(stage=3, gathered_budget=1 << 40), {"parameters": 6 * _P // 4, "gradient_buckets": 4 * _P}, 0,
-    ),
+        "shared", 4, options(stage=3, gathered_budget=1 << 40), {"parameters": 6 * _P // 4, "gradient_buckets": 4 * _P}, 0),
     "of which the root's stay": ("shared", 4, options(stage=3), {"parameters": 2 * _P // 4}, _P),
-    "a budget keeps the last units first": (
-        "gloo", 2, options(stage=3, gathered_budget=2 * _P), {"parameters": 2 * _P}, 4 * _P
-    ),
+    "a budget keeps the last units first": ("gloo", 2, options(stage=3, gathered_budget=2 * _P), {"parameters": 2 * _P}, 4 * _P),
     "sums before one reduction": (
-        "shared", 2, options(stage=1, accumulation=4), {"partial_gradients": 12 * _P, "gradient_buckets": 8 * _P}, None
-    ),
+        "shared", 2, options(stage=1, accumulation=4), {"partial_gradients": 12 * _P, "gradient_buckets": 8 * _P}, None),
     "none where each microbatch is reduced": ("shared", 2, options(stage=2, accumulation=4), {"partial_gradients": 0}, None),
     "averages are as large as one moment": (
-        "shared", 2, options(stage=3, average=AverageSettings(decay=0.9)), {"averages": 6 * _P, "moments": 12 * _P}, None
-    ),
-    "the optimizer inside backward needs few gradients": (
-        "shared", 2, options(stage=3, **INSIDE), {"gradients": 4 * _P}, None
-    ),
+        "shared", 2, options(stage=3, average=AverageSettings(decay=0.9)), {"averages": 6 * _P, "moments": 12 * _P}, None),
+    "the optimizer inside backward needs few gradients": ("shared", 2, options(stage=3, **INSIDE), {"gradients": 4 * _P}, None),
     "of one rank those of the root and of a unit": ("local", 1, options(stage=0, **INSIDE), {"gradients": 8 * _P}, 0),
     "of equal ranks all": ("gloo", 2, options(stage=0, **INSIDE), {"gradients": 12 * _P, "master": 12 * _P}, 0),
     "one rank has no sums to reduce": ("local", 1, options(stage=1, accumulation=4), {"partial_gradients": 0}, 0),
+    "reduced once a step": ("shared", 2, options(stage=2, accumulation=4, reduce_once=True), {"partial_gradients": 12 * _P}, 0),
+    "sums of several backwards stay": ("shared", 2, options(stage=2, accumulation=2, **INSIDE), {"gradients": 6 * _P}, 0),
 }  # fmt: skip
 """Of three units of `_P` elements in bf16, masters and sums in fp32, AdamW: transport, ranks, options, bytes by purpose, and
 those that are gathered for a while."""
@@ -250,23 +244,13 @@ def test_by_hand(name: str) -> None:
         assert len(found.terms) == sum(map(bool, terms.values()))
 
 
-def test_masters_of_the_compute_dtype_are_the_parameters() -> None:
-    for stage, wanted in (
-        (2, 0),
-        (3, 3 * 4 * _P // 2),
-    ):  # At stage 3 nothing stays gathered that they could be part of.
+def test_masters_of_the_compute_dtype_are_the_parameters_and_frozen_parameters_have_no_states() -> None:
+    for stage, wanted in ((2, 0), (3, 6 * _P)):  # At stage 3 nothing stays gathered that they could be part of.
         found = MemoryModel(plan_layouts(plan(torch.float32), 2), ZeroOptions(stage=stage), 2, "gloo")
         assert found.terms.get(Purpose.MASTER, 0) == wanted
-
-
-def test_frozen_parameters_have_no_states() -> None:
-    assert MemoryModel(plan_layouts(plan(trained=(False, True, False)), 2), options(stage=1), 2, "gloo").terms == {
-        Purpose.PARAMETERS: 3 * 2 * _P,
-        Purpose.MASTER: 4 * _P // 2,
-        Purpose.MOMENTS: 8 * _P // 2,
-        Purpose.GRADIENTS: 4 * _P // 2,
-        Purpose.GRADIENT_BUCKETS: 2 * 2 * 2 * _P,
-    }
+    terms = {"parameters": 6 * _P, "master": 2 * _P, "moments": 4 * _P, "gradients": 2 * _P, "gradient_buckets": 8 * _P}
+    found = MemoryModel(plan_layouts(plan(trained=(False, True, False)), 2), options(stage=1), 2, "gloo")
+    assert found.terms == {Purpose[name.upper()]: nbytes for name, nbytes in terms.items()}
 
 
 def test_states_on_files_pass_through_memory() -> None:
