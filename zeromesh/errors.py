@@ -4,8 +4,6 @@ A mistake that the user can correct is a `ValueError`; an invariant broken at ru
 was given, what is allowed, where, and what to do next.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Collection, Iterator, Sequence

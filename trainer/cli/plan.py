@@ -1,8 +1,6 @@
 """Commands that try a configuration before training: `zeromesh plan` finds layouts that fit and are fast, and measures the machine;
 `zeromesh verify` compares a few steps with one plain process."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

@@ -7,8 +7,6 @@ alternate, so that long prompts do not delay others. Ranks that run one model ha
                 f
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections import deque

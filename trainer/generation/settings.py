@@ -1,7 +1,5 @@
 """The settings of a generation: a model's own `GenerationConfig`, overridden by fields of the user, and their checks."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import json

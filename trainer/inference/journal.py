@@ -5,8 +5,6 @@ the order of completion. Every line begins with a digest of its rest. After the 
 generation, so that the same command does nothing a second time.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

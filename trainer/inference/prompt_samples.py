@@ -1,8 +1,6 @@
 """`run.prompts`: sample completions during training. All ranks generate all prompts, one at a time, so that a completion depends
 neither on the other prompts nor on the layout. Sampling is seeded by the step and the prompt."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

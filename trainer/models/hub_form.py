@@ -1,8 +1,6 @@
 """Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time: those of one conversion of
 transformers (`revert_weight_conversion`), or of one layer with adapters, which PEFT itself merges."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

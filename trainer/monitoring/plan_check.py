@@ -3,8 +3,6 @@
 Nothing here loads torch, as reports read such records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median

@@ -1,7 +1,5 @@
 """Plans of configurations, and the values of `auto`: conversions between configuration keys and fields of a layout."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from contextlib import closing, suppress
 from typing import Any

@@ -5,8 +5,6 @@ accelerator, gathers and reductions overlap with computing, and only the excess 
 count.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Layouts, which distribute a run over ranks and memory tiers, and the configuration keys that they decide."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Every prediction is a formula of a few figures, which docs/machine-files.md describes.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from pathlib import Path

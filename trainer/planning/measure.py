@@ -1,7 +1,5 @@
 """Measures the machine of this launch in about a minute, with the kernels and collectives of a training run."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import secrets

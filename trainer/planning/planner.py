@@ -1,7 +1,5 @@
 """The plan: every layout that a number of ranks allows, those that fit first, and the fastest of them first."""
 
-from __future__ import annotations
-
 import math
 from bisect import insort
 from collections import ChainMap

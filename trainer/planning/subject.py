@@ -1,7 +1,5 @@
 """The subject of a plan: a model, its loss and its data, and cached results of traces and arithmetic about them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial

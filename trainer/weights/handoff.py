@@ -7,8 +7,6 @@
     receiver    {"received"}
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

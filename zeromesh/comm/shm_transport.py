@@ -14,8 +14,6 @@ others map it when they read an entry that names it: so writing never waits for 
 Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order).
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import os

@@ -1,7 +1,5 @@
 """The rank processes of one start on this host: starting and stopping them, and reporting the error that ended them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

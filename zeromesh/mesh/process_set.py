@@ -1,8 +1,6 @@
 """`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed, as
 in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`)."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import operator

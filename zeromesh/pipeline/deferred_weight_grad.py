@@ -4,8 +4,6 @@ Backward queues the two factors of the weight's gradient. Later these are multip
 accumulates the product into `parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -13,8 +13,6 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
                  1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """`StateMonitor` writes the state of every rank to one file, so that a lost, hung or slow rank shows while the run goes on."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

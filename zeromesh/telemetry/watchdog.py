@@ -1,7 +1,5 @@
 """`Watchdog`: bounds every wait for another rank, and names the ranks waited for."""
 
-from __future__ import annotations
-
 import threading
 import time
 import zlib

@@ -6,8 +6,6 @@ parameter's unit live or raises, and then runs on the same object with its class
 overrides (TorchScript, collectives of torch.distributed) see NaN.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.support.seeded_bugs import BUGS, SeededBug, plant
 from tests.support.tables import row
 from tests.support.workers import Workers
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.verification.certificate import Difference, merged
 
 CASES = "verification_cases"
 CONFIGS = sorted(path.name for path in (Path(__file__).parents[3] / "configs").iterdir())
@@ -69,6 +71,24 @@ def test_what_is_wrong_is_found_and_named(workers: Workers, tmp_path: Path, faul
         assert first[1] == name
         assert first[3] == [1]
         assert "model.layers.1.mlp in step 1, microbatch 1 on rank 1" in found["located"]
+
+
+def difference(*values: Any) -> Difference:
+    return Difference(**dict(zip(Difference.__slots__, values, strict=False)))
+
+
+def test_the_difference_nearest_to_the_cause_is_first_and_is_a_sentence() -> None:
+    """An exact run before others, then by step, kind, microbatch and place, however large; of all ranks the largest."""
+    order = [("initial", 0, "w", 0.1), ("output", 1, "b", 0.1, 7, 0), ("output", 1, "a", 0.2, 3, 1)]
+    order += [("output", 1, "b", 0.3, 7, 1), ("loss", 1, "", 9.0), ("error", 2, "", 0.0, 0, -1, (), "exact", "no")]
+    order += [("check", 1, "", 0.0, 0, -1, (), "resume", "what")]
+    rows = [[difference(*values[:3], each, *values[4:]) for values in reversed(order)] for each in (0.0, 0.0)]
+    found = merged([*rows, [difference(*values) for values in order]])
+    assert list(found) == [replace(difference(*values), ranks=(0, 1, 2)) for values in order]
+    said = [replace(each, ranks=(2,)).sentence().removesuffix(" on rank 2") for each in found]
+    assert said[1] == "the output of b in step 1, microbatch 0 on rank 2 differs by 0.1"
+    assert said[0] == "the initial value of w on rank 2 differs by 0.1"
+    assert said[4:] == ["the loss in step 1 on rank 2 differs by 9", "no", "what in step 1"]
 
 
 FULL = pytest.mark.full

@@ -12,9 +12,10 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.optim.fused_optimizer import hyperparameters
+from zeromesh.offload import TierChoice
+from zeromesh.optim.fused_optimizer import GroupRules, hyperparameters, moment_names
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
@@ -32,6 +33,7 @@ def optimizer(**changes: Any) -> ZeroOptions:
 
 
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "on_nonfinite": "stop"}
+ON_HOST = OffloadOptions(parameters=TierChoice(tier="host"))
 HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
 
 
@@ -41,6 +43,11 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
         (ZeroOptions, {"gathered_budget": -1}, ["zero.gathered_budget is -1; it must be 0 or more bytes, or auto"]),
+        (
+            ZeroOptions,
+            {"stage": 2, "offload": ON_HOST},
+            ["offload.parameters is host at stage 2: only stage 3 gathers"],
+        ),
         (ZeroOptions, {"gathered_budget": "1MiB"}, ["zero.gathered_budget is '1MiB'"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
@@ -54,6 +61,11 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (Precision, {"compute": torch.float64}, ["precision.master is torch.float32, less than", "precision.reduce"]),
         (Precision, {"reduce": torch.float16}, ["precision.reduce is torch.float16, less than", "differ: an update"]),
         (Precision, {"compute": torch.float16, "reduce": torch.bfloat16}, ["differ: an update needs equal ones"]),
+        (
+            Precision,
+            {"compute": torch.bfloat16, "reduce": torch.bfloat16, "master": torch.float64},
+            ["differ: an update"],
+        ),
         (Precision, {"master": torch.float64}, ["differ: an update needs equal ones"]),
     ],
 )
@@ -91,8 +103,23 @@ def test_without_a_configuration_defaults_are_those_of_torch() -> None:
     (group,) = torch.optim.AdamW([nn.Parameter(torch.zeros(1))]).param_groups
     decayed, _ = hyperparameters(OptimizerSettings())
     assert all(decayed[name] == group[name] for name in ("betas", "eps", "weight_decay"))
+    given = OptimizerSettings(lr=0.5, weight_decay=0.125, eps=1e-6, momentum=0.25)
+    values = {"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-6, "momentum": 0.25, "weight_decay": 0.125}
+    scheduled = values | {"betas": (0.75, 0.999), "momentum": 0.75}
+    assert hyperparameters(given, 0.5) == (values, values | {"weight_decay": 0.0})
+    assert hyperparameters(given, 0.5, 0.75) == (scheduled, scheduled | {"weight_decay": 0.0})
     configured, _ = hyperparameters(engine_options(load_config({}), accumulation=1).optimizer)
     assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
+
+
+def test_groups_by_name() -> None:
+    rules = GroupRules(OptimizerSettings(no_decay=("*.bias", "norm", "x?")))
+    assert [rules.group_of(each) for each in ("a.bias", "norm", "a.norm", "bias")] == [1, 1, 0, 0]
+    assert rules.unmatched(["a.bias", "norm"]) == ["x?"]
+    assert [moment_names(OptimizerSettings(name="sgd", momentum=each)) for each in (0.0, 0.5)] == [
+        (),
+        ("momentum_buffer",),
+    ]
 
 
 def test_the_roles_of_dtypes_are_one_line() -> None:

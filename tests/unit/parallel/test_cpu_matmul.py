@@ -77,6 +77,8 @@ def test_other_dtypes_and_empty_inputs_are_left_alone() -> None:
 
 def test_tiles_are_used_again() -> None:
     x, weight, bias = _tensors((50, 40), 70, torch.bfloat16)
+    assert cpu_matmul.row_blocks(40, 40) == [slice(0, 16), slice(16, 32), slice(32, 40)]  # of 640 elements
+    assert cpu_matmul.row_blocks(6, 640) == [slice(0, 4), slice(4, 6)]  # of four rows at least
     first = linear(x, weight, bias)
     kept = first.clone()
     linear(x + 1, weight, bias).sum().backward()
@@ -147,7 +149,12 @@ def test_a_run_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
-    [((3.0, 1.0), torch.float32), ((1.0, 0.9), torch.bfloat16), ((1.0, 2.0), torch.bfloat16)],
+    [
+        ((3.0, 1.0), torch.float32),
+        ((1.0, 0.8), torch.float32),
+        ((1.0, 0.81), torch.bfloat16),
+        ((1.0, 2.0), torch.bfloat16),
+    ],
 )
 def test_trials_decide_once(monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], chosen: torch.dtype) -> None:
     asked: list[torch.dtype] = []

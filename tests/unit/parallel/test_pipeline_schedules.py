@@ -182,6 +182,7 @@ def test_what_is_wrong_is_named() -> None:
         ({"name": "2f2b", "ranks": 2, "microbatches": 2}, "allowed are gpipe, 1f1b"),
         ({"name": "1f1b", "ranks": 2, "microbatches": 0}, "at least 1 of microbatches, got 0"),
         ({"name": "zero_bubble", "ranks": 0, "microbatches": 2}, "at least 1 of ranks"),
+        ({"name": "gpipe", "ranks": True, "microbatches": 2}, "at least 1 of ranks, got True"),
         ({"name": "gpipe", "ranks": 2, "microbatches": 2, "chunks": 2}, "take interleaved"),
     ],
 )
@@ -193,6 +194,8 @@ def test_what_makes_no_schedule_is_refused(arguments: dict[str, object], text: s
 def test_a_transfer_and_slow_ranks_lengthen_the_step() -> None:
     schedule = make_schedule("gpipe", ranks=2, microbatches=1)
     assert simulate(schedule, transfer=0.5).duration == 6 + 2 * 0.5
+    alone = make_schedule("interleaved", ranks=1, microbatches=2, chunks=2)
+    assert (simulate(alone, transfer=0.5).duration, message_order(alone, 0)[0]) == (12, [])  # 4 forwards, 4 backwards
     assert simulate(schedule, lambda rank, _action: 1.0 + rank).duration == 6
     timeline = simulate(schedule, lambda rank, _action: 1.0 + rank)
     assert timeline.bubbles == pytest.approx((4 / 6, 2 / 6))

@@ -5,8 +5,8 @@ import json
 import logging
 import math
 import os
-import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from tests.support.step_lines import metrics
 from zeromesh.errors import StorageError
-from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
+from zeromesh.trainer.formatting import Detail, human_bytes, human_count, human_seconds
+from zeromesh.trainer.monitoring import console as display
+from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.console import Console, step_line
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.monitoring.tracking import evaluation_row
@@ -50,13 +52,13 @@ def test_every_line_is_strict_json(tmp_path_factory: pytest.TempPathFactory, val
     assert record["nested"]["norms"] == [expected]
 
 
-def test_numbers_of_torch_and_numpy_are_numbers(tmp_path: Path) -> None:
+def test_numbers_of_torch_and_numpy_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_metrics, "time", SimpleNamespace(time=lambda: 1700000000.98765))
     with MetricsWriter(tmp_path / "m.jsonl") as writer:
         tensors = {"loss": torch.tensor(float("nan")), "norms": torch.tensor([1.0, 2.0])}
         writer.write({"step": np.int64(3), **tensors, "path": tmp_path})
     (line,) = read_metrics(tmp_path / "m.jsonl")
-    assert abs(line.pop("time") - time.time()) < 60
-    assert line == {"step": 3, "loss": "nan", "norms": [1.0, 2.0], "path": str(tmp_path)}
+    assert line == {"step": 3, "loss": "nan", "norms": [1.0, 2.0], "path": str(tmp_path), "time": 1700000000.988}
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped(tmp_path: Path) -> None:
@@ -142,6 +144,9 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
 
 
 def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> None:
+    for verbose in (False, True):
+        Console(terminal, verbose=verbose).note(Detail(f"a detail, {verbose}"))
+    assert terminal.getvalue() == "a detail, True\n"
     with Console(terminal) as console:
         console.start(total_steps=10, first_step=4)
         console.step(metrics(5))
@@ -154,6 +159,24 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert "loss 3.250  12.3k tok/s  1.5 GiB" in shown
     assert "saved" in shown
     assert shown.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_what_is_left_and_what_goes_on_by_the_clock(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = SimpleNamespace(now=0.0), io.StringIO()
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    with Console(stream) as console:
+        console.start(total_steps=10, first_step=4, after=2.0)
+        for clock.now in (4.9, 5.0, 9.9):  # A log is silent for 5 seconds.
+            console.status(f"busy at {clock.now}")
+        clock.now = 60.0
+        console.step(metrics(6))
+    busy, step = stream.getvalue().splitlines()
+    assert busy == "busy at 5.0"
+    assert step.endswith("  3:00 left")  # 30 seconds for each of 4 steps, and of 2 more
+    with Console(terminal) as console:
+        for clock.now in (100.0, 100.24, 100.25):  # At most four times a second.
+            console.status(f"busy at {clock.now}")
+    assert [f"at {at}" in terminal.getvalue() for at in (100.0, 100.24, 100.25)] == [True, False, True]
 
 
 def test_an_evaluation_has_a_bar_on_a_terminal_alone(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:

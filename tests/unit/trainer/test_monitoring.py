@@ -135,8 +135,8 @@ def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[
         memory={"device": {"moments": 10 * MIB}, "host": {"master": 20 * MIB}},
         peak=100 * MIB,
     )
-    for seconds in (9.0, forward, forward):  # The first step does not count.
-        check.steps.append((seconds + 0.1, {"forward": seconds, "backward": 0.1}))
+    for seconds in (9.0, forward + 0.5, forward - 0.1, forward):  # Medians, for which the first step does not count.
+        check.steps.append((seconds + 0.1, {"forward": seconds, "backward": 0.1, "data": 0.05}))
     device = {"moments": 10 * MIB, "activations": 7 * MIB, **({"master": master * MIB} if master else {})}
     return check.record({"device": device, "host": {"master": 20 * MIB}}, peak * MIB)
 
@@ -144,7 +144,7 @@ def compared(*, forward: float = 0.2, peak: int = 100, master: int = 0) -> dict[
 def test_every_term_of_a_plan_is_beside_what_was_measured() -> None:
     record = compared(master=5)
     assert record["seconds"] == [pytest.approx(0.3), pytest.approx(0.3)]
-    assert record["phases"]["forward"] == [0.2, 0.2]
+    assert record["phases"] == {"forward": [0.2, 0.2], "backward": [0.1, 0.1], "data": [0.0, 0.05]}
     # What was measured and not predicted counts too; what nobody counts is the rest of the peak.
     wanted = {"moments": [10 * MIB, 10 * MIB], "master": [0, 5 * MIB], "uncounted": [90 * MIB, 85 * MIB]}
     assert record["memory"] == {"device": wanted, "host": {"master": [20 * MIB, 20 * MIB]}}
@@ -158,6 +158,7 @@ def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypa
     monkeypatch.setattr(step_metrics, "now", lambda: next(clock))
     times = StartTimes(10.0)
     times.end("launch", at=11.0)
+    times.end("imports", at=12.0)
     times.end("imports")
     times.begin()  # What a script did since then is no part of it.
     times.end("data")
@@ -171,7 +172,11 @@ def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypa
 @pytest.mark.parametrize(
     ("parts", "shown"),
     # Parts too short to matter are counted and not shown.
-    [({"data": 0.04, "first step": 1.06}, "1.1 s (first step 1.1)"), ({"data": 0.01}, "0.0 s"), ({}, "0.0 s")],
+    [
+        ({"data": 0.04, "first step": 1.06}, "1.1 s (first step 1.1)"),
+        ({"data": 0.05}, "0.1 s (data 0.1)"),
+        ({}, "0.0 s"),
+    ],
 )
 def test_a_start_as_a_sentence(parts: dict[str, float], shown: str) -> None:
     assert sentence(parts) == shown

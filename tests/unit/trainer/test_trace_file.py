@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +88,31 @@ def test_a_trace_has_every_span_of_every_rank_and_who_came_last() -> None:
         assert [each["name"] for each in slices(trace, pid=rank, tid=1)] == ["step 1", "step 2", "step 3"]
         assert len(slices(trace, pid=rank, name="forward of b")) == 3
         assert len(slices(trace, pid=rank, name="gathering b")) == 3
-        assert slices(trace, pid=rank, name="forward of b")[0]["args"] == {"step": 1, "microbatch": 1}
+        forward = slices(trace, pid=rank, name="forward of b")[0]
+        assert (forward["ts"], forward["dur"]) == (25_000, 15_000)  # microseconds
+        assert forward["args"] == {"step": 1, "microbatch": 1}
     first, second, _ = slices(trace, pid=0, name="agreement over world")
     assert "last to come" not in first["args"]
     assert second["args"] == {"step": 2, "last to come": 1, "waited ms": 9.0, "link ms": 2.0}
     assert slices(trace, pid=0, name="wait: gather of b/0")[0]["args"]["waited for rank"] == 1
-    assert len([event for event in trace["traceEvents"] if event["ph"] == "s" and event["pid"] == 1]) == 2 + 3
+    rows = [event["tid"] for event in trace["traceEvents"] if event["ph"] == "s" and event["pid"] == 1]
+    assert sorted(rows) == [2, 2, 3, 3, 3]  # from collectives, and from what another rank does
     (counted,) = [event for event in trace["traceEvents"] if event["ph"] == "C"]
-    assert counted["args"] == {"master": 100}
+    assert (counted["args"], counted["ts"]) == ({"master": 100}, 140_000)  # where step 2 ends
     chosen = trace_of([ring(0, late=1), ring(1, late=10)], memory, range(2, 3))
     require_whole(chosen)
     assert {event["args"]["step"] for event in slices(chosen)} == {2}
 
 
 def test_clocks_of_hosts_are_aligned_where_all_ranks_met() -> None:
-    trace = trace_of([ring(0, late=1), ring(1, late=10, host="b", shift=5000)])
-    require_whole(trace)
-    own, other = (slices(trace, pid=rank, name="step 2")[0]["ts"] for rank in (0, 1))
-    assert own == other
+    apart = [ring(0, late=1), ring(1, late=10, host="b", shift=5000)]
+    # Without a moment that all share, wall clocks count.
+    events = [[event for event in each.events if event[1] & ~codes.DETAIL != codes.MEETING] for each in apart]
+    walls = [replace(each, wall=400 * MS, events=own) for each, own in zip(apart, events, strict=True)]
+    for trace in (trace_of(walls), trace_of(apart)):
+        require_whole(trace)
+        own, other = (slices(trace, pid=rank, name="step 2")[0]["ts"] for rank in (0, 1))
+        assert own == other
     assert slices(trace, pid=0, name="agreement over world")[1]["args"]["last to come"] == 1
 
 

@@ -10,18 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from zeromesh.environment import read_environment
-from zeromesh.settings.keys import (
-    Allowed,
-    Count,
-    CountOrOff,
-    Fraction,
-    Listed,
-    Names,
-    NotNegative,
-    Number,
-    StepKeys,
-    Text,
-)
+from zeromesh.settings import keys
 from zeromesh.trainer.config.sections.base import REPOSITORY, NamedList, Seconds, Section, Texts
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -46,22 +35,22 @@ def name_of_script() -> str:
 class CheckpointSection(Section):
     """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
-    every_steps: CountOrOff | Literal["epoch"] = 100
+    every_steps: keys.CountOrOff | Literal["epoch"] = 100
     """Steps between checkpoints, or epoch: after each epoch; the last step is always saved. 0 = only checkpoints that callbacks
     request."""
-    keep_last: CountOrOff = 3
+    keep_last: keys.CountOrOff = 3
     """The number of newest checkpoints to keep. 0 = all."""
-    keep_best: CountOrOff = 0
+    keep_best: keys.CountOrOff = 0
     """The number of best checkpoints, by `run.metric`, to keep besides. 0 = off."""
     asynchronous: bool = True
     """Write checkpoints in the background, straight from the live states, while training continues."""
-    resume: Literal["auto", "never"] | Text = "auto"
+    resume: Literal["auto", "never"] | keys.Text = "auto"
     """auto resumes from the run's newest complete checkpoint; never refuses to start a run that has checkpoints; a path of a
     checkpoint or a run starts from that checkpoint."""
     frozen: Literal["auto", "reference", "whole"] = "auto"
     """Storage of frozen weights: reference stores the path and checksums of the model's source directory for weights that are
     unchanged there; whole writes them; auto is reference if adapters are trained, else whole."""
-    max_failures: CountOrOff = 3
+    max_failures: keys.CountOrOff = 3
     """Consecutive failed saves after which the run ends. 0 = never."""
     timeout_seconds: Seconds = 600.0
     """Seconds that ranks wait for a rank in a single slow disk call, and that the end of a run waits for the removal of old
@@ -74,20 +63,22 @@ class HubSection(Section):
     push: bool = False
     """Upload the model when the training has ended."""
     repository: (
-        Annotated[str, Field(pattern=f"^{REPOSITORY.pattern}$"), Allowed("the name of a repository, such as me/model")]
+        Annotated[
+            str, Field(pattern=f"^{REPOSITORY.pattern}$"), keys.Allowed("the name of a repository, such as me/model")
+        ]
         | None
     ) = None
     """The repository, which is created if missing; null: `run.name`."""
     private: bool | None = None
     """Make a new repository private; null: the owner's default."""
-    revision: Text | None = None
+    revision: keys.Text | None = None
     """The branch to upload to; null: the main branch."""
 
 
 class ProfileSection(Section):
     """The measurements of steps, and the steps of which torch's profiler writes traces into the run's directory."""
 
-    steps: Annotated[Listed[tuple[Count, Count]], Allowed("a list of two steps")] | None = None
+    steps: Annotated[keys.Listed[tuple[keys.Count, keys.Count]], keys.Allowed("a list of two steps")] | None = None
     """First and last step that are recorded on every rank; null: none."""
     memory: bool = False
     """Record allocations and shapes of operators too."""
@@ -98,29 +89,29 @@ class ProfileSection(Section):
     little faster without."""
 
 
-class RunSection(Section, StepKeys):  # type: ignore[misc]  # pydantic freezes it too
+class RunSection(Section, keys.StepKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The name, length, logging, evaluation and seeds of a run."""
 
     name: Annotated[
         str,
         Field(pattern=f"^{RUN_NAME.pattern}$"),
-        Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
+        keys.Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
     ] = Field(default_factory=name_of_script)
     """The run's directory inside `output_dir`; by default the name of the configuration file or of the script, without its
     ending."""
-    output_dir: Text = "runs"
+    output_dir: keys.Text = "runs"
     """Directory that runs are written to."""
-    max_steps: Count = 200
+    max_steps: keys.Count = 200
     """Optimizer steps; null: 200, or the steps of `epochs`."""
-    epochs: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
+    epochs: Annotated[keys.Number, Field(gt=0.0, le=1e6)] | None = None
     """Passes over the training data. With `max_steps` too, the run has the smaller number of steps."""
-    log_every: CountOrOff | Literal["epoch"] = 1
+    log_every: keys.CountOrOff | Literal["epoch"] = 1
     """Steps between lines of metrics.jsonl, or epoch: after each epoch. 0 = off."""
     log_first_step: bool = False
     """Log a line after the first step too, whatever `log_every` is."""
     verbose: bool = False
     """Show the log's further details on the terminal: data reading, the loss, dtypes, times and traffic."""
-    eval_every: CountOrOff | Literal["epoch"] = 0
+    eval_every: keys.CountOrOff | Literal["epoch"] = 0
     """Steps between evaluations, or epoch: after each epoch. 0 = off, but for `eval_at_end`."""
     eval_at_start: bool = False
     """Evaluate before the first step too."""
@@ -129,31 +120,31 @@ class RunSection(Section, StepKeys):  # type: ignore[misc]  # pydantic freezes i
     predict_with_generate: bool = False
     """Give `compute_metrics` generated tokens in place of logits."""
     generation: Annotated[
-        dict[str, JsonValue] | None, Allowed("a mapping of fields of transformers' GenerationConfig, or null")
+        dict[str, JsonValue] | None, keys.Allowed("a mapping of fields of transformers' GenerationConfig, or null")
     ] = None
     """Generation settings, such as max_new_tokens, on top of the model's generation_config.json."""
-    prompts: Annotated[Text | Texts | None, Allowed("a list of texts, a file of prompts, or null")] = None
+    prompts: Annotated[keys.Text | Texts | None, keys.Allowed("a list of texts, a file of prompts, or null")] = None
     """Prompts that the model continues while it is trained, by `generation`: a list of texts, or a file of JSON lines as that of
     `zeromesh generate --prompts`. The texts go to the console, to samples.jsonl and to trackers. null: none."""
-    prompts_every: Count | None = None
+    prompts_every: keys.Count | None = None
     """Steps between continuations of `prompts`; null: at evaluations."""
-    metric: Text = "loss"
+    metric: keys.Text = "loss"
     """The evaluation value that ranks checkpoints: loss, or a value of `compute_metrics`."""
     metric_goal: Literal["auto", "lowest", "highest"] = "auto"
     """The better direction of `metric`; auto: the lowest for losses, errors and perplexities, the highest for others."""
-    patience: CountOrOff = 0
+    patience: keys.CountOrOff = 0
     """Evaluations in a row without a better `metric` after which the run ends. 0 = off."""
-    min_improvement: NotNegative = 0.0
+    min_improvement: keys.NotNegative = 0.0
     """The smallest change of `metric` that counts as better, for `patience`."""
     load_best: bool = False
     """End with the weights of the best evaluation, which is kept as a checkpoint."""
-    label_smoothing: Fraction = 0.0
+    label_smoothing: keys.Fraction = 0.0
     """Fraction of each target that is spread over all classes, as in torch's cross_entropy."""
     callbacks: NamedList = ()
     """Callbacks of Python code: classes, functions that return one, or objects. Further keys are arguments of the call."""
     deterministic: bool = False
     """Use deterministic kernels only; an operation without one raises an error."""
-    max_nonfinite: CountOrOff = 20
+    max_nonfinite: keys.CountOrOff = 20
     """Skipped steps in a row after which the run ends. 0 = never."""
 
     @model_validator(mode="before")
@@ -176,14 +167,14 @@ class RunSection(Section, StepKeys):  # type: ignore[misc]  # pydantic freezes i
 class TrackingSection(Section):
     """The trackers that receive a run's metrics beside its files. Their failures neither stop nor slow training."""
 
-    backends: Names = ()
+    backends: keys.Names = ()
     """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
     accelerate's register_tracker_class."""
-    project: Text = "zeromesh"
+    project: keys.Text = "zeromesh"
     """The project that trackers file the run under."""
-    name: Text | None = None
+    name: keys.Text | None = None
     """Name of the run in trackers; null: `run.name`."""
     mode: Literal["offline", "online"] = "offline"
     """Mode of wandb, clearml, comet_ml and swanlab: online uploads, and needs a network and a key."""
-    tags: Names = ()
+    tags: keys.Names = ()
     """Labels of the run."""

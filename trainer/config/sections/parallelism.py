@@ -4,21 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from zeromesh.settings.keys import (
-    Allowed,
-    ConvertedBy,
-    Count,
-    Listed,
-    Number,
-    OffloadKeys,
-    ParallelOptions,
-    PrecisionKeys,
-    ScalerKeys,
-    Text,
-    Whole,
-    ZeroKeys,
-    bytes_from_text,
-)
+from zeromesh.settings import keys
 from zeromesh.trainer.config.sections.base import Seconds, Section, Texts
 
 LEAST_STAGING = 4 << 20
@@ -29,7 +15,7 @@ class TierShare(Section):
 
     tier: Literal["none", "host", "file"] = "none"
     """The tier."""
-    fraction: Annotated[Number, Field(gt=0.0, le=1.0)] = 1.0
+    fraction: Annotated[keys.Number, Field(gt=0.0, le=1.0)] = 1.0
     """The fraction that the tier holds."""
 
     @model_validator(mode="before")
@@ -52,25 +38,25 @@ class GradientShare(TierShare):
 _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
 
 
-class OffloadSection(Section, OffloadKeys):  # type: ignore[misc]  # pydantic freezes it too
+class OffloadSection(Section, keys.OffloadKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The states that are kept outside the device's memory until they are needed. Results do not change."""
 
-    optimizer: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    optimizer: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
     """Master weights and moments, at any stage."""
-    gradients: Annotated[GradientShare, Allowed(f"auto, {_TIERS}")] = GradientShare()
+    gradients: Annotated[GradientShare, keys.Allowed(f"auto, {_TIERS}")] = GradientShare()
     """Gradient shards between reduction and update; auto: as the optimizer state."""
-    parameters: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    parameters: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
     """Parameters between their uses, at stage 3."""
-    activations: Annotated[TierShare, Allowed(_TIERS)] = TierShare()
+    activations: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
     """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
-    directory: Text | Texts | None = None
+    directory: keys.Text | Texts | None = None
     """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
     `offload` in the run's directory."""
     checksums: bool = False
     """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[
-        Literal["auto"] | Annotated[Whole, ConvertedBy(bytes_from_text), Field(ge=LEAST_STAGING)],
-        Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
+        Literal["auto"] | Annotated[keys.Whole, keys.ConvertedBy(keys.bytes_from_text), Field(ge=LEAST_STAGING)],
+        keys.Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
     """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an
     accelerator's memory."""
@@ -80,22 +66,22 @@ AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
 """Keys that a plan may decide. `parallel` means its axes, schedule and chunks, unless given."""
 
 
-class ParallelSection(Section, ParallelOptions):  # type: ignore[misc]  # pydantic freezes it too
+class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # pydantic freezes it too
     """The mesh. The product of the axes is the number of ranks."""
 
     auto: Annotated[
-        Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
-        Allowed(f"a list of {', '.join(AUTOMATIC)}"),
+        keys.Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
+        keys.Allowed(f"a list of {', '.join(AUTOMATIC)}"),
     ] = ()
     """Keys that are set to the fastest plan that fits when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
     auto` and `zero.stage: auto` are short for them."""
-    replicate: Count = 1
+    replicate: keys.Count = 1
     """Replicas of each group of shards (hybrid sharding)."""
-    shard: Literal["auto"] | Count = "auto"
+    shard: Literal["auto"] | keys.Count = "auto"
     """Ranks that shard one copy of the states; auto: all remaining ranks."""
-    tensor: Count = 1
+    tensor: keys.Count = 1
     """Ranks that divide every layer among them, best within one host."""
-    pipeline: Count = 1
+    pipeline: keys.Count = 1
     """Ranks that divide the blocks of the model into stages."""
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
@@ -106,11 +92,11 @@ class ParallelSection(Section, ParallelOptions):  # type: ignore[misc]  # pydant
     start."""
 
 
-class LossScaleSection(Section, ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too
+class LossScaleSection(Section, keys.ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
 
-class PrecisionSection(Section, PrecisionKeys):  # type: ignore[misc]  # pydantic freezes it too
+class PrecisionSection(Section, keys.PrecisionKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The dtypes of each role. They are printed once at the start of a run."""
 
     tf32: bool = False
@@ -122,5 +108,5 @@ class PrecisionSection(Section, PrecisionKeys):  # type: ignore[misc]  # pydanti
     """The dynamic loss scale of float16."""
 
 
-class ZeroSection(Section, ZeroKeys):  # type: ignore[misc]  # pydantic freezes it too
+class ZeroSection(Section, keys.ZeroKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The partitioning of optimizer state, gradients and parameters, and their communication."""

@@ -6,18 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Predicate
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.settings.keys import (
-    Allowed,
-    AverageSettings,
-    Count,
-    CountOrOff,
-    Fraction,
-    OptimizerKeys,
-    Positive,
-    Seed,
-    Text,
-    Whole,
-)
+from zeromesh.settings import keys
 from zeromesh.trainer.config.sections.base import Named, NamedFunction, NamedList, Seconds, Section, Texts
 from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 
@@ -25,11 +14,11 @@ from zeromesh.trainer.config.sections.formats import COLUMNS, FORMATS, RowFormat
 class BatchSection(Section):
     """The batch sizes of a step. Gradient accumulation follows from these and the number of data-parallel ranks."""
 
-    global_size: Annotated[Whole, Field(ge=1, le=1_000_000)] = 16
+    global_size: Annotated[keys.Whole, Field(ge=1, le=1_000_000)] = 16
     """Sequences of one optimizer step, over all ranks."""
-    micro_size: Count = 2
+    micro_size: keys.Count = 2
     """Sequences in one forward and backward of one rank."""
-    eval_micro_size: Count | None = None
+    eval_micro_size: keys.Count | None = None
     """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`."""
     last: Literal["carry", "partial", "drop"] = "carry"
     """Treatment of samples at the end of an epoch that fill no global batch: continue into the next epoch (carry), make a smaller
@@ -40,10 +29,10 @@ class BatchSection(Section):
 
 DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
 Column = Literal[*COLUMNS]  # type: ignore[valid-type]
-Columns = Annotated[dict[Column, Text], Allowed("a mapping of columns to their names in the files")]
+Columns = Annotated[dict[Column, keys.Text], keys.Allowed("a mapping of columns to their names in the files")]
 
 
-Source = Text | Texts | Named
+Source = keys.Text | Texts | Named
 SetName = Annotated[str, Field(pattern=r"^\w[\w.-]*$"), Predicate(lambda name: name != "python")]
 Sources = Annotated[dict[SetName, Source], Field(min_length=1)]
 
@@ -60,11 +49,11 @@ def paths_of(source: Any) -> tuple[str, ...]:
 class MixturePart(Section):
     """A part of a mixture; null keys take their values from `data`."""
 
-    train: Text | Texts
-    weight: Positive = 1.0
+    train: keys.Text | Texts
+    weight: keys.Positive = 1.0
     format: DataFormat | None = None
-    text_field: Text | None = None
-    encoding: Text | None = None
+    text_field: keys.Text | None = None
+    encoding: keys.Text | None = None
     columns: Columns | None = None
 
 
@@ -83,12 +72,12 @@ class DataSection(Section):
     collator: Named | None = None
     """A function of Python code that makes a batch of a list of samples, or a class of such objects; null: samples are padded or
     stacked."""
-    encoding: Text = "utf-8"
+    encoding: keys.Text = "utf-8"
     """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark takes precedence."""
     mixture: Annotated[
         dict[str, MixturePart] | None,
         Field(min_length=1),
-        Allowed("a mapping of names to mappings with train and weight, or null"),
+        keys.Allowed("a mapping of names to mappings with train and weight, or null"),
     ] = None
     """Several datasets in place of `train`, by names of your choice. Each has its `train`, its `weight` (its share of the
     sequences; 1), and optionally `format`, `text_field`, `encoding` and `columns`. A dataset restarts after its last sequence."""
@@ -99,36 +88,36 @@ class DataSection(Section):
     columns: Columns = Field(default_factory=dict)
     """Names in the files of a format's columns (messages, prompt, completion, tools, chat_template_kwargs, instruction, input,
     output, conversations, system, label), if they differ: `{messages: turns}`."""
-    chat_template: Text | None = None
+    chat_template: keys.Text | None = None
     """The Jinja chat template of conversations, or a file with it; null: the tokenizer's."""
     loss_on: Literal["answers", "all"] = "answers"
     """The tokens of conversations and pairs that the loss covers: the assistant's turns and completions (answers), or all."""
     packing: bool = True
     """Pack several whole conversations or pairs into a sequence; false: one per sequence."""
-    mask_fraction: Annotated[Fraction, Field(gt=0.0)] = 0.15
+    mask_fraction: Annotated[keys.Fraction, Field(gt=0.0)] = 0.15
     """Fraction of tokens that are masked for a masked language model."""
     eval: Annotated[
-        Source | Sources | None, Allowed("text, a list of at least one text, a mapping of names to those, or null")
+        Source | Sources | None, keys.Allowed("text, a list of at least one text, a mapping of names to those, or null")
     ] = None
     """The data to evaluate on, or several by names of your choice, evaluated apart; null holds `eval_fraction` of the
     training documents out."""
-    eval_fraction: Fraction = 0.05
+    eval_fraction: keys.Fraction = 0.05
     """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
-    eval_samples: Literal["auto"] | Count | None = "auto"
+    eval_samples: Literal["auto"] | keys.Count | None = "auto"
     """Samples to evaluate of each evaluation set, spread evenly. auto: at most 256 for data of the configuration, and all for a
     dataset that is given to `Trainer`; null: all."""
-    text_field: Text = "text"
+    text_field: keys.Text = "text"
     """The column of .jsonl, .parquet, .csv and .tsv files that holds the text."""
-    tokenizer: Text | None = None
+    tokenizer: keys.Text | None = None
     """The tokenizer: bytes, a local directory that save_pretrained wrote, or a name on the Hub; null: that of the model's
     directory, or bytes for a model that is built from a configuration."""
-    cache: Text | None = None
+    cache: keys.Text | None = None
     """Directory of the cache of tokenized text; null: `zeromesh/tokens` in the user's cache folder."""
-    sequence_length: Annotated[Whole, Field(ge=2)] = 256
+    sequence_length: Annotated[keys.Whole, Field(ge=2)] = 256
     """Tokens in a packed sequence. Conversations and pairs that are longer are cut."""
     shuffle: bool = True
     """Shuffle the sequences of each epoch, by the seed and the epoch's number."""
-    shuffle_window: Count = 1024
+    shuffle_window: keys.Count = 1024
     """The shuffle window of a streamed dataset in samples; other datasets are shuffled as a whole."""
     separate_documents: bool | None = None
     """Restart position ids with each document of a packed sequence, so that no document attends to another. Needs a model that
@@ -139,9 +128,9 @@ class DataSection(Section):
     resume: Literal["exact", "state"] = "exact"
     """The resumption of a streamed dataset. exact: at the very next sample; if the stream's state does not lead there, as with a
     shuffle buffer, the stream is read again from its beginning. state: from the stream's state, as it is."""
-    seed: Seed | None = None
+    seed: keys.Seed | None = None
     """Seed of the data order; null: `run.seed`."""
-    workers: Literal["auto"] | CountOrOff = "auto"
+    workers: Literal["auto"] | keys.CountOrOff = "auto"
     """Worker processes of each rank that prefetch batches; their number changes no batch. 0: the rank makes them itself; auto: up
     to 4 with an accelerator, 0 on CPUs. A streamed dataset has at most one."""
     timeout_seconds: Seconds = 600.0
@@ -185,7 +174,7 @@ class DataSection(Section):
         return [part.rows for part in self.parts().values()]
 
 
-class OptimizerSection(Section, OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
+class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The optimizer, one of torch's fused optimizers, on flat shards."""
 
     exempt: Literal["none", "biases_and_norms"] = "none"
@@ -203,11 +192,11 @@ class TrainSection(Section):
     of generated texts. Rows have TRL's form, and keys without a TRL equivalent are refused."""
     rewards: NamedList = ()
     """Reward functions of `grpo`, such as `[{python: package.module:function}]`, each called as TRL calls them."""
-    options: Annotated[dict[str, JsonValue], Allowed("a mapping")] = Field(default_factory=dict)
+    options: Annotated[dict[str, JsonValue], keys.Allowed("a mapping")] = Field(default_factory=dict)
     """Further arguments of TRL's configuration of the method, by their names there: `beta`, `loss_type`, `num_generations`."""
 
 
-class EmaSection(Section, AverageSettings):  # type: ignore[misc]  # pydantic freezes it too
+class EmaSection(Section, keys.AverageSettings):  # type: ignore[misc]  # pydantic freezes it too
     """An exponential moving average of the weights, in shards."""
 
     evaluate: bool = False

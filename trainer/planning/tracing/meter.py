@@ -1,7 +1,5 @@
 """Measures live memory and work of a run without values, by segment: the blocks, and the parts before and after them."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

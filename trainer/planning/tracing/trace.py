@@ -5,8 +5,6 @@ and experts are chosen evenly. A dispatch mode sees every operator, and counts l
 Of equal blocks at most two run. Gradients of parameters are freed at once, since the memory model of states counts them.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
