@@ -12,9 +12,10 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import TierChoice
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
@@ -32,6 +33,7 @@ def optimizer(**changes: Any) -> ZeroOptions:
 
 
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "on_nonfinite": "stop"}
+ON_HOST = OffloadOptions(parameters=TierChoice(tier="host"))
 HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
 
 
@@ -41,6 +43,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
         (ZeroOptions, {"gathered_budget": -1}, ["zero.gathered_budget is -1; it must be 0 or more bytes, or auto"]),
+        (ZeroOptions, {"stage": 2, "offload": ON_HOST}, ["offload.parameters is host at stage 2"]),
         (ZeroOptions, {"gathered_budget": "1MiB"}, ["zero.gathered_budget is '1MiB'"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
@@ -55,6 +58,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (Precision, {"reduce": torch.float16}, ["precision.reduce is torch.float16, less than", "differ: an update"]),
         (Precision, {"compute": torch.float16, "reduce": torch.bfloat16}, ["differ: an update needs equal ones"]),
         (Precision, {"master": torch.float64}, ["differ: an update needs equal ones"]),
+        (Precision, {"reduce": torch.float64}, ["differ: an update needs equal ones"]),
     ],
 )
 def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -> None:
@@ -63,6 +67,32 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
         make(**given)
     assert len(error.value.problems) == len(said)
     assert [words for words, problem in zip(said, error.value.problems, strict=True) if words not in problem] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        # Whether sums are made before reducing, gradients keep memory or pass through; what travels on a host and on a device.
+        ({}, (False, False, False, torch.bfloat16, torch.float32)),
+        ({"stage": 2, "accumulation": 2}, (False, True, False, torch.bfloat16, torch.float32)),
+        ({"stage": 1, "accumulation": 2}, (True, True, False, torch.float32, torch.float32)),
+        ({"reduce_once": True, "accumulation": 2}, (True, True, False, torch.float32, torch.float32)),
+        ({"reduce_once": True}, (False, False, False, torch.bfloat16, torch.float32)),
+        (IN_BACKWARD, (False, False, True, torch.bfloat16, torch.float32)),
+        ({**IN_BACKWARD, "accumulation": 2}, (False, True, False, torch.bfloat16, torch.float32)),
+        (
+            {"stage": 1, "accumulation": 2, "reduce": torch.bfloat16},
+            (True, True, False, torch.bfloat16, torch.bfloat16),
+        ),
+    ],
+)
+def test_what_becomes_of_gradients_follows_from_the_options(given: dict[str, Any], found: Any) -> None:
+    precision = Precision(compute=torch.bfloat16, reduce=given.get("reduce", torch.float32))
+    rest = {name: value for name, value in given.items() if name != "reduce"}
+    options = ZeroOptions(precision=precision, prefetch=0, gathered_budget=0, **rest)
+    wires = (options.wire_dtype(torch.bfloat16, on_device=on_device) for on_device in (False, True))
+    stay = options.gradients_stay(torch.device("cpu"))
+    assert (options.sums_before_reducing, stay, options.gradients_pass_through, *wires) == found
 
 
 def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:
