@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -25,17 +26,21 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 from zeromesh.telemetry.status_board import (
+    DETAIL,
     HISTORY,
+    NEW_MICROBATCH,
     PROGRESS,
     ROW_WORDS,
     STATE,
     STEP_SHIFT,
     UNIT_BITS,
+    WAITED,
     Activity,
     RankNote,
     StatusBoard,
     StoreBoard,
     process_runs,
+    read_ring,
     shared_rows,
 )
 from zeromesh.telemetry.watchdog import Watchdog
@@ -188,10 +193,13 @@ class TestStoreBoards:
 
     def test_a_rank_without_heartbeat_is_gone(self, store_boards: StoreBoards) -> None:
         first, second, _ = store_boards
+        first.event(0, 1, 0, time.monotonic_ns() - 5 * 10**9)
+        first.publish()
         assert second.alive(0)
         first.close()
         wait_for(lambda: not second.alive(0))
         assert second.silent_seconds(0) >= 0.3
+        assert 5.3 <= second.row(0).seconds < 60
 
     def test_rank_0_is_gone_with_its_store(self, store_boards: StoreBoards) -> None:
         first, second, store = store_boards
@@ -215,9 +223,10 @@ class TestWatch:
         post(second, 4, int(Activity.FORWARD), 2)
         began = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 1 \(pid \d+\) was in forward of unit b at step 4") as error:
-            watch_of(first, 0).wait(lambda: False, [0, 1], "the gather")
+            (watch := watch_of(first, 0)).wait(lambda: False, [0, 1], "the gather")
         assert "the gather did not end within 0.3 seconds (parallel.timeout_seconds)" in str(error.value)
         assert 0.3 <= time.monotonic() - began < 2
+        assert watch.may_hang
 
     def test_steps_are_said_as_the_console_counts_them(self, watches: Watches) -> None:
         first, second = watches
@@ -227,6 +236,40 @@ class TestWatch:
         assert first.describe(1).endswith("in forward of unit a at step 1")
         second.post(Activity.BACKWARD, 1)
         assert first.describe(1).endswith("in backward of unit a at step 1")
+
+    def test_steps_and_waits_are_counted(
+        self, watches: Watches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        watch, other = watches
+        watch.post(Activity.FORWARD, 1, step=4)
+        watch.begin_microbatch(2)
+        row = other.board.row(0)
+        assert (row.step, row.microbatch, row.progress) == (5, 3, other.board.progress(0))
+        watch.post(Activity.FORWARD, 1, step=5)
+        assert other.board.row(0).microbatch == 0
+        watch.waited_seconds = 5.0
+        for number, late in enumerate(([1], [1, 2])):
+            watch.event(Activity.GATHER, 1, range(2 - number))  # This rank alone begins nothing.
+            watch.wait(Mock(side_effect=[False, True]), [0, 1], "a gather", behind=lambda late=late: late, polls=1)
+        assert watch.operations_begun == 3
+        assert watch.waited_seconds > 5.0
+        with pytest.raises(KeyError), watch.call("save", [0]):
+            raise KeyError
+        assert other.board.read(0, RankNote.LEFT) == (1, "KeyError")
+        watch.ring.write(tmp_path / "rank-0.ring", {})
+        words = [word for _, word in read_ring(tmp_path / "rank-0.ring")[1]]
+        assert [word for word in words if word & ~DETAIL in (WAITED, NEW_MICROBATCH)] == [
+            *(NEW_MICROBATCH | 3, WAITED | 2, WAITED),
+            WAITED,
+        ]
+        watch.broken = CollectiveError("cause")
+        errors = (RuntimeError(), ValueError(), CollectiveError("other"))
+        assert [watch.cause_of(each) is watch.broken for each in errors] == [True, False, False]
+        phases = {"data": 1.0, "forward": 2.0, "other": 3.0, "offload_wait": 0.5, "communication": 0.25}
+        for now, seconds in ((100.0, phases), (110.0, {"data": 1.0}), (120.0, {}), (123.0, {"data": 1.0})):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            watch.count_step(seconds)
+        assert other.board.totals(0) == (3, *(int(each * 1e9) for each in (3.0, 5.0, 0.5, 0.25, 9.0 + 2.0)))
 
     def test_a_peer_with_progress_is_waited_for(self, boards: Boards) -> None:
         first, second = boards
