@@ -112,7 +112,7 @@ def test_a_size_is_a_positive_integer(axis: str, size: object) -> None:
 
 def test_what_is_outside_the_mesh_is_refused() -> None:
     shape = MeshShape(shard=2)
-    with pytest.raises(LayoutError, match="rank 2 is not in the mesh"):
+    with pytest.raises(LayoutError, match=r"rank 2 is not in the mesh .* 0 to 1$"):
         shape.coordinate(2)
     with pytest.raises(LayoutError, match="at least 1 rank, got 0"):
         MeshShape.resolve(0)
@@ -167,6 +167,10 @@ def test_tensor_groups_that_span_hosts_are_named() -> None:
     assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in tensor_groups_warning(shape, places)
     ordered = [places[each] for each in rank_order(places)]
     assert tensor_groups_warning(shape, ordered) == ""
+    for count, ranks, sizes in ((3, "ranks 4, 5), and", "1, 1, 1)"), (4, "ranks 4, 5 ...), and", "1, 1, 1, ...)")):
+        text = tensor_groups_warning(MeshShape(shard=count, tensor=2), cyclic(2 * count, 2 * count))
+        assert f"(ranks 0, 1; ranks 2, 3; {ranks}" in text
+        assert text.endswith(f"(1, 1, 1, {sizes}")
     uneven = [ProcessLocation(host="a")] * 3 + [ProcessLocation(host="b")]
     assert "divides the processes of every host (3, 1)" in tensor_groups_warning(shape, uneven)
 
