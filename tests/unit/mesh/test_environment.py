@@ -73,6 +73,7 @@ SPREAD = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SI
     [
         ({}, (0, 1, 0, 1), "single", "127.0.0.1", 0),
         (TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, (3, 4, 1, 2), "torchrun", "node0", 65535),
         (without(TORCHRUN, *LOCAL), (3, 4, 0, 1), "torchrun", "node0", 29400),
         (SLURM | OPENMPI | MPICH | TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
         (SLURM, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
@@ -110,6 +111,8 @@ def test_ports_follow_the_job_and_the_step() -> None:
     assert read_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
     for name, other in (("SLURM_JOB_ID", "4712"), ("SLURM_STEP_ID", "1")):
         assert read_environment(SLURM | {name: other}).master_port != port
+    jobs = [read_environment(SLURM | {"SLURM_JOB_ID": str(number)}).master_port for number in range(200)]
+    assert all(10_000 <= each < 30_000 for each in jobs)
     other = read_environment(OPENMPI | {"PMIX_NAMESPACE": "prterun-host-4466@1"})
     assert read_environment(OPENMPI).master_port != other.master_port
 
@@ -194,9 +197,6 @@ def test_an_unreadable_node_list_is_refused(nodelist: str) -> None:
 @pytest.mark.parametrize(("processes", "cores", "threads"), [(2, 16, "8"), (3, 16, "5"), (4, 2, "1"), (1, 2, "2")])
 def test_workers_share_the_cores(processes: int, cores: int, threads: str) -> None:
     assert worker_environment(processes, environ={}, cores=cores)["OMP_NUM_THREADS"] == threads
-
-
-def test_what_is_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in worker_environment(2, environ={"OMP_NUM_THREADS": "5"}, cores=16)
     assert worker_environment(2, environ={"OMP_NUM_THREADS": ""}, cores=16)["OMP_NUM_THREADS"] == "8"
     assert launch.available_cores() >= 1
