@@ -1,12 +1,9 @@
 """What a machine file says is what is predicted from it, and nonsense in one is an error that names it."""
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.machines import cards
@@ -63,39 +60,12 @@ def test_a_product_takes_as_long_as_its_operations_or_its_bytes() -> None:
     assert MACHINE.product_seconds(Product("float32", 2 * 4096**2, nbytes)) == pytest.approx(nbytes / 1e10)
 
 
-@pytest.mark.parametrize("machine", EVERY, ids=lambda machine: machine.name)
-@given(data=st.data())
-def test_more_takes_longer(machine: Machine, data: st.DataObject) -> None:
-    dtype = data.draw(st.sampled_from(sorted(machine.device.products)))
-    shape = [
-        data.draw(st.sampled_from([1, 2, 8, 32, 128])),
-        *[data.draw(st.sampled_from([2**n for n in range(6, 14)])) for _ in range(3)],
-    ]
-    place = data.draw(st.integers(0, 3))
-    larger = [4 * size if number == place else size for number, size in enumerate(shape)]
-
-    def seconds(batch: int, rows: int, inner: int, columns: int) -> float:
-        elements = batch * (rows * inner + inner * columns + rows * columns)
-        return machine.product_seconds(Product(dtype, 2 * batch * rows * inner * columns, 2 * elements))
-
-    less, more = seconds(*shape), seconds(*larger)
-    assert more > less
-    kind = data.draw(st.sampled_from(["all-gather", "reduce-scatter", "all-reduce", "point to point"]))
-    ranks, hosts = data.draw(st.sampled_from([(2, 1), (4, 1), (8, 1), (8, 2), (64, 8), (512, 64)]))
-    seconds = [
-        machine.collective_seconds(kind, 1 << n, ranks=ranks, hosts=hosts)
-        for n in range(10, 31, 2)
-        if hosts == 1 or not machine.is_cpu or kind == "point to point" or ranks == hosts
-    ]
-    assert all(less < more for less, more in pairwise(seconds))
-
-
 @pytest.mark.parametrize(
     ("machine", "kind", "ranks", "hosts", "on_host", "seconds"),
     [
         (CARD, "all-reduce", 1, 1, 1, 0.0),
         (CARD, "all-reduce", 5, 3, 2, 2 * (1e-5 + 2 * 5e-5 + 4 / 5 * 1e5 / 2e9)),
-        (CARD, "all-gather", 12, 2, 6, 10 * 1e-5 + 5e-5 + 11 / 12 * 1e5 / 4e9),
+        (CARD, "reduce-scatter", 12, 2, 6, 10 * 1e-5 + 5e-5 + 11 / 12 * 1e5 / 4e9),
         (CARD, "all-reduce", 16, 8, 2, 2 * (1e-5 + 3 * 5e-5 + 15 / 16 * 1e5 / 2e9)),
         (CARD, "all-reduce", 5, 5, 1, 2 * (3 * 5e-5 + 4 / 5 * 1e5 / 1e9)),
         (CARD, "point to point", 2, 2, 2, 5e-5 + 1e5 / 1e9),
@@ -227,6 +197,11 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
     for name in known_machines():
         machine = find_machine(name)
         assert len(machine.sources) >= 3
+        assert (
+            0
+            < machine.collective_seconds("all-gather", 1e6, ranks=2)
+            < machine.collective_seconds("all-reduce", 1e6, ranks=2)
+        )
         dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
         assert machine.device.products[dtype] >= machine.device.products["float32"]
 

@@ -123,20 +123,17 @@ def test_pieces_are_put_right_into_the_whole() -> None:
     assert isinstance(whole, np.ndarray)
 
 
-@pytest.mark.parametrize(
-    ("metric", "least", "values", "best"),
-    [
+def test_the_best_of_evaluations_and_those_since() -> None:
+    for metric, least, values, best in (
         ("eval_Loss", 0.0, (3.0, 2.0, 2.0, math.nan), Best(value=2.0, step=1, waited=2)),
         ("word_error_rate", 0.5, (3.0, 2.5, 2.25), Best(value=2.25, step=2, waited=1)),
         ("perplexity", 0.0, (math.nan, 1.0), Best(value=1.0, step=1)),
         ("bleu", 0.5, (3.0, 2.0, 3.5), Best(value=3.5, step=2)),
-    ],
-)
-def test_the_best_of_evaluations_and_those_since(metric: str, least: float, values: Any, best: Best) -> None:
-    found = Best()
-    for step, value in enumerate(values):
-        found = found.after(value_of(metric, {f"eval_{metric}": value}), step, goal_of(metric, "auto"), least)
-    assert found == best
+    ):
+        found = Best()
+        for step, value in enumerate(values):
+            found = found.after(value_of(metric, {f"eval_{metric}": value}), step, goal_of(metric, "auto"), least)
+        assert found == best, metric
     assert goal_of("loss", "highest") == "highest"
 
 
