@@ -166,6 +166,7 @@ def test_a_stopped_rank(tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys
     said = ended(capsys, ["status", str(run)]).out
     assert "rank 0 waits for rank 1: stopped" in said
     assert "stopped in forward of unit layers.0" in said
+    assert "more rank" not in said
 
 
 def test_a_failure_stands_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

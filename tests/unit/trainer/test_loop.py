@@ -127,7 +127,7 @@ def test_the_best_of_evaluations_and_those_since() -> None:
     for metric, least, values, best in (
         ("eval_Loss", 0.0, (3.0, 2.0, 2.0, math.nan), Best(value=2.0, step=1, waited=2)),
         ("word_error_rate", 0.5, (3.0, 2.5, 2.25), Best(value=2.25, step=2, waited=1)),
-        ("perplexity", 0.0, (math.nan, 1.0), Best(value=1.0, step=1)),
+        ("perplexity", 0.0, (math.nan, 1.0, 2.0), Best(value=1.0, step=1, waited=1)),
         ("bleu", 0.5, (3.0, 2.0, 3.5), Best(value=3.5, step=2)),
     ):
         found = Best()
@@ -139,10 +139,10 @@ def test_the_best_of_evaluations_and_those_since() -> None:
 
 def test_the_length_and_the_warm_up_that_follows_from_it_may_differ_from_a_checkpoint() -> None:
     warmup, long = "schedule.warmup_steps", "x" * 81
-    then = {LENGTH: 100, warmup: 10, "a": math.nan, "b": 1, "c": 1, "d": long[1:]}
-    now = {LENGTH: 200, warmup: 20, "a": math.nan, "b": 2, "c": 3, "e": long}
+    then = {LENGTH: 100, warmup: 10, "a": float("nan"), "b": 1, "b2": 1, "c": 1, "d": long[1:]}
+    now = {LENGTH: 200, warmup: 20, "a": math.nan, "b": 2, "b2": 1, "c": 3, "e": long}
     told = ["c: 1 then, 3 now", f"d: {long[1:]} then, (absent) now", f"e: (absent) then, {long[:77]}... now"]
-    assert differences(then, now, {"b": 2, "c": 2}) == told
+    assert differences(then, now, {"b": 2, "b2": 2, "c": 2}) == told
     assert differences({LENGTH: 100, warmup: 11}, now)[0] == "schedule.warmup_steps: 11 then, 20 now"
 
 
