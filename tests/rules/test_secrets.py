@@ -113,11 +113,11 @@ def test_secrets_of_the_environment_are_known_by_the_names_of_their_variables() 
     environ = {
         **ENVIRONMENT,
         "AWS_SECRET_ACCESS_KEY": "planted-aws",
-        "SHORT_TOKEN": "abc",
+        "SHORT_TOKEN": "1234567",
         "PGPASSFILE": "not-secret",
         "DB_PASSWORD": "planted-pg\n",
         "MYSQL_PWD": "planted-mysql",
-        "GITHUB_PAT": "planted-pat",
+        "GITHUB_PAT": "12345678",
         "SENTRY_DSN": "planted-dsn",
         "TOKENIZERS_PARALLELISM": "not-secret",
         "KEYBOARD_LAYOUT": "not-secret",
@@ -125,7 +125,7 @@ def test_secrets_of_the_environment_are_known_by_the_names_of_their_variables() 
         "PWD": "/not/secret",
         "OLDPWD": "/not/secret",
     }
-    planted = {"planted-aws", "planted-pg", "planted-mysql", "planted-pat", "planted-dsn"}
+    planted = {"planted-aws", "planted-pg", "planted-mysql", "12345678", "planted-dsn"}
     assert set(secret_values(environ)) == {*ENVIRONMENT.values(), *planted}
 
 

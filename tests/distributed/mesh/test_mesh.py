@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -24,18 +25,25 @@ from zeromesh.comm.shm_transport import Counters, Futex
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment
+from zeromesh.telemetry import state_monitor, watchdog
 from zeromesh.telemetry.status_board import (
+    DETAIL,
     HISTORY,
+    NEW_MICROBATCH,
     PROGRESS,
     ROW_WORDS,
+    SINCE,
     STATE,
     STEP_SHIFT,
+    TRACE_REQUEST,
     UNIT_BITS,
+    WAITED,
     Activity,
     RankNote,
     StatusBoard,
     StoreBoard,
     process_runs,
+    read_ring,
     shared_rows,
 )
 from zeromesh.telemetry.watchdog import Watchdog
@@ -86,6 +94,8 @@ class TestBoards:
         post(first, 7, int(Activity.BACKWARD), 3)
         row = second.row(0)
         assert (row.pid, row.step, row.activity, row.unit, row.failure) == (os.getpid(), 7, 2, 3, "")
+        first.own[TRACE_REQUEST] = 5
+        assert (first.trace_request(), second.trace_request()) == (5, 5)
         before = second.progress(0)
         post(first, 7, int(Activity.BACKWARD), 4)
         assert second.progress(0) > before
@@ -188,10 +198,13 @@ class TestStoreBoards:
 
     def test_a_rank_without_heartbeat_is_gone(self, store_boards: StoreBoards) -> None:
         first, second, _ = store_boards
+        first.event(0, 1, 0, time.monotonic_ns() - 5 * 10**9)
+        first.publish()
         assert second.alive(0)
         first.close()
         wait_for(lambda: not second.alive(0))
         assert second.silent_seconds(0) >= 0.3
+        assert 5.3 <= second.row(0).seconds < 60
 
     def test_rank_0_is_gone_with_its_store(self, store_boards: StoreBoards) -> None:
         first, second, store = store_boards
@@ -205,19 +218,15 @@ class TestStoreBoards:
 
 
 class TestWatch:
-    def test_a_wait_ends_when_the_condition_holds(self, boards: Boards) -> None:
-        done = threading.Event()
-        threading.Timer(0.05, done.set).start()
-        watch_of(boards[0], 0).wait(done.is_set, [0, 1], "something")
-
     def test_a_peer_without_progress_is_named(self, boards: Boards) -> None:
         first, second = boards
         post(second, 4, int(Activity.FORWARD), 2)
         began = time.monotonic()
         with pytest.raises(CollectiveError, match=r"rank 1 \(pid \d+\) was in forward of unit b at step 4") as error:
-            watch_of(first, 0).wait(lambda: False, [0, 1], "the gather")
+            (watch := watch_of(first, 0)).wait(lambda: False, [0, 1], "the gather")
         assert "the gather did not end within 0.3 seconds (parallel.timeout_seconds)" in str(error.value)
         assert 0.3 <= time.monotonic() - began < 2
+        assert watch.may_hang
 
     def test_steps_are_said_as_the_console_counts_them(self, watches: Watches) -> None:
         first, second = watches
@@ -227,6 +236,75 @@ class TestWatch:
         assert first.describe(1).endswith("in forward of unit a at step 1")
         second.post(Activity.BACKWARD, 1)
         assert first.describe(1).endswith("in backward of unit a at step 1")
+
+    def test_steps_and_waits_are_counted(
+        self, watches: Watches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        watch, other = watches
+        watch.post(Activity.FORWARD, 1, step=4)
+        watch.begin_microbatch(2)
+        row = other.board.row(0)
+        assert (row.step, row.microbatch, row.progress) == (5, 3, other.board.progress(0))
+        watch.post(Activity.FORWARD, 1, step=5)
+        assert other.board.row(0).microbatch == 0
+        watch.waited_seconds = 5.0
+        for number, late in enumerate(([1], [1, 2])):
+            watch.event(Activity.GATHER, 1, range(2 - number))  # This rank alone begins nothing.
+            watch.wait(Mock(side_effect=[False, True]), [0, 1], "a gather", behind=lambda late=late: late, polls=1)
+        assert watch.operations_begun == 3
+        assert watch.waited_seconds > 5.0
+        with pytest.raises(KeyError), watch.call("save", [0]):
+            raise KeyError
+        assert other.board.read(0, RankNote.LEFT) == (1, "KeyError")
+        watch.ring.write(tmp_path / "rank-0.ring", {})
+        words = [word for _, word in read_ring(tmp_path / "rank-0.ring")[1]]
+        assert [word for word in words if word & ~DETAIL in (WAITED, NEW_MICROBATCH)] == [
+            *(NEW_MICROBATCH | 3, WAITED | 2, WAITED),
+            WAITED,
+        ]
+        watch.broken = CollectiveError("cause")
+        errors = (RuntimeError(), ValueError(), CollectiveError("other"))
+        assert [watch.cause_of(each) is watch.broken for each in errors] == [True, False, False]
+        phases = {"data": 1.0, "forward": 2.0, "other": 3.0, "offload_wait": 0.5, "communication": 0.25}
+        for now, seconds in ((100.0, phases), (110.0, {"data": 1.0}), (120.0, {}), (123.0, {"data": 1.0})):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            watch.count_step(seconds)
+        assert other.board.totals(0) == (3, *(int(each * 1e9) for each in (3.0, 5.0, 0.5, 0.25, 9.0 + 2.0)))
+
+    def test_the_states_of_ranks_have_every_figure_of_their_rows(
+        self, watches: Watches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first, second = watches
+        clock = [100.0]
+        hand = SimpleNamespace(monotonic=lambda: clock[0], monotonic_ns=time.monotonic_ns)
+        for module in (state_monitor, watchdog):
+            monkeypatch.setattr(module, "time", hand)
+        second.close()  # Its heartbeat removes the note of a disk.
+        monitor = state_monitor.StateMonitor(first, (0, 1), tmp_path / "ranks.json", clean=str.upper)
+        assert [state["recent"] for state in monitor.states()] == [None, None]
+        second.begin_microbatch(0)
+        for step in range(1, 13):
+            clock[0] += 0.01 * step + 0.212
+            phases = {"forward": 0.15, "other": 0.05, "offload_wait": 0.003, "communication": 0.004}
+            second.count_step({**phases, "data": 0.01 * step})  # 30 to 120 ms in steps 3 to 12.
+            (_, state) = monitor.states()
+        means = {"data": 0.075, "compute": 0.2, "offload": 0.003, "communication": 0.004, "between": 0.005}
+        assert state["recent"] == {"steps": 10} | {name: pytest.approx(mean, abs=2e-6) for name, mean in means.items()}
+        second.post(Activity.BACKWARD, 2, step=4)
+        assert second.board.row(1).microbatch == 0, "that of the step before"
+        second.begin_microbatch(2)
+        monitor.states()
+        clock[0] += 3
+        second.board.fail("an error")
+        second.board.write(RankNote.DISK, 1, "a write")
+        second.board.write(RankNote.WAIT, time.monotonic_ns() - 70 * 10**9, "0 3|gather of a/0")
+        second.board.own[SINCE] = time.monotonic_ns() - 50 * 10**9
+        (_, state) = monitor.states()
+        assert (state.pop("seconds"), state["waits"].pop("seconds")) == pytest.approx((50, 70), abs=9)
+        del state["recent"]
+        doing = {"activity": "backward", "doing": "in backward of unit b", "seconds_without_progress": 3.0}
+        notes = {"failure": "AN ERROR", "disk": "A WRITE", "waits": {"for": "gather of a/0", "ranks": [0, 3]}}
+        assert state == {"rank": 1, "pid": os.getpid(), "step": 5, "microbatch": 3} | doing | notes
 
     def test_a_peer_with_progress_is_waited_for(self, boards: Boards) -> None:
         first, second = boards

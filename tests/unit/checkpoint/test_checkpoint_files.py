@@ -215,6 +215,10 @@ def test_tensors_are_dense_and_aligned_as_headers_and_indices_say(wanted: list[T
 def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = [spec(f"w{n}", (100,)) for n in range(10)]
     assert [file.path for file in plan_files(wanted, 4)] == ["model-00001-of-00001.safetensors"]
+    # Files of 4 GiB at most, and for writers of 64 MiB at least, 64 of them at most.
+    cases = [(8, 1024, 1, 2), (9, 1024, 1, 3), (3, 64, 9, 3), (3, 63, 9, 2), (65, 64, 99, 64)]
+    for count, mib, writers, files in cases:
+        assert len(plan_files([spec(f"w{n}", (mib << 18,)) for n in range(count)], writers)) == files, (count, mib)
     monkeypatch.setattr(safetensors_layout, "_LEAST_FILE", 1000)
     paths = [file.path for file in plan_files(wanted, 4)]
     assert paths == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]

@@ -17,7 +17,7 @@ import torch
 from tests.support.damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
 from tests.support.stored_cases import split, targets_of, tell, values_of
 from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.safetensors_layout import read_header
+from zeromesh.checkpoint.format.safetensors_layout import check_names, check_plain, read_header
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, TensorFiles, find_damage
@@ -29,7 +29,7 @@ from zeromesh.offload.io.direct_io import BLOCK
 
 NAMES = [
     *("../../x", "..", ".", "", "/etc/passwd", "//etc/passwd", "optimizer/../x", "optimizer/..", "optimizer/"),
-    *("optimizer//x", "./x", "a/b/c", ".hidden", "optimizer/.hidden", "x\0.json", "x" * 300, "x.json\n", "x\ny"),
+    *("optimizer//x", "./x", "a/b/c", ".hidden", "optimizer/.hidden", "x\0.json", "x" * 201, "x.json\n", "x\ny"),
     *("a\\b", "~root", "C:x", "x\ud800", "\u0661", "manifest.json"),
 ]
 
@@ -121,7 +121,7 @@ HOSTILE: dict[str, tuple[Callable[[Json], object], str]] = {
     "a name in red": (tensors(lambda rows: rows.update({"\x1b[31m": rows.pop("head")})), "\\x1b[31m"),
     "a name of two lines": (tensors(lambda rows: rows.update({"a\nb": rows.pop("head")})), "a\\nb"),
     "half a character": (tensors(lambda rows: rows.update({"\ud800": rows.pop("head")})), "\\ud800"),
-    "a very long name": (tensors(lambda rows: rows.update({"x" * 5000: rows.pop("head")})), "xxxx"),
+    "a very long name": (tensors(lambda rows: rows.update({"x" * 1001: rows.pop("head")})), "xxxx"),
     "a kind elsewhere": (lambda content: content["tensors"].update({"../x": {}}), "'../x'"),
     "a kind of a list": (lambda content: content["tensors"].update(model=[]), "'model' should be an object"),
     "files that are a list": (field(files=[]), "files should be an object"),
@@ -156,6 +156,25 @@ def test_a_hostile_manifest_is_refused_by_name(case: str, copy: Path) -> None:
 def test_a_manifest_of_too_many_files_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MAX_FILES", 3)
     refused(copy, str(copy / manifest.NAME), "names 7 files; at most 3")
+    monkeypatch.setattr(manifest, "_MAX_FILES", 7)
+    assert len(manifest.parse(copy / manifest.NAME, (copy / manifest.NAME).read_bytes()).files) == 7
+
+
+def test_the_largest_of_everything_is_taken_and_no_more(tmp_path: Path) -> None:
+    assert manifest.is_path("a" * 200 + "/" + "b" * 200)
+    check_names(tmp_path, ["x" * 1000])
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(header({"a": entry(shape=[2] + [1] * 63)}) + bytes(8))
+    assert read_header(path)["a"].numel == 2
+    path.write_bytes((100_000_001).to_bytes(8, "little"))
+    os.truncate(path, 100_000_100)
+    with pytest.raises(CheckpointError, match="header has 100000001 bytes"):
+        read_header(path)
+    nested = json.loads("[" * 63 + "0" + "]" * 63)
+    for taken, beyond, said in ((2**1000 - 1, 2**1000, "more than 1000 bits"), (nested, [nested], "than 64 levels")):
+        check_plain(tmp_path, "layout", taken)
+        with pytest.raises(CheckpointError, match=said):
+            check_plain(tmp_path, "layout", beyond)
 
 
 def saved_by_torch() -> bytes:
@@ -268,9 +287,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "a name twice": (header(b'{"a": 1, "a": 1}'), "appears twice"),
     "an open brace": (header(b"{"), "not readable JSON"),
     "no UTF-8": (header(b"\xff\xfe"), "not readable JSON"),
-    "a name twice, with other values": (header(b'{"a": 1, "a": 2}'), "appears twice"),
     "a list": (header([]), "not a JSON object"),
-    "a list of numbers": (header([1, 2]), "not a JSON object"),
     "no dtype": (header({"a": {"shape": [2], "data_offsets": [0, 8]}}) + bytes(8), "no dtype, shape"),
     "a tensor that is text": (header({"a": "text"}), "no dtype, shape"),
     "a tensor that is a number": (header({"a": 3}), "no dtype, shape"),
@@ -286,7 +303,6 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "another one": (header({"a": entry(dtype="F8_E4M3", data_offsets=[0, 2])}) + bytes(2), "dequantized first"),
     "a dtype in a list": (header({"a": entry(dtype=["F32"])}) + bytes(8), "known are"),
     "a negative shape": (header({"a": entry(shape=[-1, -2])}) + bytes(8), "not whole numbers"),
-    "another negative shape": (header({"a": entry(shape=[-2, -1])}) + bytes(8), "not whole numbers"),
     "a true shape": (header({"a": entry(shape=[True, 2])}) + bytes(8), "not whole numbers"),
     "a shape with a point": (header({"a": entry(shape=[2.0])}) + bytes(8), "not whole numbers"),
     "a shape of text": (header({"a": entry(shape="2")}) + bytes(8), "not whole numbers"),
@@ -297,7 +313,7 @@ HEADERS: dict[str, tuple[bytes, str]] = {
     "nines": (header({"a": entry(dtype="U8", shape=[0], data_offsets=[int("9" * 4300)] * 2)}), "not whole numbers"),
     "a name in red": (header({"\x1b[31m": entry()}) + bytes(8), "\\x1b[31m"),
     "half a character": (header({"\ud800": entry()}) + bytes(8), "\\ud800"),
-    "a very long name": (header({"x" * 5000: entry()}) + bytes(8), "xxxx"),
+    "a very long name": (header({"x" * 1001: entry()}) + bytes(8), "xxxx"),
 }
 
 

@@ -194,6 +194,30 @@ def test_documented_configurations_mean_what_they_say(name: str, expected: dict[
         assert found == value, key
 
 
+@pytest.mark.parametrize(
+    ("flat", "expected"),
+    [
+        ({}, {"run.clip_norm": 1.0, "precision.compute": "float32", "zero.stage": 0, "schedule.warmup_steps": 0}),
+        (ADAM, {"optimizer.lr": 1e-3, "optimizer.betas": [0.9, 0.999], "optimizer.eps": 1e-8, "optimizer.weight_decay": 0}),
+        (ADAM | {"optimizer.params.torch_adam": True, **DECAY}, {"optimizer.weight_decay": 0.01, "optimizer.lr": 1e-3}),
+        ({"optimizer.type": "SGD"} | COSINE, {"optimizer.lr": 1e-3, "optimizer.momentum": 0.0, "schedule.min_ratio": 1e-4}),
+        ({"optimizer.type": "Adagrad"} | CYCLE, {"optimizer.eps": 1e-10, "optimizer.lr": 0.2, "schedule.min_ratio": 0.5}),
+        ({"optimizer.type": "Adagrad"} | WARMUP, {"optimizer.lr": 1e-2, "schedule.warmup_steps": 1000}),
+        (WARMUP | {"scheduler.params.warmup_num_steps": 1}, {"schedule.warmup_steps": 2, "schedule.warmup_shape": "log"}),
+        (CYCLE | {"scheduler.params.cycle_min_lr": 0.2}, {"schedule.warmup_steps": 2000, "run.max_steps": 4000}),
+        (HALF, {"precision.loss_scale.initial_scale": 65536, "precision.loss_scale.growth_interval": 1000}),
+        (HALF | {"fp16.initial_scale_power": 126}, {"precision.loss_scale.initial_scale": 2.0**126}),
+        ({"dataloader_drop_last": True, "zero_optimization": True}, {"batch.last": "drop", "zero.stage": 1}),
+        ({"dataloader_drop_last": False, f"{Z}mics_shard_size": 1}, {"batch.last": "carry", "parallel.replicate": 4}),
+        ({"flops_profiler.enabled": True, f"{Z}mics_shard_size": 4}, {"profile.steps": [1, 1], "parallel.replicate": 1}),
+    ],
+)  # fmt: skip
+def test_defaults_and_bounds_are_those_of_deepspeed(flat: dict[str, Any], expected: dict[str, Any]) -> None:
+    read = read_deepspeed(source(flat), RANKS)
+    assert not read.problems
+    assert {key: read.values[key] for key in expected} == expected
+
+
 def test_automatic_values_are_zeromeshs_defaults_and_said_to_be() -> None:
     config = load_config(DOCUMENTED["zero3-whole"], ranks=2)
     default = TrainerConfig()
@@ -255,6 +279,7 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
         ({"zero_optimisation": {"stage": 3}, "fp16": {}}, ["zero_optimisation: unknown key", "did you mean zero_optimization?"]),
         ({"zero_optimization": {"gradient_clippin": 1}}, ["did you mean gradient_clipping?"]),
         ({"fp16": {"enabled": True, "scale": 3}}, ["fp16.scale: unknown key", "loss_scale"]),
+        ({"fp16": {"enabled": True, "initial_scale_power": 127}}, ["got 127; allowed is an integer >= 0 and <= 126"]),
         ({"fp16": 3}, ["fp16: got 3; allowed is a mapping of enabled"]),
         ({"zero_optimization": {"stage": 4}}, ["zero.stage: got 4", "(DeepSpeed zero_optimization.stage)"]),
         ({"zero_optimization": {"stage": 2.5}}, ["zero_optimization.stage: got 2.5; allowed is an integer"]),

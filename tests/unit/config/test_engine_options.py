@@ -67,6 +67,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
             ["differ: an update"],
         ),
         (Precision, {"master": torch.float64}, ["differ: an update needs equal ones"]),
+        (Precision, {"reduce": torch.float64}, ["differ: an update needs equal ones"]),
     ],
 )
 def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -> None:
@@ -75,6 +76,32 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
         make(**given)
     assert len(error.value.problems) == len(said)
     assert [words for words, problem in zip(said, error.value.problems, strict=True) if words not in problem] == []
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        # Whether sums are made before reducing, gradients keep memory or pass through; what travels on a host and on a device.
+        ({}, (False, False, False, torch.bfloat16, torch.float32)),
+        ({"stage": 2, "accumulation": 2}, (False, True, False, torch.bfloat16, torch.float32)),
+        ({"stage": 1, "accumulation": 2}, (True, True, False, torch.float32, torch.float32)),
+        ({"reduce_once": True, "accumulation": 2}, (True, True, False, torch.float32, torch.float32)),
+        ({"reduce_once": True}, (False, False, False, torch.bfloat16, torch.float32)),
+        (IN_BACKWARD, (False, False, True, torch.bfloat16, torch.float32)),
+        ({**IN_BACKWARD, "accumulation": 2}, (False, True, False, torch.bfloat16, torch.float32)),
+        (
+            {"stage": 1, "accumulation": 2, "reduce": torch.bfloat16},
+            (True, True, False, torch.bfloat16, torch.bfloat16),
+        ),
+    ],
+)
+def test_what_becomes_of_gradients_follows_from_the_options(given: dict[str, Any], found: Any) -> None:
+    precision = Precision(compute=torch.bfloat16, reduce=given.get("reduce", torch.float32))
+    rest = {name: value for name, value in given.items() if name != "reduce"}
+    options = ZeroOptions(precision=precision, prefetch=0, gathered_budget=0, **rest)
+    wires = (options.wire_dtype(torch.bfloat16, on_device=on_device) for on_device in (False, True))
+    stay = options.gradients_stay(torch.device("cpu"))
+    assert (options.sums_before_reducing, stay, options.gradients_pass_through, *wires) == found
 
 
 def test_what_the_engine_would_refuse_is_no_valid_configuration() -> None:

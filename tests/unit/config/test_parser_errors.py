@@ -47,6 +47,7 @@ def write(folder: Path, name: str, text: str) -> str:
         ("gradient_accumulation_steps=2", "did you mean batch.global_size (accumulation is derived from it)?"),
         ("run=3", "the override 'run=3': run is a section; write run.KEY=VALUE"),
         ("run.max_steps", "the override 'run.max_steps': it has no value; write run.max_steps=VALUE"),
+        ("run.=3", "the override 'run.=3': write section.key=value"),
         ("nothing=3", "the override 'nothing=3': write section.key=value"),
         ("run.max_steps=x", "run.max_steps: got 'x'; allowed is an integer >= 1 (the override 'run.max_steps=x')"),
         ("run.name=[", "the override 'run.name=[': line 1, column 2"),

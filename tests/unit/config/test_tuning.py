@@ -37,7 +37,11 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path) -> None:
     config = load_config(None, options.overrides, tunes="whole")
     assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), "pairs")
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
-    assert (config.optimizer.lr, config.optimizer.exempt) == (2e-4, "biases_and_norms")
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.exempt) == (
+        2e-4,
+        0.0,
+        "biases_and_norms",
+    )
     assert (config.optimizer.betas, config.batch.micro_size) == ((0.5, 0.6), 2)
     assert "defaults for tuning" in config.notes[0]
     (tmp_path / "saved.yaml").write_text(config.to_yaml())
@@ -109,7 +113,8 @@ def test_a_configuration_is_taken_as_it_is() -> None:
 def test_a_model_with_weights_has_the_defaults_of_tuning(tmp_path: Path) -> None:
     loaded = tf.LlamaForCausalLM.from_pretrained(directory(tmp_path))
     assert Trainer(loaded, {"optimizer": {"lr": 1e-3}}).config.optimizer.betas == (0.9, 0.999)
-    assert Trainer(loaded).config.optimizer.lr == 2e-5
+    tuned = Trainer(loaded).config
+    assert (tuned.optimizer.lr, tuned.optimizer.weight_decay, tuned.batch.micro_size) == (2e-5, 0.01, 4)
     fresh = tf.LlamaForCausalLM(loaded.config.__class__(**SIZES, num_key_value_heads=2))
     assert Trainer(fresh).config.optimizer.lr == 3e-4
 

@@ -60,6 +60,7 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]})
     check_dataset(rows)
     assert default_collate([rows[0], rows[1]], [0, 1])["input_ids"].tolist() == [[1, 2], [3, 4]]
+    assert default_collate([{"label_ids": 3}], [0])["labels"].tolist() == [3]
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_class_labels_are_no_token_ids_and_an_unknown_vocabulary_has_no_end() ->
     check_batch(batch, vocab_size=10, causal=False, indices=[0])
     for ids in ([[1, 2], [3, 10]], [[1, 2], [-1, 3]], [1, 2, 12], [[0.0, 0.0]]):
         check_batch({"input_ids": torch.tensor(ids)}, vocab_size=None, causal=True, indices=[7, 8])
+    check_batch({"labels": torch.tensor([[0.0, 7.0]])}, vocab_size=None, causal=False, indices=[7], classes=2)
     check_batch({"labels": torch.tensor([[1, -100], [3, -1]])}, vocab_size=None, causal=True, indices=[7, 8])
 
 
@@ -163,7 +165,7 @@ def test_columns_of_padding_are_cut_off() -> None:
         assert "attention_mask" not in narrow
         assert ("attention_mask" in wide) == ("attention_mask" in batch)
     full = {"input_ids": labels, "labels": labels.clone(), "position_ids": positions}
-    full["labels"][0, -1] = 5
+    full["labels"][0, 3] = 5
     assert without_padding(full, 1)["labels"].shape == (2, 6)
 
 

@@ -320,7 +320,10 @@ def test_datasets_of_the_hub(tmp_path: Path, own: PretrainedTokenizer, monkeypat
             load(tmp_path, [], own, train=spec)
 
 
-def test_conversations_share_sequences_and_are_cut(tmp_path: Path, raw: Any, own: PretrainedTokenizer) -> None:
+def test_conversations_share_sequences_and_are_cut(
+    tmp_path: Path, raw: Any, own: PretrainedTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zeromesh.trainer.data.packing._TOKENS_AT_ONCE", 7)
     rows = [{"messages": messages(turns)} for turns in (*CHATS, *CHATS, CHATS[1][:1])]
     sizes = [len(by_hand(raw, turns)[0]) for turns in CHATS]
     length = max(sizes) - 3
@@ -363,6 +366,7 @@ def test_best_fit_fills_sequences(lengths: list[int], capacity: int) -> None:
     found = best_fit(np.asarray(lengths, dtype=np.int64), capacity)
     filled = np.bincount(found, weights=lengths) if lengths else np.empty(0)
     assert (filled <= capacity).all()
+    assert best_fit(np.asarray([2, 6, 5, 4, 3]), 10).tolist() == [1, 0, 1, 0, 1]  # The least room that is enough.
     assert set(found.tolist()) == set(range(len(filled)))
     assert len(filled) <= 11 / 9 * np.ceil(sum(lengths) / capacity) * (capacity / (capacity - 10)) + 1
 

@@ -8,6 +8,7 @@ import json
 import lzma
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +407,10 @@ def test_fingerprints_tell_content_dtype_and_length_apart() -> None:
     found = [packed_of(*each).fingerprint() for each in variants]
     assert len(set(found[:4])) == 4
     assert found[0] == found[4] == "6d11341839fd0b2e"
+    marked = replace(packed_of(tokens, 4), marked=True)
+    places = ({"begins": range(1, 12, 4)}, {"cuts": range(0, 6, 2)}, {"labels": np.arange(3)})
+    changes = ({}, {"sequence_length": 3}, {"separate": True}, {"separator": 9}, *places)
+    assert len({replace(marked, **each).fingerprint() for each in changes}) == len(changes)
 
 
 def test_byte_pair_entropy_of_texts_whose_entropy_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

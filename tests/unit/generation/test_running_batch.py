@@ -87,6 +87,7 @@ def test_greedy_requests_are_as_if_alone(kind: str) -> None:
         assert finish == ("stop" if tokens[-1] in ENDS else "length")
         ends.add(finish)
     assert ends == {"stop", "length"}
+    assert batch.computed == sum(len(request.tokens) - 1 + len(made[request.number][0]) for request in requests)
 
 
 @pytest.mark.parametrize(
@@ -196,3 +197,20 @@ def test_prompts_up_to_twice_a_length_join_within_the_cache(lengths: list[int], 
         _add(batch, Request(number=number, tokens=[9] * length, fields=fields))
     assert batch.plan(eager=True) is ForwardKind.PREFILL
     assert batch.shape()[0] == rows
+    # Of each request 6 new tokens; of all prompts one forward, and one for each that does not share it.
+    assert (batch.open_tokens, batch.most_forwards()) == (sum(lengths) + 6 * len(lengths), 7 * len(lengths) + 1)
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "eager", "rows"),
+    [(14, 3, False, 16), (15, 3, False, 15), (15, 3, True, 16), (15, 1, False, 16)],
+)
+def test_requests_join_when_an_eighth_of_the_rows_is_free(running: int, waiting: int, eager: bool, rows: int) -> None:
+    batch = _batch(_model("full"), rows=16)
+    for number in range(running + waiting):
+        _add(batch, Request(number=number, tokens=[9], fields={"max_new_tokens": 6 + number, "eos_token_id": -1}))
+        if number == running - 1:
+            batch.plan(eager=True)
+    batch.plan(eager=eager)
+    assert batch.shape() == (rows, 1)
+    assert (batch.steady_forwards(fewest=2), batch.steady_forwards(fewest=9)) == (6, 9)

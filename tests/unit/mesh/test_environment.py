@@ -1,11 +1,12 @@
 """The launch environment of every launcher, whole and in part."""
 
+import os
 import re
 
 import pytest
 
 from zeromesh import environment as launch
-from zeromesh.environment import first_host, read_environment, worker_environment
+from zeromesh.environment import RankRange, first_host, read_environment, worker_environment
 from zeromesh.errors import ConfigError
 
 TORCHRUN = {
@@ -44,6 +45,7 @@ MPICH = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRA
 
 
 LOCAL = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
 
 
 def without(environ: dict[str, str], *names: str) -> dict[str, str]:
@@ -71,11 +73,14 @@ SPREAD = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SI
     [
         ({}, (0, 1, 0, 1), "single", "127.0.0.1", 0),
         (TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
+        (TORCHRUN | {"MASTER_PORT": "65535"}, (3, 4, 1, 2), "torchrun", "node0", 65535),
         (without(TORCHRUN, *LOCAL), (3, 4, 0, 1), "torchrun", "node0", 29400),
         (SLURM | OPENMPI | MPICH | TORCHRUN, (3, 4, 1, 2), "torchrun", "node0", 29400),
         (SLURM, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
         (UNEVEN, (3, 4, 0, 1), "slurm", "node07", range(10000, 30000)),
         (UNEVEN | {"SLURM_NODEID": "0", "SLURM_PROCID": "2"}, (2, 4, 0, 3), "slurm", "node07", range(10000, 30000)),
+        (BARE | {"SLURM_NTASKS_PER_NODE": "8"}, (3, 4, 1, 4), "slurm", "node07", range(10000, 30000)),
+        (without(STEP, *LISTS), (0, 1, 0, 1), "slurm", "127.0.0.1", range(10000, 30000)),
         (BARE, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
         (ONE_NODE, (3, 4, 1, 4), "slurm", "node07", range(10000, 30000)),
         ({name: SLURM[name] for name in NEEDED}, (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
@@ -106,6 +111,8 @@ def test_ports_follow_the_job_and_the_step() -> None:
     assert read_environment(SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).master_port == port
     for name, other in (("SLURM_JOB_ID", "4712"), ("SLURM_STEP_ID", "1")):
         assert read_environment(SLURM | {name: other}).master_port != port
+    jobs = [read_environment(SLURM | {"SLURM_JOB_ID": str(number)}).master_port for number in range(200)]
+    assert all(10_000 <= each < 30_000 for each in jobs)
     other = read_environment(OPENMPI | {"PMIX_NAMESPACE": "prterun-host-4466@1"})
     assert read_environment(OPENMPI).master_port != other.master_port
 
@@ -120,7 +127,7 @@ def test_ports_follow_the_job_and_the_step() -> None:
         (TORCHRUN | {"MASTER_PORT": ""}, ["MASTER_PORT"]),
         (without(SLURM, "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), ["SLURM_NTASKS"]),
         (without(SLURM, "SLURM_LOCALID"), ["SLURM_LOCALID"]),
-        (without(SLURM, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"), ["SLURM_STEP_NODELIST"]),
+        (without(SLURM, *LISTS), ["SLURM_STEP_NODELIST"]),
         (without(OPENMPI, "OMPI_COMM_WORLD_RANK"), ["OMPI_COMM_WORLD_RANK"]),
         (without(OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE"), ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
         ({"PMI_SIZE": "2"}, ["PMI_RANK"]),
@@ -142,7 +149,7 @@ def test_half_an_environment_names_what_is_missing(environ: dict[str, str], miss
         (TORCHRUN | {"RANK": "-1"}, "rank -1"),
         (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 is not below 2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "8 processes on this host, but 4 in the world"),
-        (TORCHRUN | {"MASTER_PORT": "70000"}, "port 70000"),
+        (TORCHRUN | {"MASTER_PORT": "65536"}, "port 65536"),
         (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE: got 'four'; allowed is an integer"),
         (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         (SLURM | {"SLURM_STEP_NODELIST": "node[01"}, "cannot be read; set MASTER_ADDR"),
@@ -190,12 +197,25 @@ def test_an_unreadable_node_list_is_refused(nodelist: str) -> None:
 @pytest.mark.parametrize(("processes", "cores", "threads"), [(2, 16, "8"), (3, 16, "5"), (4, 2, "1"), (1, 2, "2")])
 def test_workers_share_the_cores(processes: int, cores: int, threads: str) -> None:
     assert worker_environment(processes, environ={}, cores=cores)["OMP_NUM_THREADS"] == threads
-
-
-def test_what_is_set_stays() -> None:
     assert "OMP_NUM_THREADS" not in worker_environment(2, environ={"OMP_NUM_THREADS": "5"}, cores=16)
     assert worker_environment(2, environ={"OMP_NUM_THREADS": ""}, cores=16)["OMP_NUM_THREADS"] == "8"
     assert launch.available_cores() >= 1
+
+
+def test_the_place_of_a_started_process_is_read_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = {"master_address": "node0", "master_port": 29400}
+    given = RankRange(first=2, processes=2, world_size=4, run_id="run", restart=1, **address).variables(1)  # type: ignore[arg-type]
+    more = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "1", launch.AGENT_STORE: "False"}
+    assert TORCHRUN | more == without(given, "ZEROMESH_LAUNCHER_PID")
+    for restart, start in (("0", 1.5), ("1", None)):
+        with launch.kept_environment({"TORCHELASTIC_RESTART_COUNT": restart, launch.BEGAN: "1.5"}):
+            assert launch.command_start_time() == start
+    monkeypatch.setenv("ZEROMESH_OLD", "here")
+    monkeypatch.delenv("ZEROMESH_NEW", raising=False)
+    for value, aliases, found in (("", (), None), ("1", ("ZEROMESH_OLD",), None), ("1", (), "1"), ("2", (), "1")):
+        launch.set_default("ZEROMESH_NEW", value, *aliases)
+        assert os.environ.get("ZEROMESH_NEW") == found
+    assert launch.secret_values({"A_TOKEN": "12345678", "B_TOKEN": "1234567"}) == ("12345678",)
 
 
 def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:

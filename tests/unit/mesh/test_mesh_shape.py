@@ -50,7 +50,7 @@ def test_what_axes_divide_says_who_sums_what() -> None:
     assert axes_of("batch", but=["states"]) == ("replicate",)
     assert axes_of("blocks", "layers") == ("pipeline", "tensor")
     shape = MeshShape(pipeline=2, shard=2)
-    assert [shape.divides(what) for what in ("blocks", "layers", "states")] == [True, False, True]
+    assert [shape.divides(what) for what in ("blocks", "layers", "states", "batch")] == [True, False, True, True]
     assert shape.model_size == 2
 
 
@@ -86,10 +86,10 @@ def test_the_tensor_axis_is_innermost() -> None:
 
 def test_a_misfit_names_the_product_and_what_to_change() -> None:
     with pytest.raises(LayoutError) as caught:
-        MeshShape.resolve(4, replicate=2, shard=3)
+        MeshShape.resolve(6, replicate=2, shard=4)
     assert str(caught.value) == (
-        "pipeline 1 x replicate 2 x shard 3 x tensor 1 = 6, but the world has 4 ranks; "
-        "set parallel.shard to 2 or auto, or start 6 ranks"
+        "pipeline 1 x replicate 2 x shard 4 x tensor 1 = 8, but the world has 6 ranks; "
+        "set parallel.shard to 3 or auto, or start 8 ranks"
     )
     with pytest.raises(LayoutError) as caught:
         MeshShape.resolve(4, replicate=3)
@@ -104,7 +104,8 @@ def test_a_misfit_names_the_product_and_what_to_change() -> None:
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, "2", None])
 def test_a_size_is_a_positive_integer(axis: str, size: object) -> None:
-    with pytest.raises(LayoutError, match=rf"parallel\.{axis}: got {size!r}; allowed is an integer >= 1"):
+    auto = ", or auto" if axis == "shard" else ""
+    with pytest.raises(LayoutError, match=rf"parallel\.{axis}: got {size!r}; allowed is an integer >= 1{auto}$"):
         MeshShape.resolve(2, **{axis: size})  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=f"parallel.{axis}"):
         MeshShape(**{axis: size})  # type: ignore[arg-type]
@@ -112,10 +113,11 @@ def test_a_size_is_a_positive_integer(axis: str, size: object) -> None:
 
 def test_what_is_outside_the_mesh_is_refused() -> None:
     shape = MeshShape(shard=2)
-    with pytest.raises(LayoutError, match="rank 2 is not in the mesh"):
+    with pytest.raises(LayoutError, match=r"rank 2 is not in the mesh .*: ranks are 0 to 1$"):
         shape.coordinate(2)
-    with pytest.raises(LayoutError, match="at least 1 rank, got 0"):
-        MeshShape.resolve(0)
+    for wrong in (0, True, 1.5):
+        with pytest.raises(LayoutError, match=f"at least 1 rank, got {wrong}"):
+            MeshShape.resolve(wrong)  # type: ignore[arg-type]
 
 
 def test_it_loads_without_torch() -> None:
@@ -167,6 +169,10 @@ def test_tensor_groups_that_span_hosts_are_named() -> None:
     assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in tensor_groups_warning(shape, places)
     ordered = [places[each] for each in rank_order(places)]
     assert tensor_groups_warning(shape, ordered) == ""
+    for count, ranks, sizes in ((3, "ranks 4, 5), and", "1, 1, 1)"), (4, "ranks 4, 5 ...), and", "1, 1, 1, ...)")):
+        text = tensor_groups_warning(MeshShape(shard=count, tensor=2), cyclic(2 * count, 2 * count))
+        assert f"(ranks 0, 1; ranks 2, 3; {ranks}" in text
+        assert text.endswith(f"(1, 1, 1, {sizes}")
     uneven = [ProcessLocation(host="a")] * 3 + [ProcessLocation(host="b")]
     assert "divides the processes of every host (3, 1)" in tensor_groups_warning(shape, uneven)
 

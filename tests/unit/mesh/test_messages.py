@@ -125,6 +125,20 @@ def test_a_host_whose_lines_are_not_its_own_is_named(tmp_path: Path) -> None:
     assert str(failure).startswith("host b: what it has sent makes no sense: a message has not the digest")
 
 
+def test_a_start_has_numbers_in_their_ranges() -> None:
+    start = {"world_size": 8, "first": 4, "processes": 2, "master_port": 29_500, "restart": 3}
+    ranges = {"world_size": (5, 1 << 32), "first": (0, 7), "processes": (1, 65_536), "master_port": (1, 65_535)}
+    for name, (least, most) in {**ranges, "restart": (0, (1 << 53) - 1)}.items():
+        for value in (least - 1, least, most, most + 1):
+            said = refusal(lambda changed={**start, name: value}: messages.rank_range({"start": changed}))  # type: ignore[misc]
+            assert bool(said) == (not least <= value <= most), (name, value)
+    found = messages.rank_range({"start": {**start, "master_address": "node0", "run_id": "run"}})
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID"
+    more = "TORCHELASTIC_RESTART_COUNT TORCHELASTIC_USE_AGENT_STORE ZEROMESH_LAUNCHER_PID"
+    values = f"5 8 1 2 node0 29500 run 3 False {os.getpid()}"
+    assert found.variables(1) == dict(zip(f"{names} {more}".split(), values.split(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("said", "named"),
     [

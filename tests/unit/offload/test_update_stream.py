@@ -19,6 +19,8 @@ from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.io.transfer import AllocateBuffer, StagingPool
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
+LEAST_BYTES = stream_bytes(1, 1, 0)  # before the buffers are made smaller for these tests
+
 F32, BF16 = torch.float32, torch.bfloat16
 FILE, NONE = TierChoice(tier="file"), TierChoice()
 BUFFER = 4 * BLOCK
@@ -191,6 +193,13 @@ def test_rows_make_what_one_pass_makes(data: st.DataObject, stripes: int, checks
                 assert torch.equal(tensor.load(CPU), model)
         if width:
             assert pool_of(found).most <= width * IN_FLIGHT
+
+
+def test_buffers_are_as_large_as_is_useful_and_allowed() -> None:
+    assert LEAST_BYTES == 5 * 65_536
+    # Pages of a fifth of the bytes for each tensor; grains of 2048 elements of 8 bytes, where that is less.
+    assert stream_bytes(2, 1 << 30, 1_000_000) == 2 * 5 * 24 * 4096
+    assert stream_bytes(1, 100_000, 1 << 30) == 5 * 7 * 16_384
 
 
 @given(length=st.integers(0, 40_000), where=st.tuples(choices, choices), nbytes=st.integers(0, 60 * BUFFER))

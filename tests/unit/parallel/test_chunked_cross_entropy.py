@@ -72,6 +72,7 @@ def test_another_gradient_than_the_announced_one_is_right_too() -> None:
     case = leaves(11, 5, 13, bias=True, masked=0.2, dtype=torch.float64)
     for other in (7.0, 0.5 * (1 + 1e-11)):  # More than rounding.
         check(chunked_cross_entropy(*case, seed=0.5, chunk_tokens=4), case, other)
+    check(chunked_cross_entropy(*case, seed=0.0, chunk_tokens=4), case, 7.0)
     nothing = chunked_cross_entropy(*case, seed=0.0, chunk_tokens=4)
     assert all(bool((gradient == 0).all()) for gradient in gradients(nothing, case, 0.0))
 
@@ -99,7 +100,8 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("frozen", range(3))
-def test_computes_only_what_is_trained(frozen: int) -> None:
+def test_computes_only_what_is_trained(frozen: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "_ROW_ELEMENTS", 10)  # less than a row of logits
     case = leaves(9, 4, 11, bias=True, masked=0.3, dtype=torch.float64)
     leaf = case[frozen]
     assert leaf is not None
@@ -126,7 +128,7 @@ def test_backward_runs_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("chunk", [7, 32, 1000])
+@pytest.mark.parametrize("chunk", [1, 32, 1000])
 @pytest.mark.parametrize("widened", [False, True])
 def test_is_as_precise_as_plain(dtype: torch.dtype, chunk: int, widened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     product = torch.float32 if widened else dtype
@@ -169,7 +171,7 @@ def test_default_chunks_and_changes_that_are_alike_in_16_bits() -> None:
         changes = LogitChange(scale=2.0, cap=30.0 * factor), LogitChange(scale=2.0 * factor, cap=30.0)
         assert [LogitChange(scale=2.0, cap=30.0).close_to(each) for each in changes] == [alike, alike]
     wide, narrow = torch.float32, torch.bfloat16
-    assert [chunk_for(tokens, 512, 8192, wide) for tokens in (512, 3)] == [256, 3]
+    assert [chunk_for(tokens, 512, 8192, wide) for tokens in (512, 3, 0)] == [256, 3, 1]
     assert [chunk_for(tokens, 512, 8192, narrow) for tokens in (512, 0, 1280, 1281)] == [512, 1, 1280, 256]
     assert chunk_for(65536, 4096, 128256, narrow) == 256
 
@@ -177,13 +179,14 @@ def test_default_chunks_and_changes_that_are_alike_in_16_bits() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "said"),
     [
-        ({"targets": torch.tensor([0, 1, 5, 2])}, DataError, r"\[0, 5\)"),
+        ({"targets": torch.tensor([0, 1, 5, 2]), "count": 4}, DataError, r"\[0, 5\)"),
         ({"targets": torch.tensor([0, 1, -1, 2])}, DataError, "-1"),
         ({"targets": torch.tensor([0, 1])}, LayoutError, "expected hidden"),
         ({"weight": torch.zeros(5, 3, dtype=torch.float64)}, LayoutError, "share one floating dtype"),
         ({"bias": torch.zeros(4)}, LayoutError, "expected hidden"),
         ({"exchange": SimpleNamespace(index=0, size=2), "sizes": (5,)}, LayoutError, r"rank 0 of 2 .* sizes are \[5\]"),
         ({"exchange": SimpleNamespace(index=1, size=2), "sizes": (5, 4)}, LayoutError, r"rank 1 of 2 has 5 tokens"),
+        ({"hidden": torch.ones(4, 3).int(), "weight": torch.ones(5, 3).int()}, LayoutError, "one floating dtype"),
         ({"seed": float("nan")}, LayoutError, "seed"),
         ({"chunk_tokens": 0}, LayoutError, "chunk_tokens"),
     ],
@@ -193,3 +196,9 @@ def test_bad_inputs_are_named(changes: dict[str, Any], error: type[Exception], s
     given = dict(zip(names, leaves(4, 3, 5, bias=False, masked=0.0, dtype=torch.float32), strict=True))
     with pytest.raises(error, match=said):
         chunked_cross_entropy(**{**given, "seed": 1.0, "chunk_tokens": 2, **changes})
+
+
+def test_changes_that_16_bits_do_not_tell_apart_are_one() -> None:
+    change = LogitChange(scale=0.5, cap=30.0)
+    others = (LogitChange(scale=0.501, cap=30.1), LogitChange(scale=0.6, cap=30.0), LogitChange(scale=0.5, cap=31.0))
+    assert [change.close_to(each) for each in others] == [True, False, False]

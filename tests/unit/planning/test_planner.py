@@ -28,13 +28,13 @@ from zeromesh.trainer.planning.auto import fixed_fields, plan_config, set_auto, 
 from zeromesh.trainer.planning.estimate import ACTIVATIONS, Estimator
 from zeromesh.trainer.planning.layouts import FIELDS, Layout, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
-from zeromesh.trainer.planning.planner import GIB, Plan, Planner
+from zeromesh.trainer.planning.planner import GIB, Plan, Planner, memory_per_rank
 from zeromesh.trainer.planning.report import plan_charts, plan_json, plan_lines, plan_picture
 from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.trace import Tracer
 from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
-from zeromesh.zero.memory_model import MemoryModel
+from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
 _KEYS = (f"model.config={MODEL}", "data.sequence_length=32", "batch.global_size=8")
 _HOST = TierChoice(tier="host")
@@ -89,6 +89,15 @@ def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None
     for purpose in (Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENTS, Purpose.GRADIENT_BUCKETS):
         # Small blocks are units of their own here, whose buckets are filled up each.
         assert found.device.get(purpose.value, 0) == pytest.approx(wanted.terms.get(purpose, 0), rel=0.02)
+    # Each microbatch copies gradients to buckets, reduces them and adds its shard to sums; shared memory spreads the weights.
+    number, units = subject.parameters, len(wanted.units)
+    assert found.phases[StepPhase.OPTIMIZER] == pytest.approx(
+        MACHINE.update_seconds(number / 2, ranks_on_host=2) + MACHINE.moved_seconds(2 * number, ranks_on_host=2),
+        rel=0.02,
+    )
+    reduced = units * MACHINE.collective_seconds("reduce-scatter", 4 * number / units, ranks=2, ranks_on_host=2)
+    moved = MACHINE.moved_seconds(8 * number + 8 * number / 2, ranks_on_host=2)
+    assert found.phases[StepPhase.COMMUNICATION] == pytest.approx(4 * (reduced + moved), rel=0.02)
     # Units that are gathered ahead are there together: a head stands after the blocks, and not beside the embedding.
     whole = plan_model(model, compute, rules, ModelCuts(chunks=2))
     assert [unit.module for unit in subject.units(1)] == [unit.module for unit in whole]
@@ -104,6 +113,12 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
     assert all(each.ranks == 2 for each in layouts)
     assert "the keys of the first row: parallel.pipeline=" in _lines(plan)
     assert len(plan_json(plan)) == len(plan.rows)
+
+
+def test_ranks_share_a_host_and_lose_a_twentieth_of_a_card() -> None:
+    assert memory_per_rank(MACHINE, 2) == MemoryBytes(device=0, host=1 << 33, disk=1 << 42)
+    card = memory_per_rank(_card(1000, disk=False), 2)
+    assert card == MemoryBytes(device=950, host=64 << 30, disk=0)
 
 
 def test_layouts_that_do_not_fit_say_what_they_lack(subject: Subject, on_card: Subject) -> None:

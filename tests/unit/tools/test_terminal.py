@@ -106,6 +106,10 @@ def test_status_gives_rows_with_the_rank_first(tmp_path: Path, capsys: pytest.Ca
     run = run_in(tmp_path / "run", ranks=[{"rank": 1, "step": 3}, {"rank": 0, "step": 3}])
     rows = json.loads(ended(capsys, ["status", str(run), "--json"]).out)["ranks"]
     assert [(next(iter(row)), row["rank"]) for row in rows] == [("rank", 0), ("rank", 1)]
+    many = run_in(tmp_path / "many", ranks=[{"rank": rank, "step": 3, "seconds": float(rank)} for rank in range(66)])
+    shown = ended(capsys, ["status", str(many)]).out.partition("progress\n")[2]
+    assert "and 2 more ranks" in shown  # Those that do what they do for the shortest time.
+    assert [line.split()[0] for line in shown.splitlines()[:64]] == [str(rank) for rank in range(2, 66)]
 
 
 HERE = socket.gethostname()
@@ -121,8 +125,8 @@ HERE = socket.gethostname()
         ("pid {own} on {here}", 1.0, True, 0, ""),
         ("pid {own} on {here}", 60.0, True, 1, "not heard of for 60 seconds"),
         ("pid {own} on {here}", 60.0, False, 0, "its last line is 60 seconds old"),
-        ("pid 1 on elsewhere", 1.0, False, 0, ""),
-        ("pid 1 on elsewhere", 60.0, True, 1, "not heard of for 60 seconds"),
+        ("pid 1 on elsewhere", 7.0, False, 0, ""),
+        ("pid 1 on elsewhere", 11.0, True, 1, "not heard of for 1"),
     ],
 )
 def test_status_tells_runs_that_ended_from_those_that_are_gone(
@@ -162,6 +166,7 @@ def test_a_stopped_rank(tmp_path: Path, sleeper: subprocess.Popen[bytes], capsys
     said = ended(capsys, ["status", str(run)]).out
     assert "rank 0 waits for rank 1: stopped" in said
     assert "stopped in forward of unit layers.0" in said
+    assert "more rank" not in said
 
 
 def test_a_failure_stands_below_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,7 @@
-"""Signals that ask a run to stop are one request; outputs of an evaluation are put together without copies on the way."""
+"""Signals that ask a run to stop are one request; outputs of an evaluation are put together without copies on the way; the best
+of its values is remembered."""
 
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +17,8 @@ import torch
 
 from zeromesh.errors import DataError
 from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_signals
+from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
+from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.loop.train_step import DeviceBatch
 from zeromesh.trainer.loop.training_loop import stop_requests
@@ -26,6 +30,7 @@ def test_each_signal_is_a_request_to_stop(number: signal.Signals) -> None:
     before = signal.getsignal(number)
     with stop_requests(said.append) as request:
         signal.raise_signal(number)
+        signal.raise_signal(number)  # At once, as where a terminal and a launcher both send it.
     assert request.signal == (signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
     assert said == [f"{number.name}: stopping after this step; a second one stops at once"]
     assert signal.getsignal(number) is before
@@ -116,6 +121,43 @@ def test_pieces_are_put_right_into_the_whole() -> None:
     assert [float(each) for each in whole[::2, 0, 0]] == list(range(16))
     assert peak <= 1.2 * whole.nbytes
     assert isinstance(whole, np.ndarray)
+
+
+def test_the_best_of_evaluations_and_those_since() -> None:
+    for metric, least, values, best in (
+        ("eval_Loss", 0.0, (3.0, 2.0, 2.0, math.nan), Best(value=2.0, step=1, waited=2)),
+        ("word_error_rate", 0.5, (3.0, 2.5, 2.25), Best(value=2.25, step=2, waited=1)),
+        ("perplexity", 0.0, (math.nan, 1.0, 2.0), Best(value=1.0, step=1, waited=1)),
+        ("bleu", 0.5, (3.0, 2.0, 3.5), Best(value=3.5, step=2)),
+    ):
+        found = Best()
+        for step, value in enumerate(values):
+            found = found.after(value_of(metric, {f"eval_{metric}": value}), step, goal_of(metric, "auto"), least)
+        assert found == best, metric
+    assert goal_of("loss", "highest") == "highest"
+
+
+def test_the_length_and_the_warm_up_that_follows_from_it_may_differ_from_a_checkpoint() -> None:
+    warmup, long = "schedule.warmup_steps", "x" * 81
+    then = {LENGTH: 100, warmup: 10, "a": float("nan"), "b": 1, "b2": 1, "c": 1, "d": long[1:]}
+    now = {LENGTH: 200, warmup: 20, "a": math.nan, "b": 2, "b2": 1, "c": 3, "e": long}
+    told = ["c: 1 then, 3 now", f"d: {long[1:]} then, (absent) now", f"e: (absent) then, {long[:77]}... now"]
+    assert differences(then, now, {"b": 2, "b2": 2, "c": 2}) == told
+    assert differences({LENGTH: 100, warmup: 11}, now)[0] == "schedule.warmup_steps: 11 then, 20 now"
+
+
+def test_the_line_of_an_evaluation() -> None:
+    run: Any = SimpleNamespace(progress=SimpleNamespace(step=3, evaluated_targets=1500))
+    run.config, run.data = SimpleNamespace(ema=SimpleNamespace(evaluate=True)), SimpleNamespace(byte_pair_entropy=2.0)
+    values: Any = {
+        "eval_loss": 2.0,
+        "eval_runtime": 1.0,
+        "eval_samples_per_second": 2.0,
+        "eval_f1": 0.5,
+        "eval_who": "me",
+    }
+    said = "step 3: evaluation loss 2.0000 with averaged weights over 1.5k targets, above the byte-pair entropy 2.0000"
+    assert evaluation_line(run, values) == f"{said}\n  eval_f1  0.5"
 
 
 def test_the_answer_to_the_question_about_a_mask_does_not_depend_on_how_it_is_passed() -> None:

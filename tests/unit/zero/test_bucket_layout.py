@@ -1,5 +1,6 @@
 """Split arithmetic and bucket layouts: every element is somewhere, once."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import BucketLayout, ParameterSlot, ParameterSpec, build_layout
+from zeromesh.flat.layout import (
+    BucketLayout,
+    ParameterPart,
+    ParameterSlot,
+    ParameterSpec,
+    Region,
+    StageCopies,
+    StridedRows,
+    build_layout,
+)
 from zeromesh.intervals import Interval, padded_length, shard_interval
 from zeromesh.options import STAGES, Placement
 
@@ -117,7 +127,7 @@ def test_an_interval_is_in_order() -> None:
 
 
 def test_a_layout_proves_itself() -> None:
-    for start, end in ((1, 5), (64, 67), (0, 4)):
+    for start, end in ((1, 5), (5, 9), (64, 67), (0, 4)):
         first = ParameterSlot(spec=spec(0, (4,)), where=Interval(start=0, end=4))
         second = ParameterSlot(spec=spec(1, (4,)), where=Interval(start=start, end=end))
         with pytest.raises(LayoutError, match="overlaps, is not aligned"):
@@ -133,3 +143,30 @@ def test_a_stage_is_a_row_of_placements() -> None:
         2: (replicated, sharded, sharded, sharded),
         3: (sharded, sharded, sharded, sharded),
     }
+
+
+def test_who_shares_and_counts_a_parameter_decides_its_bucket() -> None:
+    halves = (Interval(start=0, end=4),), (Interval(start=0, end=2), Interval(start=2, end=4))
+    region = Region(shape=(4, 6), dims=halves)
+    assert region.rows() == StridedRows(count=4, width=6, columns=halves[1])
+    assert Region(shape=(0, 6), dims=((Interval(start=0, end=0),), halves[1])).rows() is None
+    equal, summed = (ParameterPart(region=region, holders=(1, 3), partial=partial) for partial in (False, True))
+    copies = StageCopies(name="head", aliases=("x",), ranks=(1, 2))
+    tensor, stages = ("tensor", (1, 3)), ("pipeline", (1, 2))
+    keys = set()
+    for part, copied, shared_by, counted_at in (
+        (None, None, (), {"tensor": 0}),
+        (equal, None, (), {"tensor": 1}),
+        (summed, None, (tensor,), {"tensor": 1}),
+        (None, copies, (stages,), {"tensor": 0, "pipeline": 1}),
+        (summed, copies, (tensor, stages), {"tensor": 1, "pipeline": 1}),
+    ):
+        spec = ParameterSpec(
+            fqn="w", shape=(4, 4), dtype=torch.float32, requires_grad=True, aliases=("y",), part=part, copies=copied
+        )
+        assert (spec.shared_by, spec.counted_at) == (shared_by, counted_at)
+        assert (spec.name, spec.other_names) == (("head", ("x",)) if copied else ("w", ("y",)))
+        others = replace(spec, requires_grad=False), replace(spec, dtype=torch.int8)
+        keys |= {each.bucket_key for each in (spec, *others)}
+        assert build_layout("b", [spec], parts=3).nbytes == 3 * 64 * 4
+    assert len(keys) == 15

@@ -9,7 +9,7 @@ import torch
 import zeromesh.options
 from tests.conformance.models import stack
 from zeromesh.errors import StorageError
-from zeromesh.flat.layout import ParameterSpec
+from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.offload import STAGING_BYTES, PinnedBudget, Purpose, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.offload.io.file_tier import THREAD_BYTES
@@ -261,3 +261,45 @@ def test_states_on_files_pass_through_memory() -> None:
     assert found.transit_bytes == 3 * 2 * _P
     assert found.terms[Purpose.STAGING] == stream_bytes(4, 2 * _P, STAGING_BYTES) + THREAD_BYTES
     assert found.trained == {torch.bfloat16: (3 * _P, 3 * _P // 2)}
+
+
+HOST = OffloadOptions(optimizer=TierChoice(tier="host"), staging_bytes=0)
+IN_BACKWARD: Any = {"optimizer_in_backward": True, "on_nonfinite": "stop", "gradient_slots": 3}
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind", "changes", "expected"),
+    [
+        # Masters, two moments and sums in fp32 of 448 elements a rank; bfloat16 of a frozen shard, and what is gathered.
+        (2, "gloo", {}, (1792, 3584, 0, 1792, 0, 128, 2 * 2 * 1024, 256 + 1536, 0)),
+        (2, "shared", {"average": AverageSettings(decay=0.9)}, (1792, 3584, 1792, 1792, 0, 128, 2 * 1024, 896, 0)),
+        (2, "shared", {"stage": 0}, (3584, 7168, 0, 3584, 0, 2048, 2 * 1024, 0, 0)),
+        (2, "shared", {"stage": 1, "accumulation": 2}, (1792, 3584, 0, 1792, 3584, 1024, 2 * 2048, 0, 0)),
+        (1, "local", {"stage": 1, "accumulation": 2}, (3584, 7168, 0, 3584, 0, 1920, 0, 0, 0)),
+        # Gradients that pass through: the root's, which are the last, and those in flight, of two units at most.
+        (2, "gloo", IN_BACKWARD, (1792, 3584, 0, 4 * (64 + 2 * 256 - 64), 0, 128, 2 * 3 * 1024, 1792, 0)),
+        (2, "gloo", {**IN_BACKWARD, "stage": 0}, (3584, 7168, 0, 3584, 0, 2048, 2 * 3 * 1024, 0, 0)),
+        (1, "local", IN_BACKWARD, (3584, 7168, 0, 4 * (128 + 512), 0, 128, 0, 1792, 0)),
+        # Beside an accelerator: gathered copies of what rests on the host, and the three longest gradient shards on the way.
+        (2, "nccl", {"offload": HOST}, (0, 0, 0, 0, 0, 896 + 128, 2 * 2048, 1792, 1792)),
+        (2, "nccl", {"offload": HOST, "stage": 2}, (0, 0, 0, 0, 0, 2048, 2 * 2048, 0, 1792)),
+    ],
+)
+def test_bytes_are_those_of_a_model_counted_by_hand(parts: int, kind: str, changes: Any, expected: Any) -> None:
+    """Of 128, 256, 512 and 64 elements in a root and three units, the last of them frozen, in bfloat16."""
+    specs = [
+        ParameterSpec(fqn=str(numel), shape=(numel,), dtype=torch.bfloat16, requires_grad=numel > 64)
+        for numel in (128, 256, 512, 64)
+    ]
+    units = [[build_layout(spec.fqn, [spec], parts)] for spec in specs]
+    device, chosen = (
+        GPU if kind == "nccl" else CPU,
+        ZeroOptions(**{"precision": Precision(compute=torch.bfloat16), "gathered_budget": 0, **changes}),
+    )
+    found = MemoryModel(units, chosen, parts, kind, device)
+    purposes = ("MASTER", "MOMENTS", "AVERAGES", "GRADIENTS", "PARTIAL_GRADIENTS", "PARAMETERS", "GRADIENT_BUCKETS")
+    terms = [found.terms.get(Purpose[name], 0) for name in purposes]
+    assert (*terms, found.gathered, found.transit_bytes) == expected
+    assert found.trained == {torch.bfloat16: (896, 896 // parts)}
+    if kind == "nccl":
+        assert [found.host_terms[Purpose[name]] for name in ("MASTER", "MOMENTS", "GRADIENTS")] == [1792, 3584, 1792]

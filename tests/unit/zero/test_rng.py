@@ -1,5 +1,6 @@
 """Seeding before every unit gives the numbers of `torch.manual_seed`, without its price."""
 
+import hashlib
 import random
 import traceback
 from typing import Any
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeromesh.rng import GeneratorStates, Streams, kept_generators, seed_all, seed_generators
+from zeromesh.rng import GeneratorStates, Streams, data_randomness, kept_generators, seed_all, seed_generators
 
 
 def test_seeds_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,6 +39,9 @@ def _drawn(count: int) -> list[float]:
 def test_generators_of_the_host_go_on_where_they_were(before: int) -> None:
     """A state that is kept as a seed, before anything was drawn, is as good as a whole one; 312 doubles are one round of it."""
     with kept_generators():
+        seed_all(2**40 + 2**20 + 7)
+        assert np.random.random() == np.random.RandomState(2**20 + 7).random_sample()  # Its seeds have 32 bits.
+        assert GeneratorStates.now(host_only=True).cpu is None
         seed_all(2**40 + 7)
         expected = _drawn(before) + _drawn(2) if before else _drawn(2)
         seed_all(2**40 + 7)
@@ -77,3 +81,30 @@ def test_the_host_is_put_back_whatever_seeded_it() -> None:
         seed_all(3)
         state.restore()
         assert _drawn(2) == expected
+
+
+def _seed(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") // 2
+
+
+def test_every_call_of_a_microbatch_has_its_seed_alike_on_all_ranks() -> None:
+    """An inner call that an exception has ended leaves nothing, and a call that backward repeats is taken for the last one."""
+    streams, found, before = Streams(3, "eval", 8), [], torch.get_rng_state()
+    with streams.drawing():
+        found.append(torch.initial_seed())
+        for again in (False, False, True, False):
+            for name in ("block", "inner"):
+                streams.enter(name, again=again)
+                found.append(torch.initial_seed())
+            streams.leave("block")
+        streams.begin("root")
+        assert torch.initial_seed() == _seed("3/eval/8/root")
+        streams.enter("lost", again=False)
+    calls = ["/loss", "block", "inner", "block/1", "inner/1", "block/1", "inner/1", "block/2", "inner/2"]
+    assert found == [_seed(f"3/eval/8/{call}") for call in calls]
+    assert torch.equal(torch.get_rng_state(), before)
+    with streams.drawing():
+        streams.leave("lost")
+        assert torch.initial_seed() == _seed("3/eval/8//loss")
+    with data_randomness(3, 8):
+        assert torch.initial_seed() == _seed("3/data/8")
