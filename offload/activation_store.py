@@ -1,8 +1,6 @@
 """Offload of the saved inputs of recomputed blocks: in forward an input is copied to the host, or written to a file while the next
 blocks compute; in backward the read of a block's input starts when the block after it gets its own."""
 
-from __future__ import annotations
-
 import weakref
 from bisect import bisect_left
 from collections import deque
@@ -49,7 +47,7 @@ class SavedTensor:
     """The object that autograd saves for backward in place of a tensor: when it drops the object, memory and file space are free.
     `start()` starts to read the tensor, and returns a function that waits for it and returns it; both raise `StorageError`."""
 
-    call: BlockCall | None = None
+    call: "BlockCall | None" = None
 
     def __init__(self, start: Callable[[], Callable[[], torch.Tensor]]) -> None:
         self._start = start
@@ -70,7 +68,7 @@ class BlockCall:
     """The inputs saved by one call of a block. `before` is the call whose inputs backward needs after this one's."""
 
     offloaded: bool
-    before: weakref.ref[BlockCall] | None = None
+    before: "weakref.ref[BlockCall] | None" = None
     saved: list[weakref.ref[SavedTensor]] = field(default_factory=list)
     """Weak references, since a saved input keeps its call alive rather than the other way round."""
     inputs: list[tuple[torch.Tensor, int]] = field(default_factory=list)
@@ -93,7 +91,7 @@ def _keep_on_device(tensor: torch.Tensor, reservation: Reservation | None = None
 
 
 def _read_file(
-    reserve: Callable[[], Reservation], write: PendingWrite, device: torch.device
+    reserve: Callable[[], Reservation], write: "PendingWrite", device: torch.device
 ) -> Callable[[], torch.Tensor]:
     """Start to read a tensor from its file to memory that `reserve` reserves, or use the memory from which it is still written."""
     unwritten = write.sources[:1]

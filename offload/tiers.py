@@ -1,8 +1,6 @@
 """Flat tensors that rest on a tier, or of which the first elements rest on a tier and the others on the device, and `Tiers`,
 which allocates them and counts every byte in the ledger."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -94,7 +92,7 @@ class TieredTensor:
         self.numel = parts[-1].end if parts else 0
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> TieredTensor:
+    def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":
         """Make a tiered tensor of one part, which views `tensor`, 1-D, and counts as resting on `tier`."""
         length = tensor.numel()
         return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
@@ -126,7 +124,7 @@ class TieredTensor:
             return torch.empty(0, dtype=self.dtype, device=device)
         return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
-    def slice(self, start: int, end: int) -> TieredTensor:
+    def slice(self, start: int, end: int) -> "TieredTensor":
         """Return elements [start, end) as a tiered tensor on the same memory and files. Raises `ValueError` outside [0, numel]."""
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
@@ -197,7 +195,7 @@ class TieredTensor:
         if launched is not None:
             accelerator.host_wait_for(launched)()
 
-    def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
+    def copy_from(self, other: "TieredTensor | torch.Tensor") -> None:
         """Copy all elements from `other`, of the same number, converted. Raises `StorageError`."""
         other = TieredTensor.of(other) if isinstance(other, torch.Tensor) else other
         self._require_all(other.numel)

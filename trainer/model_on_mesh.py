@@ -1,7 +1,5 @@
 """`ModelOnMesh`: the operations on a model whose parameters are divided over the ranks of a mesh, for training or generation."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -34,7 +32,7 @@ class ModelOnMesh(ABC):
 
     @property
     @abstractmethod
-    def placed(self) -> PlacedModel:
+    def placed(self) -> "PlacedModel":
         """This rank's part of the model. Raises `PhaseError` after `close`."""
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
@@ -161,7 +159,7 @@ class PlacedModel(ModelOnMesh):
     """The averaged weights by name, once the model is whole."""
 
     @property
-    def placed(self) -> PlacedModel:
+    def placed(self) -> "PlacedModel":
         return self
 
     def require_engine(self) -> ZeroEngine:

@@ -1,8 +1,6 @@
 """The file tier: flat ranges of bytes (slots) in swap files, read and written in pieces by a few threads past the page cache.
 Unaligned parts go through a buffer of the thread. With checksums every piece that is read is verified."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets
@@ -91,7 +89,7 @@ class FileTier:
         )
         self._local = threading.local()
 
-    def allocate(self, nbytes: int, label: str) -> FileSlot:
+    def allocate(self, nbytes: int, label: str) -> "FileSlot":
         """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""
         begin, count = self.nbytes, len(self._files)
         end = begin + round_up_to_blocks(nbytes)
@@ -105,7 +103,7 @@ class FileTier:
         self.nbytes = end
         return FileSlot(self, begin, nbytes, label)
 
-    def open_stored(self, path: Path) -> FileSlot:
+    def open_stored(self, path: Path) -> "FileSlot":
         """Open an existing file as a slot, which is only read. Raises `StorageError` if it cannot be opened."""
         if path not in self._stored:
             with _naming_the_tier():

@@ -1,8 +1,6 @@
 """Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through. Copies
 between a device and its host run on a stream for each direction, and begin after all work launched before them."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import mmap
@@ -54,14 +52,14 @@ class Transfer:
         self._what = what
 
     @classmethod
-    def with_error(cls, error: StorageError) -> Transfer:
+    def with_error(cls, error: StorageError) -> "Transfer":
         """Make a transfer that has failed with `error`, which `wait` raises."""
         piece: Future[None] = Future()
         piece.set_exception(error)
         return cls([piece])
 
     @classmethod
-    def combine(cls, transfers: Sequence[Transfer]) -> Transfer:
+    def combine(cls, transfers: "Sequence[Transfer]") -> "Transfer":
         """Join several transfers into one, which waits for all of them; none may be between a device and the host."""
         pieces = [piece for transfer in transfers for piece in transfer._pieces]
         return cls(pieces, transfers[0]._waits, transfers[0]._what)

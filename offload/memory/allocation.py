@@ -1,7 +1,5 @@
 """Memory that lasts as long as a run: of the device, and of the host, pinned if a device copies from it, or shared by processes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import math
@@ -267,7 +265,7 @@ class SharedSegment:
         self._close = weakref.finalize(self, os.close, descriptor)  # Also where nobody calls `close`.
 
     @classmethod
-    def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> SharedSegment:
+    def create(cls, label: str, nbytes: int, *, reserve: bool = True) -> "SharedSegment":
         """Create a segment. `reserve` allocates its memory at once: a lack of it is an error now, and not a signal later."""
         nbytes = max(PAGE, -(-nbytes // PAGE) * PAGE)
         if reserve:
@@ -283,7 +281,7 @@ class SharedSegment:
             raise _refused(label, nbytes, error) from error
 
     @classmethod
-    def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> SharedSegment:
+    def attach(cls, pid: int, descriptor: int, nbytes: int, label: str) -> "SharedSegment":
         """Map the segment that process `pid` of this host and user has created. Raises `StorageError` if it cannot be opened."""
         path = f"/proc/{pid}/fd/{descriptor}"
         try:

@@ -1,8 +1,6 @@
 """`trainer_state.json`: the counters from which a run resumes, the settings that it depends on, and the best evaluation. Batches,
 learning rates and random numbers of forward are functions of step and seed, so no generator state is saved."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -84,7 +82,7 @@ class TrainerState:
         return json.dumps(_to_strict_json({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], where: str) -> TrainerState:
+    def from_json(cls, content: Mapping[str, Any], where: str) -> "TrainerState":
         """Parse a state. Raises `CheckpointError` for other objects, and for newer versions."""
         values = dict(content)
         schema = values.pop("schema", None)
@@ -213,7 +211,7 @@ class Best:
     step: _Count = 0
     waited: _Count = 0
 
-    def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> Best:
+    def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
         """Return the best value after one more evaluation; NaN is never better."""
         gain = -math.inf if math.isnan(value) else math.inf
         if self.value is not None and gain > 0:
@@ -227,7 +225,7 @@ class Best:
         return {} if self.value is None else asdict(self)
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], where: str) -> Best:
+    def from_json(cls, content: Mapping[str, Any], where: str) -> "Best":
         """Parse the values of `to_json`. Raises `CheckpointError` for others."""
         if not content:
             return cls()

@@ -18,19 +18,9 @@ from pydantic import ValidationError
 from zeromesh.environment import read_environment, secret_values
 from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import int_if_whole
+from zeromesh.trainer.config import messages
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_NAME, NO_KEY, foreign_problems
-from zeromesh.trainer.config.messages import (
-    allowed,
-    choices,
-    known_paths,
-    nearest,
-    nearest_path,
-    quote,
-    section_of,
-    takes_text,
-    unknown_key,
-)
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
@@ -97,7 +87,9 @@ class _Source:
 
 def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     if not isinstance(base, str) or not base:
-        raise ConfigError(f"base: got {quote('', base)}; allowed is the path of a YAML or JSON file", where=given.where)
+        raise ConfigError(
+            f"base: got {messages.quote('', base)}; allowed is the path of a YAML or JSON file", where=given.where
+        )
     path = Path(*given.folders, Path(base).expanduser())
     if path.resolve() in chain:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
@@ -133,11 +125,11 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
             )
             if data is not None:
                 sections = ", ".join(TrainerConfig.model_fields)
-                problem = f"holds {quote('', data)}; allowed is a mapping of sections ({sections})"
+                problem = f"holds {messages.quote('', data)}; allowed is a mapping of sections ({sections})"
             raise ConfigError(problem, where=where)
         folders, chain = (os.path.dirname(os.path.abspath(path)),), (*chain, path.resolve())
         try:
-            data = with_variables(data, takes_text)
+            data = with_variables(data, messages.takes_text)
         except ConfigError as error:
             raise ConfigError(error.problems, where=where) from None
     elif source is None or isinstance(source, Mapping):
@@ -153,7 +145,9 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         raise ConfigError(foreign, where=where)
     own, deepspeed = (data.pop(OUR_KEY, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
-        raise ConfigError(f"{OUR_KEY}: got {quote('', own)}; allowed is a mapping of sections of zeromesh", where=where)
+        raise ConfigError(
+            f"{OUR_KEY}: got {messages.quote('', own)}; allowed is a mapping of sections of zeromesh", where=where
+        )
     given = _Source(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
     return given if base is None else _merge_base(given, base, chain)
 
@@ -201,7 +195,7 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
-            near = nearest(name, TRACKERS, cutoff=0.6)
+            near = messages.nearest(name, TRACKERS, cutoff=0.6)
             hint = f"; did you mean {near}?" if near else ""
             yield (
                 f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}, and names of trackers that were given to "
@@ -222,9 +216,9 @@ _REASONS = {
 def suggestion(path: str) -> str | None:
     """Return the key that an unknown path may mean, by foreign or similar name, or an explanation for one without a key."""
     meant = KEY_BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
-    if meant.partition(" (")[0] in known_paths() or meant.startswith(NO_KEY):
+    if meant.partition(" (")[0] in messages.known_paths() or meant.startswith(NO_KEY):
         return meant
-    return nearest_path(path, known_paths()) or KEY_BY_DEEPSPEED_NAME.get(name)
+    return messages.nearest_path(path, messages.known_paths()) or KEY_BY_DEEPSPEED_NAME.get(name)
 
 
 def load_config(
@@ -314,28 +308,28 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
         path, equals, text = override.partition("=")
         path = path.strip()
         keys = path.split(".")
-        secret = quote(path, text) == REDACTED
-        name = f"the override {quote('', f'{path}{equals}{REDACTED if secret else text}')}"
+        secret = messages.quote(path, text) == REDACTED
+        name = f"the override {messages.quote('', f'{path}{equals}{REDACTED if secret else text}')}"
         if path == "parallel" and text.strip() == "auto":
             data[path] = "auto"
             continue
         if not equals or len(keys) < 2 or not all(keys):
-            field = known_paths().get(path)
-            section = section_of(field) if field is not None else None
+            field = messages.known_paths().get(path)
+            section = messages.section_of(field) if field is not None else None
             if section is not None:
                 keys_of_it = ", ".join(section.model_fields)
                 hint = f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {keys_of_it}"
             elif field is not None:
                 hint = f"it has no value; write {path}=VALUE"
             else:  # A foreign key may have other values, so the value is left out.
-                given = f"={quote(path, text).strip(chr(39))}" if equals else "=VALUE"
+                given = f"={messages.quote(path, text).strip(chr(39))}" if equals else "=VALUE"
                 near = _phrase(suggestion(path), "" if path.lower() in KEY_BY_NAME else given)
                 hint = near or "write section.key=value"
             problems.append(f"{name}: {hint}")
             continue
         overridden[path] = name
         try:
-            value = with_variables(parse_yaml(text.strip(), where=""), takes_text, path)
+            value = with_variables(parse_yaml(text.strip(), where=""), messages.takes_text, path)
         except ConfigError as error:
             problems.append(f"{name}: {error}")
             continue
@@ -349,7 +343,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             at = at[key]
             if not isinstance(at, dict):
                 parent = ".".join(keys[:depth])
-                problems.append(f"{name}: {path}: {parent} is {quote(parent, at)}, which has no keys")
+                problems.append(f"{name}: {path}: {parent} is {messages.quote(parent, at)}, which has no keys")
                 break
         else:
             at[keys[-1]] = value
@@ -363,7 +357,7 @@ def _phrase(near: str | None, value: str = "") -> str:
 def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConfig, list[str]]:
     """Return the configuration of the valid part of `data`, and the problems of single keys and of combinations."""
     # A section whose keys are all commented out is null in YAML.
-    data = {key: {} if value is None and key in known_paths() else value for key, value in data.items()}
+    data = {key: {} if value is None and key in messages.known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
     # An invalid key is dropped, so that rules between keys can be checked; if that is not enough, its section, whose defaults are
     # valid.
@@ -404,29 +398,33 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
             return f"{path}: unknown; allowed are {', '.join(names)}"
         what = "is text" if keys[1] == "columns" else f"is a mapping of {', '.join(names)}"
         if len(keys) == 4 and keys[1] == "mixture":
-            what = f"is {allowed(MixturePart.model_fields[keys[-1]])}"
+            what = f"is {messages.allowed(MixturePart.model_fields[keys[-1]])}"
     elif kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
-        return unknown_key(path, value, known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path)))
+        return messages.unknown_key(
+            path, value, messages.known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path))
+        )
     elif keys[-1] == "python":
         what = "is text such as package.module:function"
     elif path.startswith(f"{EVAL}."):
         what = "is a name of letters, digits, '.', '_' and '-', with text, a list of texts, or a mapping with python"
-    elif (field := known_paths().get(path)) is None:
+    elif (field := messages.known_paths().get(path)) is None:
         what = "are text, finite numbers, true, false, null and lists"
     else:
-        what = f"is {allowed(field)}"
+        what = f"is {messages.allowed(field)}"
         if isinstance(value, str) and (reason := _REASONS.get((path, value.lower()))):
             return f"{path}: {value} is not available: {reason}; allowed {what}"
         near = None
-        if isinstance(value, str) and not any(value in choices(other) for other in known_paths().values()):
-            near = nearest(value, choices(field), cutoff=0.6)
+        if isinstance(value, str) and not any(
+            value in messages.choices(other) for other in messages.known_paths().values()
+        ):
+            near = messages.nearest(value, messages.choices(field), cutoff=0.6)
         if kind == "string_type" and isinstance(value, bool | int | float):
             what += "; write it in quotes"
         elif isinstance(value, str) and "a list" in what:
-            what += f"; write a list: [{quote(path, value).strip(chr(39))}]"
+            what += f"; write a list: [{messages.quote(path, value).strip(chr(39))}]"
         elif near:
             what += f"; did you mean {near}?"
         elif isinstance(value, str) and isinstance(plain_scalar(value.strip()), bool | int | float):
             what += "; write it without quotes"
-    return f"{path}: got {quote(path, value)}; allowed {what}"
+    return f"{path}: got {messages.quote(path, value)}; allowed {what}"

@@ -1,7 +1,5 @@
 """The configuration of a run as a whole: its sections, which have the keys, and the rules between keys."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -54,7 +52,7 @@ class TrainerConfig(Section):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainerConfig) and vars(self) == vars(other)
 
-    def with_notes(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> TrainerConfig:
+    def with_notes(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> "TrainerConfig":
         """Return a copy with other notes and folders, which do not affect equality."""
         config = self.model_copy()
         config._notes, config._folders = notes, folders
@@ -81,7 +79,7 @@ class TrainerConfig(Section):
         return {**changed, "parallel": {**parallel, "auto": found}} if found else data
 
     @model_validator(mode="after")
-    def _check_conflicts(self, info: ValidationInfo) -> TrainerConfig:
+    def _check_conflicts(self, info: ValidationInfo) -> "TrainerConfig":
         problems = disagreements(self) if (info.context or {}).get("rules", True) else []
         if problems:
             raise PydanticCustomError("keys_disagree", "{problems}", {"problems": "\n".join(problems)})

@@ -1,7 +1,5 @@
 """Packing of documents into sequences of equal length, joined or each whole in one, and mixtures of datasets."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +43,9 @@ class TokenDataset:
     """Class of each document for sequence classification, where each has its own sequence."""
 
     @classmethod
-    def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> TokenDataset:
+    def join(
+        cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any
+    ) -> "TokenDataset":
         """Build the dataset of joined documents from token `first`; tokens that fill no sequence are left out."""
         end = first + amount.tokens // sequence_length * sequence_length
         begins = range(first, end, sequence_length)
@@ -56,7 +56,7 @@ class TokenDataset:
     @classmethod
     def pack(
         cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
-    ) -> TokenDataset:
+    ) -> "TokenDataset":
         """Build the dataset of the marked documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         pieces = range(first, end, _TOKENS_AT_ONCE)

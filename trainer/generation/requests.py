@@ -5,8 +5,6 @@ threading.Thread(target=serve_http, args=(inbox,)).start()
 generator.serve(inbox)                  # on all ranks; returns after inbox.stop()
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,7 +69,7 @@ class Inbox:
         self._count = 0
 
     @classmethod
-    def of(cls, requests: Sequence[Request]) -> Inbox:
+    def of(cls, requests: Sequence[Request]) -> "Inbox":
         """Return an inbox with these requests, which takes no more."""
         inbox = cls()
         inbox._news = News(requests=list(requests), stopping=True)

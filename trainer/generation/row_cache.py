@@ -8,8 +8,6 @@
 Buffers are reallocated when columns or rows run out, so that a token does not copy the whole cache, as in `DynamicCache`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +120,7 @@ class RowCache(Cache):  # type: ignore[misc]
         columns.width += new_columns
         columns.end += new_columns
 
-    def merge(self, other: RowCache, lengths: Sequence[int], *, most_rows: int) -> None:
+    def merge(self, other: "RowCache", lengths: Sequence[int], *, most_rows: int) -> None:
         """Add one row for each of `lengths`: the first columns of that row of `other`, as many as the length. Buffers have room for
         `most_rows` rows at most."""
         columns = self.columns
@@ -158,7 +156,7 @@ class RowCache(Cache):  # type: ignore[misc]
         if not last:
             columns.end = 0
 
-    def _reallocate(self, like: RowCache, *, rows: int | None, capacity: int, end: int) -> None:
+    def _reallocate(self, like: "RowCache", *, rows: int | None, capacity: int, end: int) -> None:
         """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
         `end`; new buffers get the shapes of `like`."""
         columns = self.columns

@@ -5,8 +5,6 @@ with Generator("runs/quickstart", parallel={"tensor": 2}) as generator:
         print(result.text)
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +190,7 @@ class Generator(ModelOnMesh):
         return [results.complete[request.number] for request in requests]
 
     def _generate(
-        self, requests: list[Request], settings: list[GenerationConfig], fields: Any, batch: int, results: _Results
+        self, requests: list[Request], settings: list[GenerationConfig], fields: Any, batch: int, results: "_Results"
     ) -> None:
         placed = self.placed
         why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")

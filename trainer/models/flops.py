@@ -7,8 +7,6 @@ in "PaLM: Scaling Language Modeling with Pathways" (arXiv 2204.02311, appendix B
 Embeddings that are only looked up do not count, nor experts that a token does not reach.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import dataclass
@@ -37,7 +35,7 @@ class ModelFlops:
     windows: tuple[float, ...] = ()  # in tokens, of each attention layer
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelFlops | None:
+    def of(cls, model: nn.Module) -> "ModelFlops | None":
         """Count the FLOPs of an undivided language model; None if samples are not tokens, or for encoder-decoders."""
         config: Any = getattr(model, "config", None)
         two_kinds = getattr(config, "is_encoder_decoder", False)

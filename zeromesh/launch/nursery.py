@@ -14,14 +14,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Pipe
-from typing import Any
 
-from zeromesh.environment import (
-    kept_environment,
-    launched_by,
-    python_arguments,
-    setting,
-)
+from zeromesh.environment import kept_environment, launched_by, python_arguments, setting
 
 _MODULE = "zeromesh.launch.fork_server"
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
@@ -32,9 +26,8 @@ _LOST = -int(signal.SIGKILL)
 class Fork:
     """A process that the nursery has forked; `returncode` as of `subprocess.Popen`, None while it runs."""
 
-    def __init__(self, nursery: Nursery, pid: int) -> None:
-        self._nursery, self.pid = nursery, pid
-        self.returncode: int | Any = None
+    def __init__(self, nursery: Nursery, pid: int, returncode: int | None = None) -> None:
+        self._nursery, self.pid, self.returncode = nursery, pid, returncode
 
     def poll(self) -> int | None:
         """Return the exit code, None while the process runs."""
@@ -45,7 +38,7 @@ class Fork:
         """Wait for the end of the process; returns its exit code."""
         while self.returncode is None:
             self._nursery.receive(seconds=None)
-        return int(self.returncode)
+        return self.returncode
 
 
 class Nursery:
@@ -53,60 +46,62 @@ class Nursery:
     process ends, and its forks with it."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], notify: Callable[[str], object]) -> None:
-        self._notify = notify
+        self._variables, self._notify = variables, notify
+        self._start(modules)
+
+    def _start(self, modules: Sequence[str]) -> None:
         self._connection, theirs = Pipe()
-        words = python_arguments(_MODULE, (str(theirs.fileno()), *modules))
         # NumPy's library would start threads when it is imported; ranks have no use for them.
         alone = {} if setting(_NUMPY_THREADS) else {_NUMPY_THREADS: "1"}
-        with theirs, kept_environment({**variables, **alone, **launched_by(os.getpid())}):
-            command, kept = [sys.executable, *words], [theirs.fileno()]
-            self._process = subprocess.Popen(command, pass_fds=kept, start_new_session=True)
-        self._ready = False
-        self._refusal: str | None = None
+        with theirs, kept_environment({**self._variables, **alone, **launched_by(os.getpid())}):
+            command = [sys.executable, *python_arguments(_MODULE, (str(theirs.fileno()), *modules))]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+        self.ready = self.lost = False
+        """Whether `fork` does not wait, since imports are done; and whether the process has ended after that."""
         self._forked: Fork | None = None
         self._forks: dict[int, Fork] = {}
 
-    @property
-    def settled(self) -> bool:
-        """True once the imports are done, or have failed; `fork` does not wait then."""
-        return self._ready or self._refusal is not None
-
-    @property
-    def lost(self) -> bool:
-        """True if this nursery has forked, and has ended."""
-        return self._ready and self._refusal is not None
-
-    def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Fork | None:
-        """Fork a process that runs `python ARGUMENTS` with these variables too; None where the nursery cannot."""
+    def fork(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Fork:
+        """Fork a process that runs `python ARGUMENTS` with these variables too; where the nursery is lost, one that is."""
         self._forked = None
         with suppress(OSError):
             self._connection.send_bytes(json.dumps({"arguments": arguments, "variables": variables}).encode())
-            while self._forked is None and self._refusal is None:
+            while self._forked is None and not self.lost:
                 self.receive(seconds=None)
-        return self._forked
+        return self._forked or Fork(self, 0, _LOST)
 
     def receive(self, seconds: float | None = 0.0) -> None:
         """Handle the messages that have arrived, after waiting `seconds` for the first; None: until one arrives."""
         try:
-            while self._refusal is None and self._connection.poll(seconds):
+            while not self.lost and self._connection.poll(seconds):
                 seconds = 0.0
                 message = json.loads(self._connection.recv_bytes())
                 if "obstacle" in message:
-                    self._ready, self._refusal = message["obstacle"] is None, message["obstacle"]
-                    if self._refusal is not None:
-                        self._notify(f"each rank imports for itself: {self._refusal}")
+                    self.ready = message["obstacle"] is None
+                    if not self.ready:
+                        self._import_nothing(message["obstacle"])
                 if "forked" in message:
                     self._forked = self._forks[message["forked"]] = Fork(self, message["forked"])
                 if "ended" in message:
                     self._forks.pop(message["ended"]).returncode = message["code"]
         except (EOFError, OSError):
-            self._refusal = f"the process that ranks are forked from has ended with exit code {self._process.wait()}"
+            if not self.ready:
+                self._import_nothing(f"the process that imports for all ended with exit code {self._process.wait()}")
+                return
+            self.lost = True
             while self._forks:
                 self._forks.popitem()[1].returncode = _LOST
+
+    def _import_nothing(self, reason: str) -> None:
+        """Start anew without modules, so that each fork imports for itself."""
+        self._notify(f"each rank imports for itself: {reason}")
+        self.close()
+        self._start(())
 
     def close(self) -> None:
         """Kill the nursery, and all that it has forked."""
         self._process.kill()
         self._process.wait()
-        self.receive()
+        if self.ready:
+            self.receive()
         self._connection.close()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,7 +13,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, RankRange, die_with_launcher, kept_environment, setting, worker_environment
+from zeromesh.environment import ERRORS, RankRange, die_with_launcher, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.nursery import Fork, Nursery
 
@@ -56,7 +55,7 @@ class _RankProcess:
     """The process of one rank, and the file in memory that it writes its error into."""
 
     rank: int
-    process: Fork | subprocess.Popen[bytes]
+    process: Fork
     error: int
     ended: float = 0.0
     killed: bool = False
@@ -67,7 +66,7 @@ class _RankProcess:
         try:
             return WorkersFailed(**json.loads(os.pread(self.error, os.fstat(self.error).st_size, 0)), ranks=ranks)
         except (ValueError, TypeError):  # The record is missing or incomplete.
-            code, distance = self.process.returncode, 0
+            code, distance = self.process.wait(), 0
         if code >= 0:
             stopped = _STOPPED.get(code)
             message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
@@ -82,11 +81,10 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """The processes `python ARGUMENTS` of one start on this host, forked by the nursery where it can, in separate sessions, away
-    from the terminal's Ctrl-C. Each writes its error into an anonymous file in memory, so nothing has to be removed when this
-    process is killed."""
+    """The processes `python ARGUMENTS` of one start on this host, which the nursery forks, in separate sessions, away from the
+    terminal's Ctrl-C. Each writes its error into an anonymous file in memory, so nothing has to be removed after a kill."""
 
-    def __init__(self, arguments: Sequence[str], assigned: RankRange, nursery: Nursery | None) -> None:
+    def __init__(self, arguments: Sequence[str], assigned: RankRange, nursery: Nursery) -> None:
         self._arguments, self._assigned, self._nursery = arguments, assigned, nursery
         self._cause_until: float | None = None
         self._stop_until: float | None = None
@@ -97,10 +95,8 @@ class RankProcesses:
         assigned, error = self._assigned, os.memfd_create(f"zeromesh-error-{local_rank}")
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
         variables = {**shared, **assigned.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-        fork = self._nursery.fork(self._arguments, variables) if self._nursery else None
-        with kept_environment(variables):
-            process = fork or subprocess.Popen([sys.executable, *self._arguments], start_new_session=True)
-        return _RankProcess(rank=assigned.first + local_rank, process=process, error=error)
+        fork = self._nursery.fork(self._arguments, variables)
+        return _RankProcess(rank=assigned.first + local_rank, process=fork, error=error)
 
     def over(self) -> bool:
         """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""

@@ -498,8 +498,9 @@ def run_starts(
     try:
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
-            if found.processes and (nursery is None or nursery.lost):
-                nursery = Nursery(modules, worker_environment(found.processes, alone=False), notify)
+            if nursery is None or nursery.lost:
+                shared = worker_environment(found.processes or 1, alone=False)
+                nursery = Nursery(modules if found.processes else (), shared, notify)
             found = others.next_start(_run(arguments, found, others, requests, passes, nursery))
     finally:
         others.close()
@@ -514,10 +515,10 @@ def _run(
     others: Leader | Follower,
     requests: StopSignals,
     passes: int,
-    nursery: Nursery | None,
+    nursery: Nursery,
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
-    while nursery is not None and not nursery.settled:
+    while not nursery.ready:
         if requests.pending:
             name = signal.Signals(requests.pending[0]).name
             return WorkersFailed(message=f"stopped by {name} while importing", exit_code=128 + requests.pending[0])

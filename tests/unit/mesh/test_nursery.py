@@ -14,6 +14,7 @@ MODULES = {
     "imported": "import os\nPID = os.getpid()\n",
     "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
     "broken": "raise ValueError('not today')\n",
+    "killed": "import os\nos._exit(9)\n",
     "program": """\
 import atexit, os, signal, sys, threading, time
 what, path = sys.argv[1:]
@@ -53,7 +54,7 @@ def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     def start(module: str) -> tuple[Nursery, list[str]]:
         notified: list[str] = []
         started.append(Nursery([module], {"EARLY": "early"}, notified.append))
-        while not started[-1].settled:
+        while not started[-1].ready:
             started[-1].receive(1.0)
         return started[-1], notified
 
@@ -112,6 +113,7 @@ def test_forks_die_with_their_nursery(nursery, tmp_path):
     found.close()
     assert fork.poll() == -signal.SIGKILL
     assert found.lost
+    assert found.fork(["-m", "program", "0", "-"], {}).wait() == -signal.SIGKILL
     until = time.monotonic() + 10
     while (
         Path(f"/proc/{fork.pid}").exists() and "Z" not in Path(f"/proc/{fork.pid}/stat").read_text().split(")")[1][:3]
@@ -123,9 +125,9 @@ def test_forks_die_with_their_nursery(nursery, tmp_path):
 @pytest.mark.parametrize(
     ("module", "reason"), [("threaded", "has started a thread"), ("broken", "ValueError: not today")]
 )
-def test_what_cannot_be_forked_is_said_and_refused(nursery, module, reason):
+def test_where_imports_hinder_forks_nothing_is_imported(nursery, module, reason):
     found, notified = nursery(module)
-    assert found.fork(["-m", "program", "0", "-"], {}) is None
+    assert found.fork(["-m", "program", "3", "-"], {}).wait() == 3
     assert not found.lost
     assert len(notified) == 1
     assert notified[0].startswith("each rank imports for itself: ")

@@ -1,7 +1,5 @@
 """Bodies of OpenAI's completions and chat completions: requests, answers, and errors in the form that its clients read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +23,7 @@ class RequestError(ZeromeshError):
         self.status, self.param, self.code = status, param, code
 
     @classmethod
-    def of(cls, error: ZeromeshError, param: str | None = None) -> RequestError:
+    def of(cls, error: ZeromeshError, param: str | None = None) -> "RequestError":
         """Convert an error of the library into the error that the client receives; `param` names the field of the body."""
         if isinstance(error, cls):
             return error
@@ -114,7 +112,7 @@ class Piece:
     def shown(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
-    def add(self, other: Piece) -> None:
+    def add(self, other: "Piece") -> None:
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.finish = other.finish
