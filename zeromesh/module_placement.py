@@ -109,7 +109,7 @@ class _ModuleExchange:
         self._source = mesh.world.ranks.index(home.ranks[0])
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Send the tensors of the set's first rank to all ranks; the other ranks of the set call this with equal tensors."""
+        """Broadcast tensors of the module's first rank to the world, and return them; its other ranks have equal ones."""
         header = write_header([MessageSpec.of(each) for each in tensors]).to(self._device)
         self._broadcast(header)
         # Contiguous copies: the first rank's tensor may be changed in place later, and the other ranks' may be views.

@@ -93,12 +93,12 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     has_base = bool(base) and hasattr(model, base)
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
 
-    def in_head(name: str, *, apart: bool) -> bool:
-        """Return True for a tensor outside of the base model, if names tell it `apart`, or of a pooler, which few heads use."""
-        return (apart and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
+    def may_differ_from_files(name: str, *, has_base_prefix: bool) -> bool:
+        """Return True for a tensor of a task head, which lacks the prefix of the base model where names have it, or of a pooler."""
+        return (has_base_prefix and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
     classes = getattr(model.config, "num_labels", None)
-    for name in [name for name in direct if in_head(name, apart=has_base)]:
+    for name in [name for name in direct if may_differ_from_files(name, has_base_prefix=has_base)]:
         here, there = tuple(state[name].shape), shapes[name]
         if here[:1] == (classes,) != there[:1] and here[1:] == there[1:]:
             del direct[name], shapes[name]
@@ -107,8 +107,14 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
     have = {canonical[name] for name in (*direct, *converted) if name in canonical}
     missing = [name for name in state if canonical.get(name) == name and name not in have]
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
-    new = [name for name in missing if _matches(name, may_lack) or in_head(name, apart=has_base)]
-    unused = [name for name in unexpected if _ignored(model, name) or in_head(name, apart=files_have_base)]
+    new = [
+        name for name in missing if _matches(name, may_lack) or may_differ_from_files(name, has_base_prefix=has_base)
+    ]
+    unused = [
+        name
+        for name in unexpected
+        if _ignored(model, name) or may_differ_from_files(name, has_base_prefix=files_have_base)
+    ]
     # A set, since files may have many extra tensors.
     allowed = {*new, *unused}
     problems = [f"{name} is missing" for name in missing if name not in allowed]

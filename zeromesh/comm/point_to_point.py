@@ -121,7 +121,8 @@ class Channels:
     def __init__(
         self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True
     ) -> None:
-        """Open the channels, on all ranks of the world, of each pipeline of the mesh of this `shape`; None: only of this set."""
+        """Open this rank's channels. All ranks make process groups together: those of every pipeline of the mesh's `shape`, or
+        without a shape those of `group` alone."""
         self.group, self.device = group, device
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}

@@ -34,11 +34,11 @@ class UnitPlan:
         return self.module or "root"
 
     def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
-        """Group the specs by kind, in the order in which each kind first appears."""
-        kinds: dict[object, list[ParameterSpec]] = {}
+        """Group the specs with equal `bucket_key`, in the order in which each key first appears."""
+        by_key: dict[object, list[ParameterSpec]] = {}
         for spec in self.specs:
-            kinds.setdefault(spec.bucket_key, []).append(spec)
-        return tuple(map(tuple, kinds.values()))
+            by_key.setdefault(spec.bucket_key, []).append(spec)
+        return tuple(map(tuple, by_key.values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

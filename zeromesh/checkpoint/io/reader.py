@@ -423,7 +423,7 @@ def find_damage(reader: CheckpointReader, on_progress: Callable[[int], None]) ->
         if path in problems:
             reasons = [problems.pop(path), *reasons]
         elif not reasons and not reader.manifest.is_elsewhere(path) and path.endswith(".safetensors"):
-            # The header of a source has its own names, and parts have no whole files.
+            # Not compared: files of frozen weights' source, which has names of its own, and a host's parts of files.
             reasons = _disagreement(reader, path) if reader.manifest.part[1] == 1 else []
         if reasons:
             yield Damage(path=path, reasons=tuple(reasons), tensors=tuple(reader.tensors_in(bad)) if bad else ())
