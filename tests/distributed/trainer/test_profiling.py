@@ -77,6 +77,10 @@ def test_a_moment_belongs_to_the_innermost_span() -> None:
         "other": 66,
     }
     assert hand.recorder.take_seconds() == {}
+    hand.waits.total += 5
+    hand.recorder.begin_step(hand.waits)
+    hand.go(1)
+    assert hand.recorder.take_seconds().get("offload_wait", 0) == 0, "it was waited between two steps"
 
 
 @given(moves=st.lists(st.tuples(st.sampled_from(["open", "close", "go"]), st.sampled_from(StepPhase)), max_size=60))

@@ -144,7 +144,11 @@ def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw:
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"x": 1}}}]}
     rows: list[dict[str, Any]] = [*ROWS, {"messages": [{"role": "user", "content": "1 + 1"}, call], "tools": tools}]
     rows.append({**ASKED, "tools": json.dumps(tools), "chat_template_kwargs": {"suffix": "!"}})
-    data = load(tmp_path, rows, own, chat_template=str(template), sequence_length=400)
+    # Columns of other rows are null in a table.
+    nulls = [{**tools[0], "strict": None, "function": {**tools[0]["function"], "default": None}}]
+    given_rows = [*rows, {**rows[-2], "tools": nulls}, {**rows[-1], "tools": json.dumps(nulls)}]
+    rows += rows[-2:]
+    data = load(tmp_path, given_rows, own, chat_template=str(template), sequence_length=400)
     for row, sample in zip(rows, data.train, strict=False):
         given = row.get("tools")
         wanted = raw.apply_chat_template(

@@ -215,7 +215,7 @@ def test_the_place_of_a_started_process_is_read_as_it_was_given(monkeypatch: pyt
     for value, aliases, found in (("", (), None), ("1", ("ZEROMESH_OLD",), None), ("1", (), "1"), ("2", (), "1")):
         launch.set_default("ZEROMESH_NEW", value, *aliases)
         assert os.environ.get("ZEROMESH_NEW") == found
-    assert launch.secret_values({"A_TOKEN": "12345678", "B_TOKEN": "1234567"}) == ("12345678",)
+    assert launch.secret_values({"a_token": "12345678", "B_TOKEN": "1234567"}) == ("12345678",)
 
 
 def test_variables_are_set_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
