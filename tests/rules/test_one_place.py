@@ -52,7 +52,7 @@ CHANGES = {
         (
             "trainer/config/sections/outputs.py",
             '    """The name, length, logging, evaluation and seeds of a run."""\n',
-            '\n    colour: Text = "grey"\n    """The colour."""\n',
+            '\n    colour: keys.Text = "grey"\n    """The colour."""\n',
         ),
     ],
     "a key that the engine reads": [

@@ -38,7 +38,7 @@ ROWS = {
         ),
     },
     "trainer/config/sections/parallelism.py": {
-        "    tensor: Count = 1\n": '    island: Count = 1\n    """Ranks of another axis of states."""\n    tensor: Count = 1\n'
+        "    tensor: keys.Count = 1\n": '    island: keys.Count = 1\n    """Ranks of another axis of states."""\n    tensor: keys.Count = 1\n'
     },
     "zeromesh/mesh/collectives.py": {
         "    (Collective.ALL_TO_ALL, False): _all_to_all,\n": (
