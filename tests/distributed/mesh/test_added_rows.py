@@ -38,7 +38,9 @@ ROWS = {
         ),
     },
     "trainer/config/sections/parallelism.py": {
-        "    tensor: keys.Count = 1\n": '    island: keys.Count = 1\n    """Ranks of another axis of states."""\n    tensor: keys.Count = 1\n'
+        "    tensor: keys.Count = 1\n": (
+            '    island: keys.Count = 1\n    """Ranks of another axis of states."""\n    tensor: keys.Count = 1\n'
+        ),
     },
     "zeromesh/mesh/collectives.py": {
         "    (Collective.ALL_TO_ALL, False): _all_to_all,\n": (
