@@ -164,7 +164,7 @@ def time_call(call: Callable[[], object], device: torch.device, *, rounds: int =
     seconds, after a warm-up call. On a CPU this is the thread's processor time, since other processes may use the processor."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
-    def taken(count: int) -> float:
+    def seconds_of(count: int) -> float:
         synchronize(device)
         began = clock()
         for _ in range(count):
@@ -172,11 +172,11 @@ def time_call(call: Callable[[], object], device: torch.device, *, rounds: int =
         synchronize(device)
         return clock() - began
 
-    taken(1)
+    seconds_of(1)
     count = 1
-    while (seconds := taken(count)) < fill / 2 and count < 1 << 20:
+    while (seconds := seconds_of(count)) < fill / 2 and count < 1 << 20:
         count = max(count + 1, min(16 * count, math.ceil(count * fill / max(seconds, 1e-7))))
-    return min(taken(count) for _ in range(rounds)) / count
+    return min(seconds_of(count) for _ in range(rounds)) / count
 
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ _DEPTH = 2
 """The number of rows that are read ahead of the computed one."""
 _IN_FLIGHT = 2 * _DEPTH + 1
 """The number of rows that have buffers: those read ahead, the computed one, and as many that are being written."""
-_LEAST_BYTES = 1 << 16
+_LEAST_BYTES = 1 << 16  # of a buffer
 _GRAIN_BYTES = GRAIN * 8
 """The granularity of buffers in bytes: whole pages, and whole grains of any dtype."""
 

@@ -12,13 +12,13 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
 """The mmap threshold in bytes, above the highest that glibc chooses by itself, so that activations come from the heap."""
-_NEVER = -1
+_NEVER = -1  # a threshold that no block reaches
 _FIXED_VERSION = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
 
 _CACHE_SIZES = struct.pack("NN", 64, 1032)
 """Two adjacent words of glibc's parameters: the number of size classes in a thread's cache, and its largest size in bytes."""
-_MOST_CACHED = (1 << 16) - 1
+_MOST_CACHED = (1 << 16) - 1  # the largest value of `tcache_count` that glibc allows
 _caches: list[ctypes.c_size_t] = []
 """The word with the number of size classes, remembered once found, since `trim_heap` sets it to 0 and a search would fail."""
 _PARAMETERS_BYTES = 160
@@ -29,8 +29,8 @@ _EXACT_BYTES = 1024
 _RESERVED_BYTES = 16 << 10
 """The bytes that `_reserve` reserves in blocks of each size; there are `_FEWEST` to `_MOST` blocks of a size."""
 _FEWEST, _MOST = 8, 512
-_LARGEST_SMALL = 64 << 10
-_GUARD_BYTES = 24
+_LARGEST_SMALL = 64 << 10  # bytes of the largest reserved block
+_GUARD_BYTES = 24  # of the block in use between two reserved ones
 
 
 def reuse_freed_memory() -> bool:

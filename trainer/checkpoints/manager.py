@@ -62,12 +62,12 @@ class RunCheckpoints:
         self._engine = engine
         self._processing_class = processing_class
         self._note = note
-        self._sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
+        self._metric_sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
         self.saver = Saver(self.store, self._mesh, engine.ledger)
         self._frozen = FrozenWeights(engine, config.checkpoint.frozen, note)
         # Without periodic checkpoints, the directory is made when a callback first asks for one.
-        if self.saver.sharing.leads if self._section.every_steps else self._mesh.rank == 0:
+        if self.saver.storage.leads if self._section.every_steps else self._mesh.rank == 0:
             self.store.clean()
         self._linked = linked
         self._metrics: dict[int, float] = {}
@@ -279,7 +279,7 @@ class RunCheckpoints:
                 else:
                     self._metrics[step] = metric
         judged = [step for step in steps if self._metrics.get(step, _NO_METRIC) != _NO_METRIC]
-        ranked = sorted(judged, key=lambda step: (self._sign * self._metrics[step], step))
+        ranked = sorted(judged, key=lambda step: (self._metric_sign * self._metrics[step], step))
         return keep | set(ranked[: self._keep_best])
 
 

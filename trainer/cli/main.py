@@ -185,7 +185,7 @@ _ARGUMENT_PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-_MOST_NUMBERS = 10
+_MOST_NUMBERS = 10  # that a range of integers may have, to be completed one by one
 
 
 def run_completion(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.formatting import print_lines
 
-_WAIT_SECONDS = 300.0
+_WAIT_SECONDS = 300.0  # for a rank that measures, while the others wait
 
 
 def run_plan(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, rec
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
-_STALE_SECONDS = 10.0
+_STALE_SECONDS = 10.0  # without a new `ranks.json`, after which a run counts as silent
 _ANSWER_SECONDS, _LEAST_STOPPED_SECONDS = 10.0, 1.0
 _MOST_ROWS, _MOST_HINTS = 64, 8
 """The most ranks in a table, first those that others wait for and those without progress for longest; the most runs in a hint."""

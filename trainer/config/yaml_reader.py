@@ -13,7 +13,7 @@ from zeromesh.environment import setting
 from zeromesh.errors import ConfigError, printable
 from zeromesh.trainer.config.redact import is_secret
 
-MAX_BYTES = 1024 * 1024
+MAX_BYTES = 1024 * 1024  # of a file
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
 _MOST_BITS = 1000  # of an integer, which can then still become a float
@@ -146,7 +146,7 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
     keys. A text of a single variable is parsed as YAML, unless `takes_text` holds for the key's dotted path. Raises `ConfigError`
     for an unset variable, and for one with a secret, which a configuration must not hold."""
 
-    def found(match: re.Match[str]) -> str:
+    def text_of(match: re.Match[str]) -> str:
         name, default, text = match.groups()
         if name is None:
             return "${"
@@ -174,7 +174,7 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
         return [with_variables(each, takes_text, path) for each in value]
     if not isinstance(value, str) or "${" not in value:
         return value
-    whole, text = _VARIABLE.fullmatch(value), _VARIABLE.sub(found, value)
+    whole, text = _VARIABLE.fullmatch(value), _VARIABLE.sub(text_of, value)
     return plain_scalar(text) if whole and whole[1] and not takes_text(path) else text
 
 

@@ -45,8 +45,8 @@ from zeromesh.trainer.data.streaming import StreamedDataset
 
 _MOST_WORKERS = 4  # of a rank that `auto` starts, enough for most tokenizers and images
 _MOST_PREFETCHED = 128  # microbatches; each tensor of them holds a file descriptor until it is used
-_POLL_SECONDS = 0.25
-_GRACE_SECONDS = 2.0
+_POLL_SECONDS = 0.25  # between two looks at the workers, while this process waits for a batch
+_GRACE_SECONDS = 2.0  # in which workers may end before they are killed
 _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
 _PR_SET_PDEATHSIG = 1
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}

@@ -12,12 +12,12 @@ from torch.utils.data import ConcatDataset
 
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import IGNORED_LABEL
-from zeromesh.trainer.data.sampler import whole_weights
+from zeromesh.trainer.data.sampler import integer_weights
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, TARGET, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import TokenArray
 
-_PAIRS_AT_ONCE = 1 << 18
-_TOKENS_AT_ONCE = 1 << 24
+_PAIRS_AT_ONCE = 1 << 18  # pairs of tokens that are counted together
+_TOKENS_AT_ONCE = 1 << 24  # tokens that are searched for beginnings of documents together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -132,7 +132,7 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
     def __init__(self, parts: Sequence[TokenDataset], weights: Sequence[float]) -> None:
         super().__init__(parts)  # type: ignore[arg-type]
         self.parts = tuple(parts)
-        self.weights = whole_weights(weights)
+        self.weights = integer_weights(weights)
         self.sequence_length = parts[0].sequence_length
 
     def fingerprint(self) -> str:

@@ -169,7 +169,7 @@ class SampleOrder:
         return epoch * self.length + position if self.endless else position
 
 
-def whole_weights(weights: Sequence[float]) -> tuple[int, ...]:
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     """Return the smallest integers in the same proportions (0.5, 0.25: 2, 1). Raises `ConfigError` for a sum above 2^20."""
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(each.denominator for each in exact))

@@ -24,7 +24,7 @@ from zeromesh.errors import DataError, StorageError
 from zeromesh.files import open_regular, read_whole, write_whole
 from zeromesh.trainer.data.tokenizer import TokenArray
 
-_BLOCK = 1 << 16
+_BLOCK = 1 << 16  # bytes that have one checksum
 _CHECKED_AT_ONCE = 256 << 20
 """Bytes that are verified when an entry is opened; later blocks are verified when they are read."""
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"

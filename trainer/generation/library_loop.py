@@ -90,7 +90,7 @@ class _ModelCalls:
     def __init__(self, model: Any, placed: PlacedModel, rows: int) -> None:
         mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
         sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
-        self._model, self._mesh, self._waits = model, mesh, sharded and mesh.data.size > 1
+        self._model, self._mesh, self._has_peers = model, mesh, sharded and mesh.data.size > 1
         self._microbatches, call = 1, partial(type(model).__call__, model)
         if pipeline is None or engine is None:
             self.compute: Callable[[dict[str, Any]], Any] = lambda inputs: call(**inputs)
@@ -107,12 +107,12 @@ class _ModelCalls:
         self.compute = compute
 
     def any_rank_continues(self, *, here: bool) -> bool:
-        if not self._waits:
+        if not self._has_peers:
             return here
         return int(self._mesh.data.all_reduce(torch.tensor([int(here)]), "ranks that generate")[0]) > 0
 
     def join_remaining_calls(self) -> None:
-        while self._waits and self.any_rank_continues(here=False):
+        while self._has_peers and self.any_rank_continues(here=False):
             ids = torch.zeros(self._microbatches, 1, dtype=torch.long, device=self._mesh.device)
             inputs: dict[str, Any] = {"input_ids": ids}
             if self._model.config.is_encoder_decoder:

@@ -66,10 +66,10 @@ def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: it is no JSON ({error}): {_shown(line.decode(errors='replace'))}") from error
+        raise DataError(f"{where}: it is no JSON ({error}): {_shorten(line.decode(errors='replace'))}") from error
     if not isinstance(row, dict):
         raise DataError(
-            f"{where}: a prompt is an object with one of {', '.join(KEYS)}; it is {_shown(json.dumps(row))}"
+            f"{where}: a prompt is an object with one of {', '.join(KEYS)}; it is {_shorten(json.dumps(row))}"
         )
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -77,7 +77,7 @@ def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
         raise DataError(f"{where}: it has half of a character (\\ud800 to \\udfff), which is no text") from error
     name = row.pop("id", number)
     if not isinstance(name, str | int):
-        raise DataError(f"{where}: id is text or a number, not {_shown(json.dumps(name))}")
+        raise DataError(f"{where}: id is text or a number, not {_shorten(json.dumps(name))}")
     split_prompt(row, where)
     return PromptLine(prompt=row, id=name, where=where)
 
@@ -93,11 +93,11 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
         )
     problem = problem_of(prompt[given[0]], given[0])
     if problem:
-        raise DataError(f"{where}: {given[0]} {problem}, not {_shown(json.dumps(prompt[given[0]], default=str))}")
+        raise DataError(f"{where}: {given[0]} {problem}, not {_shorten(json.dumps(prompt[given[0]], default=str))}")
     seed = prompt.get("seed", 0)
     if type(seed) is not int or not 0 <= seed < 1 << 63:
         raise DataError(
-            f"{where}: seed is a whole number from 0 to 2**63 - 1, not {_shown(json.dumps(seed, default=str))}"
+            f"{where}: seed is a whole number from 0 to 2**63 - 1, not {_shorten(json.dumps(seed, default=str))}"
         )
     return prompt[given[0]], {key: value for key, value in prompt.items() if key != given[0]}
 
@@ -141,6 +141,6 @@ def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]
         raise DataError(f"{where}: {error}") from error
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     text = printable(text.strip())
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

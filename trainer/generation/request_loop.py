@@ -151,5 +151,5 @@ class RequestLoop:
             inputs = batch.inputs()
             with self._engine.evaluation():
                 logits = self._module(**inputs).logits[:, -1]
-            batch.take(batch.choose(logits))
+            batch.append(batch.choose(logits))
             batch.remove_ended()

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-_FEWEST_COLUMNS = 64
+_FEWEST_COLUMNS = 64  # for which memory is allocated, beyond those in use
 
 
 def layers_of(config: PreTrainedConfig) -> int | None:

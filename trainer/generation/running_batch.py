@@ -204,7 +204,7 @@ class RunningBatch:
             chosen[0], chosen[1] = tokens, logprobs_of(logits, tokens)
         return chosen
 
-    def take(self, chosen: torch.Tensor) -> None:
+    def append(self, chosen: torch.Tensor) -> None:
         """Append the result of `choose` to the rows, after the forward."""
         if self._kind is ForwardKind.IDLE:
             return

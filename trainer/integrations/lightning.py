@@ -29,7 +29,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
         super().__init__()
         self.optimizers: list[Any]
-        self._given: dict[str, Any] = {"config": config, "stage": stage, **options}
+        self._shard_arguments: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:
         """Partition the module; for `fit`, with its optimizer. Raises `ConfigError` for unsupported settings."""
@@ -66,7 +66,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         ranks = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
         values = map(str, (*ranks, cluster.main_address, cluster.main_port))
         with kept_environment(dict(zip(_VARIABLES, values, strict=True))):
-            return shard(self.model, optimizer, **self._given)[1]
+            return shard(self.model, optimizer, **self._shard_arguments)[1]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from zeromesh.trainer.data.feed import require_same_batches
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.losses.losses import Loss, whole_count
+from zeromesh.trainer.losses.losses import Loss, checked_count
 from zeromesh.trainer.models.prepare import add_document_boundaries, in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
@@ -238,7 +238,7 @@ class Stepper:
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
         for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], whole_count(targets), _count_inputs(batches[number])[1]]
+            own = [loss * shares[number], checked_count(targets), _count_inputs(batches[number])[1]]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])

@@ -150,7 +150,7 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return rest
 
 
-_TRIED_ROWS = 256
+_TRIED_ROWS = 256  # hidden states of the trial
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative, of two correct results
 _KEY = "model.loss"
 

@@ -311,14 +311,14 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
         if not isinstance(total, Tensor) or total.numel() != 1:
             raise ConfigError("compute_loss: the sum must be a tensor of one element")
         if isinstance(count, Tensor) and count.numel() == 1:
-            found = count.detach().reshape(()) if on_accelerator(count) else whole_count(count.item())
+            found = count.detach().reshape(()) if on_accelerator(count) else checked_count(count.item())
             return total.reshape(()), None, found, scalars
-        return total.reshape(()), None, whole_count(count), scalars
+        return total.reshape(()), None, checked_count(count), scalars
 
     return Loss(kind="user", count=lambda batch: None, compute=compute)
 
 
-def whole_count(count: object) -> int:
+def checked_count(count: object) -> int:
     """Return the count of a user's loss. Raises `ConfigError` unless it is an integer of 0 or more."""
     if isinstance(count, bool) or not isinstance(count, int | float) or count != int(count) or count < 0:
         raise ConfigError(f"compute_loss: the count must be a whole number of 0 or more; got {count!r}")

@@ -196,7 +196,7 @@ def _difference(model: Any | None) -> str:
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
-    by = small_copy.shown_module(small, name)
+    by = small_copy.module_label(small, name)
     return f"gives a document other values beside another one than alone (by {by}, in a trial on a small copy)"
 
 

@@ -134,7 +134,7 @@ def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, 
     return None
 
 
-def shown_module(model: nn.Module, name: str) -> str:
+def module_label(model: nn.Module, name: str) -> str:
     return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"
 
 

@@ -219,7 +219,7 @@ def _difference_when_divided(
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     name = next((name for name, _ in expected.outputs if name in found), None)
     if name is not None:
-        return f"{small_copy.shown_module(whole, name)}, computes something else"
+        return f"{small_copy.module_label(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
         for index, each in enumerate(ranks):
             part = each.parts.get(name)
@@ -227,7 +227,7 @@ def _difference_when_divided(
             partial_sums = torch.stack([ranks[other].gradients[name] for other in summed]).sum(0)
             if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
                 module, _, leaf = name.rpartition(".")
-                return f"{small_copy.shown_module(whole, module)}, has another gradient of its {leaf}"
+                return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"
     return ""
 
 
@@ -245,4 +245,4 @@ def _module_error(error: Exception, model: nn.Module) -> str:
     while frame is not None:
         name = names.get(id(frame.tb_frame.f_locals.get("self")), name)
         frame = frame.tb_next
-    return f"{small_copy.shown_module(model, name)}, cannot compute its part ({summary(error)})"
+    return f"{small_copy.module_label(model, name)}, cannot compute its part ({summary(error)})"

@@ -104,7 +104,7 @@ class Console(AbstractContextManager["Console"]):
         elif not self._is_terminal:
             if time.monotonic() - self._printed_at >= _SILENCE_SECONDS:
                 self.note(text)
-        elif not self._due():
+        elif not self._may_redraw():
             return
         elif self._progress is None:
             if self._live is None:
@@ -133,7 +133,7 @@ class Console(AbstractContextManager["Console"]):
         bar = self._bar()
         if self._evaluation_task is None:
             self._evaluation_task = bar.add_task("", total=total, numbers="evaluating")
-        bar.update(self._evaluation_task, completed=done, refresh=done < total and self._due())
+        bar.update(self._evaluation_task, completed=done, refresh=done < total and self._may_redraw())
         if done == total:
             bar.remove_task(self._evaluation_task)
             self._evaluation_task = None
@@ -144,7 +144,7 @@ class Console(AbstractContextManager["Console"]):
     @_never_raising
     def advance(self, step: int) -> None:
         if self._progress is not None and self._steps_task is not None:
-            self._progress.update(self._steps_task, completed=step, numbers=self._numbers, refresh=self._due())
+            self._progress.update(self._steps_task, completed=step, numbers=self._numbers, refresh=self._may_redraw())
 
     @_never_raising
     def step(self, line: Mapping[str, Any]) -> None:
@@ -188,7 +188,7 @@ class Console(AbstractContextManager["Console"]):
             live.stop()  # This also restores standard output.
             self._drawn_at = -math.inf
 
-    def _due(self) -> bool:
+    def _may_redraw(self) -> bool:
         now = time.monotonic()
         if now - self._drawn_at < _REFRESH_SECONDS:
             return False
@@ -213,7 +213,7 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def _update_line(self, text: str) -> None:
-        if not self._due():
+        if not self._may_redraw():
             return
         shown = {"text/plain": printable(text)}
         if self._live_line is None:

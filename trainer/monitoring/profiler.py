@@ -20,7 +20,7 @@ from zeromesh.zero.engine import ZeroEngine
 
 FOLDER = "profile"
 STEP_MEMORY = "step_memory.json"
-_MOST_EVENTS = 20_000
+_MOST_EVENTS = 20_000  # changes of bytes in the memory timeline of one step
 _BACKWARD_NAME = f'"name": "{BACKWARD_RANGE}'
 _ROW_NUMBER = re.compile(r'(?<="tid": )[^,\s]+')
 

@@ -167,7 +167,7 @@ def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
 
 
 _WINDOW = 10  # The least number of steps that are compared together.
-_FACTOR = 1.5
+_FACTOR = 1.5  # times the other ranks' median, from which a rank counts as slow
 _LEAST_DELAY = 0.05  # The least delay per step, in seconds, that is reported.
 _SILENT_STEPS = 100  # The least number of steps between two lines about the same rank.
 

@@ -35,11 +35,11 @@ from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow,
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
-_CAPACITY = 10_000
-_FINISH_SECONDS = 30.0
+_CAPACITY = 10_000  # rows that wait for a tracker
+_FINISH_SECONDS = 30.0  # for trackers at the end of a run, and after an error:
 _ERROR_SECONDS = 5.0
 """The seconds to wait for trackers after an error, before it is reported to the other ranks."""
-_ABANDON_SECONDS = 2.0
+_ABANDON_SECONDS = 2.0  # for a tracker that was told to give up
 _TIMEOUT_FRACTION = 0.7
 """The fraction of the collective timeout that the end of tracking may take."""
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
@@ -213,19 +213,19 @@ class Tracking:
     def log(self, line: Mapping[str, Any]) -> None:
         """Send the figures of a step, given its line in `metrics.jsonl`."""
         if self._senders:
-            self._put(step_row(line))
+            self._enqueue(step_row(line))
 
     def log_evaluation(self, line: Mapping[str, Any]) -> None:
         """Send the figures of an evaluation, given its line in `evaluations.jsonl`."""
         if self._senders:
-            self._put(evaluation_row(line))
+            self._enqueue(evaluation_row(line))
 
     def log_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
         samples = tuple((line["prompt"], line["completion"]) for line in lines)
-        self._put(TrackedRow(RowPosition(step, evaluation=True), {}, samples))
+        self._enqueue(TrackedRow(RowPosition(step, evaluation=True), {}, samples))
 
-    def _put(self, row: TrackedRow) -> None:
+    def _enqueue(self, row: TrackedRow) -> None:
         for sender in filter(Sender.is_alive, self._senders):
             if sender.rows.qsize() < self._capacity:
                 sender.rows.put(row)

@@ -22,7 +22,7 @@ from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, token_batches
 from zeromesh.trainer.setup.model import build_whole_model
 
-_CARDS = 8
+_CARDS = 8  # of a host, where the number is not known
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:

@@ -271,13 +271,13 @@ class _DeviceMeter:
 
     def updates(self) -> dict[str, float]:
 
-        def taken(device: torch.device) -> float:
+        def seconds_on(device: torch.device) -> float:
             count = min(self._sizes.elements, 1 << 22) if device.type == "cpu" else self._sizes.elements
             master, grad, *moments = (torch.full((count,), 1e-3, device=device) for _ in range(4))
             return time_call(partial(fused_update, "adamw", _ADAMW, master, grad, tuple(moments), 1), device) / count
 
-        here = taken(self.device)
-        return {"device": here, "host": taken(torch.device("cpu")) if self._on_device else here}
+        here = seconds_on(self.device)
+        return {"device": here, "host": seconds_on(torch.device("cpu")) if self._on_device else here}
 
     def library(self) -> dict[str, int]:
         """Return the bytes of this process that belong to no model, after one was trained briefly."""

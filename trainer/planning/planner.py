@@ -28,7 +28,7 @@ _ENOUGH_FITTING = 12
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # The candidate fractions of states that are offloaded.
 _MICROS = (1, 2, 4, 8, 16, 32, 64)  # The candidate microbatch sizes, in samples.
 GIB = 1 << 30
-_DISK_BYTES = 1 << 42
+_DISK_BYTES = 1 << 42  # of a machine whose file has a disk, but not its size
 
 
 def memory_per_rank(machine: Machine, ranks_on_host: int) -> MemoryBytes:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """The number of rows shown."""
-_REFUSALS = 6
+_REFUSALS = 6  # layouts that do not fit, shown with the reason
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:

@@ -29,7 +29,7 @@ GLOBAL_STEP = "train/global_step"
 _EVALUATION_STEP = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, since a kill ends it with what it has not written."""
-_DYING_SECONDS = 2.0
+_DYING_SECONDS = 2.0  # in which wandb's service may end after it was killed
 _EVENT_FILE = re.compile(r"events\.out\.tfevents\.(\d{10,12})\.")
 
 

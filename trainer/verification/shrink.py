@@ -35,7 +35,7 @@ _EPSILON = 1e-6
 _HEADS = ("causal_lm", "masked_lm", "seq2seq_lm", "question_answering")
 _CLASSES = ("token_classification", "sequence_classification")
 """The heads whose inputs are known, without and with labels that are classes."""
-_MOST_MICRO = 2
+_MOST_MICRO = 2  # samples of a microbatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

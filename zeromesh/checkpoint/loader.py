@@ -25,7 +25,7 @@ from zeromesh.telemetry.status_board import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
 """The kind of tensor to read where a checkpoint lacks one: absent master weights and averages are equal to the parameters."""
-_MOST_NAMED = 5
+_MOST_NAMED = 5  # tensors in an error message
 
 
 def candidates(mesh: Mesh, store: CheckpointStore) -> list[int]:

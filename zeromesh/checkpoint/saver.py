@@ -93,7 +93,7 @@ class Saver:
         self._task: Future[Any] = Future()
 
     @cached_property
-    def sharing(self) -> SharedStorage:
+    def storage(self) -> SharedStorage:
         """The groups of ranks that share the store's directory, which is created if absent: every rank creates a file there, and
         the lowest rank whose file it sees leads its group. All ranks call it; raises `StorageError` on all."""
         directory, world, rank, what = self.store.root, self._mesh.world, self._mesh.rank, "look at the directory"
@@ -118,8 +118,8 @@ class Saver:
 
     def require_room(self, tensors: Sequence[TensorSpec]) -> None:
         """Raise `StorageError` on all ranks if a checkpoint of these tensors would not fit on some disk, by its share of ranks."""
-        nbytes = sum([spec.nbytes for spec in tensors]) * len(self.sharing.ranks) // self._mesh.world_size
-        require = partial(self.store.require_room, nbytes) if self.sharing.leads else lambda: None
+        nbytes = sum([spec.nbytes for spec in tensors]) * len(self.storage.ranks) // self._mesh.world_size
+        require = partial(self.store.require_room, nbytes) if self.storage.leads else lambda: None
         self._mesh.world.all_or_raise("look for room", require, StorageError)
 
     def begin(self, step: int, content: SaveContent) -> None:
@@ -128,7 +128,7 @@ class Saver:
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
         files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
-        sharing, store, part_nbytes = self.sharing, self.store, None
+        storage, store, part_nbytes = self.storage, self.store, None
 
         def create() -> None:
             with disk_call("creation", store.temporary(step)):
@@ -146,16 +146,16 @@ class Saver:
             self._ledger.add(Tier.HOST, Purpose.STAGING, self._copied)
             runs = plan_runs(files, shards, mesh.rank)
             pieces = plan_pieces(files, runs, self._exchange(bytes_for_others(runs)), content.order)
-            if sharing.parts > 1:
+            if storage.parts > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
-                part_nbytes = sum(written[rank][0] for rank in sharing.ranks)
+                part_nbytes = sum(written[rank][0] for rank in storage.ranks)
                 # A name of the save, so that parts of two saves do not match.
                 save = mesh.world.gather_json(secrets.token_hex(8), "the name of the save")[0]
                 content = replace(content, layout={**content.layout, "save": save})
-            self._on_all_ranks(create if sharing.leads else lambda: None)
+            self._on_all_ranks(create if storage.leads else lambda: None)
         except CheckpointError as error:
             self._end()
-            if sharing.leads:
+            if storage.leads:
                 store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
         writer = ShardWriter(store.temporary(step), pieces, mesh.rank, mesh.device)
@@ -176,7 +176,7 @@ class Saver:
 
     def _stages(self, step: int, files: Sequence[FileLayout], writer: ShardWriter, content: SaveContent) -> _Stages:
         """Run a save in stages: yields after the start of each background task; resumed, all ranks wait for the task together."""
-        store, sharing, directory = self.store, self.sharing, self.store.temporary(step)
+        store, storage, directory = self.store, self.storage, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
         committing = False
         try:
@@ -186,27 +186,27 @@ class Saver:
             rows = self._on_all_ranks(lambda: list(map(asdict, writer.join(self._post_progress))), what)
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
-            for row in sorted(chain(*(rows[rank] for rank in sharing.ranks)), key=lambda row: row["begin"]):
+            for row in sorted(chain(*(rows[rank] for rank in storage.ranks)), key=lambda row: row["begin"]):
                 pieces[row["path"]].append(ChecksumPiece(**row))
             records = {each.path: FileRecord(nbytes=each.nbytes, pieces=tuple(pieces[each.path])) for each in files}
             away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
-            others = away.files if not sharing.part else {p: replace(r, pieces=()) for p, r in away.files.items()}
+            others = away.files if not storage.part else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
                 files={**records, **others},
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
                 aliases=content.aliases,
                 layout=content.layout,
-                part=(sharing.part, sharing.parts),
+                part=(storage.part, storage.parts),
                 source=away.source,
             )
-            commit = self._start("committing", directory, partial(store.commit, step, manifest), here=sharing.leads)
+            commit = self._start("committing", directory, partial(store.commit, step, manifest), here=storage.leads)
             yield
             self._on_all_ranks(commit)
         except CheckpointError as error:
-            if sharing.leads:
+            if storage.leads:
                 store.abandon(step)
-                if committing and sharing.parts > 1:
+                if committing and storage.parts > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
         return (yield from self._retire(saved, content.keep))
@@ -214,7 +214,7 @@ class Saver:
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:
             kept = self._on_all_ranks(lambda: sorted({saved.step, *keep()}) if self._mesh.rank == 0 else [])[0]
-            task = self._start("retiring", self.store.root, partial(self.store.retire, kept), here=self.sharing.leads)
+            task = self._start("retiring", self.store.root, partial(self.store.retire, kept), here=self.storage.leads)
             yield
             self._on_all_ranks(task)
             return replace(saved, warning=self._not_removed())
@@ -271,7 +271,7 @@ class Saver:
             return
         self._end()
         wait([self._task])
-        if self.sharing.leads:
+        if self.storage.leads:
             self.store.abandon(step)
             self.store.trash.wait()
 

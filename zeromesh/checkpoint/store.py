@@ -33,7 +33,7 @@ from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
-"""Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.sharing`)."""
+"""Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.storage`)."""
 _SPARE_BYTES = 16 << 20
 """Bytes kept free for the manifest, other small files, and directory entries."""
 _SYNCED_BYTES = 256 << 20

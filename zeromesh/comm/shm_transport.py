@@ -142,8 +142,8 @@ IN_FLIGHT = 64
 _ENTRY_WORDS = 16
 """The number of words of an entry: slot number, serial number, file descriptor, bytes, then `ABOUT_WORDS` words of the caller."""
 ABOUT_WORDS = _ENTRY_WORDS - 4
-_LEAST_BYTES = 16 * PAGE
-_CACHED_VIEWS = 32
+_LEAST_BYTES = 16 * PAGE  # of a slot
+_CACHED_VIEWS = 32  # of a slot, by shape and dtype
 
 
 class RingSlot:

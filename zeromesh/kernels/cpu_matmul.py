@@ -15,7 +15,7 @@ from torch.nn import functional
 
 _WEIGHT_TILE = 2**18  # elements widened at once: 1 MiB, small beside activations, and no slower than larger tiles
 _TOKEN_TILE = 2**20  # larger, so that a weight is widened for enough tokens to be worth it
-_LEAST_ROWS = 128
+_LEAST_ROWS = 128  # of a block, fewer of which are multiplied slowly
 
 _TRIAL_SIZE = 512
 _TRIAL_ROUNDS = 5

@@ -40,7 +40,7 @@ MISSING = -1
 _LONGEST_SHOWN = 160
 _WHOLE_WRITE = 4096
 """Bytes that a pipe takes in one piece (PIPE_BUF), and that a writable socket takes without waiting."""
-_CLOSE_SECONDS = 1.0
+_CLOSE_SECONDS = 1.0  # for the last messages to leave
 _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800-\udfff]*")
 
 
@@ -130,7 +130,7 @@ class LauncherConnection:
         self._hello_seconds, self._silence_seconds, self._mark = hello_seconds, silence_seconds, mark
         self._key = secret.encode()
         self._is_server = serves
-        self._agreed = b""
+        self._drawn_by_both = b""
         self._numbers = {True: 0, False: 0}
         self._partial = b""
         self._unsent = b""
@@ -140,7 +140,7 @@ class LauncherConnection:
 
     def agree(self, *drawn: str) -> None:
         """Bind the digests to this connection by the random words that the serving end and the other end have drawn."""
-        self._agreed = "\n".join(drawn).encode()
+        self._drawn_by_both = "\n".join(drawn).encode()
         self.alive_at = time.monotonic()
 
     def send(self, message: Message) -> None:
@@ -161,7 +161,7 @@ class LauncherConnection:
         """Return the messages that have arrived, without waiting. Raises `MessageError` for a malformed one, or one without a valid
         digest, and `ConnectionError` when the connection has ended, or nothing was received for some seconds."""
         now = time.monotonic()
-        if self._agreed and not self._is_server and now > self._beat_at + self._silence_seconds / BEATS:
+        if self._drawn_by_both and not self._is_server and now > self._beat_at + self._silence_seconds / BEATS:
             self._beat_at = now
             self.send({"beat": int(now * 1e6)})
         self._flush()
@@ -176,7 +176,9 @@ class LauncherConnection:
                 messages.append(message)
         if lines and self._is_server:
             self.alive_at = now
-        if lines is None or now > self.alive_at + (self._silence_seconds if self._agreed else self._hello_seconds):
+        if lines is None or now > self.alive_at + (
+            self._silence_seconds if self._drawn_by_both else self._hello_seconds
+        ):
             raise ConnectionError("the connection is gone")
         return messages
 
@@ -211,7 +213,7 @@ class LauncherConnection:
 
     def _digest(self, data: bytes, by_server: bool) -> bytes:
         count = self._numbers[by_server] = self._numbers[by_server] + 1
-        covered = b"%d %d %s\n" % (by_server, count, self._agreed) + data
+        covered = b"%d %d %s\n" % (by_server, count, self._drawn_by_both) + data
         return hmac.new(self._key, covered, hashlib.sha256).hexdigest().encode()
 
     def close(self) -> None:

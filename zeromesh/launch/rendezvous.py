@@ -31,11 +31,11 @@ _JOIN_SECONDS = 600.0
 """Seconds that launchers wait until there are enough of them."""
 _LAST_CALL_SECONDS = 1.0
 """Seconds that the leader waits for further launchers once there are enough of them."""
-_TICK_SECONDS = 0.05
+_TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
 _REST_SECONDS = 300
 """Seconds that ranks may take to save and end before a restart."""
-_MOST_STRANGERS = 64
-_MOST_SIGNAL = 64
+_MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
+_MOST_SIGNAL = 64  # the highest number of a signal
 TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 """The modules that ranks import for most commands."""
 

@@ -17,7 +17,7 @@ from zeromesh.launch.rendezvous import launch_workers
 _MODULE = "zeromesh.launch.self_test"
 _RANKS = 2
 _NBYTES = 1 << 20
-_TIMES = 9
+_TIMES = 9  # sums, of whose seconds the median counts
 _WAIT_SECONDS = 20.0
 
 

@@ -46,12 +46,12 @@ SSH = (
 START_SECONDS = 120.0
 """Seconds that a host may take to send its first message, after connecting and starting Python from a slow disk."""
 _LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run
-_MARGIN_SECONDS = 1.0
+_MARGIN_SECONDS = 1.0  # beyond the silence after which a host's own processes are surely dead
 _PORTS = range(20000, 30000)
 """The ports to draw from, below those that systems assign to outgoing connections."""
-_LONGEST_LINE = 1 << 16
-_MOST_LINES = 100_000
-_LAST_SECONDS = 5.0
+_LONGEST_LINE = 1 << 16  # bytes after which an unfinished line of a host is printed
+_MOST_LINES = 100_000  # that wait to be printed
+_LAST_SECONDS = 5.0  # for printing them at the end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +270,7 @@ class HostProcess(LauncherConnection):
         return found if found or self._stdout in self.readers else None
 
     def loss(self, error: Exception) -> tuple[str, float]:
-        self.lost, there, now = True, bool(self._agreed), time.monotonic()
+        self.lost, there, now = True, bool(self._drawn_by_both), time.monotonic()
         if isinstance(error, MessageError):
             reason = f"what it has sent makes no sense: {error}"
         else:

@@ -23,7 +23,7 @@ from zeromesh.telemetry.watchdog import Watchdog
 
 _ABSENT = "(absent)"
 _SHOWN = 8
-_LENGTH = 100
+_LENGTH = 100  # characters of a value in a message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

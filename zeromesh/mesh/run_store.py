@@ -32,7 +32,7 @@ _MESHES = itertools.count()
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
-_ROW_BYTES = 1 << 15
+_ROW_BYTES = 1 << 15  # of a row of the board in the file
 _ROW_HEAD = struct.Struct("<II")  # length and checksum
 
 

@@ -30,7 +30,7 @@ from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
 
 _INSIDE_BACKWARD = "the optimizer runs inside backward, so the step is half done and its state must not be saved"
-_EXCHANGE_ELEMENTS = 1 << 20
+_SWAPPED_ELEMENTS = 1 << 20  # swapped at a time with their averages
 
 
 def clip_factor(norm: float, limit: float) -> float:
@@ -91,15 +91,15 @@ class WeightAverage:
         else:
             average.copy_(weights)
 
-    def exchange(self, bucket: Bucket) -> None:
+    def swap(self, bucket: Bucket) -> None:
         """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
         master, average, device = bucket.master, bucket.average, self._tiers.device
         if average is None:
             return
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
-        for start in range(0, master.numel, _EXCHANGE_ELEMENTS):
-            end = min(start + _EXCHANGE_ELEMENTS, master.numel)
+        for start in range(0, master.numel, _SWAPPED_ELEMENTS):
+            end = min(start + _SWAPPED_ELEMENTS, master.numel)
             first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
             master.write(start, second).wait()
             average.write(start, first).wait()

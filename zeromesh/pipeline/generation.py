@@ -113,7 +113,7 @@ class GenerationBatch(Protocol):
         """Choose the next tokens from the logits `[rows, vocabulary]` of the last positions, on the last stage. Returns `[2, rows]`
         in float64 on the CPU: token ids, and the logarithms of their probabilities."""
 
-    def take(self, chosen: torch.Tensor) -> None:
+    def append(self, chosen: torch.Tensor) -> None:
         """Append the tokens `[2, rows]` that `choose` has returned on the last stage; all ranks call this."""
 
 
@@ -135,7 +135,7 @@ class InterleavedBatches:
     _inputs: dict[int, dict[str, Any]] = field(default_factory=dict)
     _chosen: deque[tuple[GenerationBatch, torch.Tensor, Callable[[], None]]] = field(default_factory=deque)
     """On the last stage, the chosen tokens that are being sent to the other stages."""
-    _taken: int = 0
+    _appended: int = 0
 
     def signature(self, microbatch: int) -> Hashable:
         return "turn", self.batches[microbatch % len(self.batches)].shape()
@@ -145,7 +145,7 @@ class InterleavedBatches:
         stages, batch = self.stages, self.batches[microbatch % len(self.batches)]
         if not chunk:
             if microbatch >= len(self.batches):
-                self._take()
+                self._append_next()
             self._inputs[microbatch] = batch.inputs()
         inputs = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
         if not stages.is_last(chunk):
@@ -159,19 +159,19 @@ class InterleavedBatches:
     def finish(self) -> None:
         """Receive the tokens chosen in the last forward of each batch."""
         for _ in self.batches:
-            self._take()
+            self._append_next()
 
-    def _take(self) -> None:
+    def _append_next(self) -> None:
         # The last stage broadcasts the chosen tokens in the order of microbatches, in which other stages receive them.
         if self._chosen:
             batch, chosen, wait = self._chosen.popleft()
         else:
-            batch = self.batches[self._taken % len(self.batches)]
+            batch = self.batches[self._appended % len(self.batches)]
             chosen = torch.zeros(2, batch.shape()[0], dtype=torch.float64)
             wait = self._start(chosen)
-        self._taken += 1
+        self._appended += 1
         wait()
-        batch.take(chosen)
+        batch.append(chosen)
 
     def _start(self, chosen: torch.Tensor) -> Callable[[], None]:
         return self.group.broadcast_async(chosen, self.group.size - 1, "tokens that the last stage has chosen")

@@ -46,7 +46,7 @@ NO_ACTIVITY = 0xF0
 """The bit mask of an event's kind that is nonzero for events other than activities."""
 EVENTS = 1 << 15
 _PAIR = struct.Struct("<qq")
-_NAMES = 1 << 16
+_NAMES = 1 << 16  # that a ring can number
 _LONGEST = 1 << 25  # The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`.
 HISTORY = 256
 STREAMS = 3

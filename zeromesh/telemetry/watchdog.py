@@ -21,7 +21,7 @@ _TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The numbers of the event streams. On a device, reductions are events of the stream `_GATHERS`."""
 
-_CODE_BITS = 31
+_CODE_BITS = 31  # of an event's word; the others are a digest of all events before
 _CODE = (1 << _CODE_BITS) - 1
 """The mask of an event's code (activity and unit). Above it is a digest of all events of the stream so far, so that ranks which
 diverged before the events that rows still hold differ in the digest."""

@@ -120,7 +120,7 @@ class Phase(Enum):
 
 _NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _version_of = attrgetter("_version")
-_DIGEST_WORDS = 1 << 22
+_DIGEST_WORDS = 1 << 22  # summed at a time
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -410,7 +410,7 @@ class ZeroEngine:
             for bucket in self._buckets:
                 if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
-                    averages.exchange(bucket)
+                    averages.swap(bucket)
         self._averages_swapped = not self._averages_swapped
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:

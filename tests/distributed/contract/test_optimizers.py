@@ -369,6 +369,18 @@ class Net(nn.Module):
         return self.norm(x) * self.gain
 
 
+class Resting(Net):
+    """A net whose first layer, in every second step, has no gradient."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (
+            super().forward(x) if self.calls % 2 else self.norm(self.inner[2](torch.tanh(self.inner[1](x)))) * self.gain
+        )
+
+
 def exact_orthogonal(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
     """torch's, which computes in bfloat16, where the last bit of a sum over ranks counts."""
     x = grad / grad.norm().clamp(min=eps)
@@ -426,15 +438,18 @@ def sharded(
     return weights, nbytes
 
 
-def trained(mesh: Mesh, name: str, stages: list[int], folder: str, offload: str = "none") -> dict[str, Any]:
+def trained(
+    mesh: Mesh, name: str, stages: list[int], folder: str, offload: str = "none", net: str = "Net"
+) -> dict[str, Any]:
     """Steps at each stage, or those after a checkpoint in `folder`: the largest difference from the plain loop."""
     _muon._zeropower_via_newtonschulz = exact_orthogonal
-    plain = seeded(Net).double()
+    made = {"Net": Net, "Resting": Resting}[net]
+    plain = seeded(made).double()
     states = plain_loop(plain, batches(), loss_of, optimizer_of(name, plain)).states[1:]
     moved = max(float((value - states[0][key]).abs().max()) for key, value in states[-1].items())
     found: dict[str, Any] = {"moved": moved, "off": 0.0, "bytes": []}
     for stage in stages:
-        model, path = seeded(Net).double(), Path(folder) / f"{name} {stage}"
+        model, path = seeded(made).double(), Path(folder) / f"{name} {stage}"
         options = {"stage": stage, "offload": {"optimizer": offload, "directory": folder}}
         weights, nbytes = sharded(mesh, model, optimizer_of(name, model), batches(), loss_of, path, **options)
         off = max(float((value - states[-1][key]).abs().max()) for key, value in weights.items())
@@ -507,6 +522,12 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
             assert max(shares) < 0.75 * whole
         elif stage:
             assert max(shares) < 0.8 * whole  # Small buckets have much padding.
+
+
+@pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
+def test_without_a_gradient_a_parameter_neither_moves_nor_decays(workers: Workers, tmp_path: Path, name: str) -> None:
+    arguments = {"name": name, "stages": [1, 3], "folder": str(tmp_path), "net": "Resting"}
+    assert max(found["off"] for found in workers.run(2, "test_optimizers:trained", **arguments)) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])

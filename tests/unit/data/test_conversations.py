@@ -22,7 +22,7 @@ from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.packing import TokenDataset, best_fit
-from zeromesh.trainer.data.sampler import SampleOrder, whole_weights
+from zeromesh.trainer.data.sampler import SampleOrder, integer_weights
 from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer
 
@@ -429,7 +429,7 @@ def test_few_conversations_are_held_out(tmp_path: Path, own: PretrainedTokenizer
     shuffle=st.booleans(),
 )
 def test_a_mixture_is_exact_everywhere(weights: list[int], lengths: list[int], seed: int, shuffle: bool) -> None:
-    parts = tuple(zip(lengths, whole_weights(weights), strict=False))
+    parts = tuple(zip(lengths, integer_weights(weights), strict=False))
     order = SampleOrder(length=sum(lengths), parts=parts, seed=seed, shuffle=shuffle)
     bounds = np.cumsum([0, *(length for length, _ in parts)])
     seen: list[list[int]] = [[] for _ in weights]
@@ -445,11 +445,11 @@ def test_a_mixture_is_exact_everywhere(weights: list[int], lengths: list[int], s
 
 
 def test_weights_become_whole() -> None:
-    assert whole_weights([0.5, 0.25, 1.0]) == (2, 1, 4)
-    assert whole_weights([30, 10]) == (3, 1)
-    assert whole_weights([0.333, 0.667]) == (333, 667)
+    assert integer_weights([0.5, 0.25, 1.0]) == (2, 1, 4)
+    assert integer_weights([30, 10]) == (3, 1)
+    assert integer_weights([0.333, 0.667]) == (333, 667)
     with pytest.raises(ConfigError, match="round them"):
-        whole_weights([0.1234567, 0.7654321])
+        integer_weights([0.1234567, 0.7654321])
 
 
 def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: PretrainedTokenizer) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, whole_weights
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, integer_weights
 
 ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 
@@ -113,8 +113,8 @@ def test_without_shuffle_the_order_is_the_dataset_s() -> None:
     # Of four samples of a mixture one is of the first part, evenly among the others.
     mixed = SampleOrder(length=8, seed=3, shuffle=False, parts=((2, 1), (6, 3)))
     assert [mixed.dataset_index(sample) for sample in range(8)] == [2, 0, 3, 4, 5, 1, 6, 7]
-    assert whole_weights([0.5, 0.25]) == (2, 1)
-    assert sum(whole_weights([(1 << 20) - 1, 1])) == 1 << 20
+    assert integer_weights([0.5, 0.25]) == (2, 1)
+    assert sum(integer_weights([(1 << 20) - 1, 1])) == 1 << 20
 
 
 def test_the_order_is_the_same_for_ever() -> None:

@@ -52,7 +52,7 @@ def _run(model: Any, batch: RunningBatch, all_: list[Request], *, eager: bool, d
             continue
         most = max(most, batch.shape()[0])
         with torch.no_grad():
-            batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+            batch.append(batch.choose(model(**batch.inputs()).logits[:, -1]))
         batch.remove_ended()
         for progress in batch.progress():
             tokens, logprobs, _ = made[progress.number]
@@ -150,7 +150,7 @@ def test_a_request_leaves_when_it_is_cancelled() -> None:
             batch.cancel([0, 7])
         if batch.plan(eager=True) is not ForwardKind.IDLE:
             with torch.no_grad():
-                batch.take(batch.choose(model(**batch.inputs()).logits[:, -1]))
+                batch.append(batch.choose(model(**batch.inputs()).logits[:, -1]))
             batch.remove_ended()
         finishes |= {each.number: each.finish for each in batch.progress() if each.finish}
     assert finishes == {0: "cancelled", 1: "length", 2: "length"}

@@ -44,9 +44,9 @@ NEW_TOKENS = 1024
 _CONNECTIONS = 1024
 """The limit of open connections. Further ones are answered 503; while `_REFUSED` wait for that answer, new ones are closed."""
 _REFUSED = 64
-_BACKLOG = 128
-_DESCRIPTORS = 1 << 16
-_RETRY_SECONDS = 1
+_BACKLOG = 128  # connections that the system holds until they are accepted
+_DESCRIPTORS = 1 << 16  # to which the limit of open files is raised
+_RETRY_SECONDS = 1  # after which a refused client may try again
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +261,7 @@ class HttpServer:
             try:
                 async for piece in answer.pieces():
                     new += len(piece.tokens)
-                    if first or piece.shown or asked.logprobs:
+                    if first or piece.has_content or asked.logprobs:
                         yield _event(body(piece, first=first))
                     first = False
                 if (asked.stream_options or {}).get("include_usage"):

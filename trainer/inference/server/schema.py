@@ -109,7 +109,7 @@ class Piece:
     """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
 
     @property
-    def shown(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.text or self.reasoning or self.tool_calls or self.finish)
 
     def add(self, other: "Piece") -> None:

@@ -23,19 +23,19 @@ from zeromesh.offload.memory.ledger import available_bytes, group_settings, mach
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
 
-_LEAST_MEMORY = 2 << 30
+_LEAST_MEMORY = 2 << 30  # bytes
 _LEAST_SHARED = 1 << 30
 _LEAST_LOCKED = 64 << 20
 _LEAST_COUNT = 4096  # Open files, and processes.
 _BUSY = 0.1  # The fraction of a device's memory in use by other processes.
-_LEAST_ROOM = 10 << 30
+_LEAST_ROOM = 10 << 30  # bytes that are free on a disk
 _LEAST_INODES = 1000
 _SLOW_BYTES = 200e6  # Bytes per second; with a slower disk, offload to files is bound by the disk on most machines.
 _NETWORKS = ("nfs", "nfs4", "cifs", "smb3", "lustre", "ceph", "beegfs", "gpfs", "9p", "fuse.sshfs")
-_PIECE = 4 << 20
+_PIECE = 4 << 20  # bytes of one write or read
 _MOST_BYTES = 64 << 20
 _MOST_SECONDS = 1.0  # The time limit of writing, and again of reading.
-_SYNCS = 5
+_SYNCS = 5  # small writes with fsync, of which the median counts
 _DRIVER = Path("/proc/driver/nvidia/version")  # This file exists in a container without nvidia-smi, too.
 
 

@@ -47,7 +47,7 @@ COLORS, LAYOUT = _TABLES["colors"], _TABLES["layout"]
 
 
 class Line(NamedTuple):
-    """Values by step (with `levels`: by second); values that are not finite interrupt the line."""
+    """Values by step, or of the look `levels` by second within a step; values that are not finite interrupt the line."""
 
     name: str
     values: Mapping[Any, float]

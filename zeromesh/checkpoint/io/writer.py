@@ -42,7 +42,7 @@ from zeromesh.telemetry.step_recorder import Collective
 CPU = torch.device("cpu")
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
-_PROGRESS_SECONDS = 0.2
+_PROGRESS_SECONDS = 0.2  # between two reports that this rank's disk is at work
 LONGEST_ROW = 512 << 10
 """The longest row, in bytes, of a tensor whose columns are exchanged for rows; longer rows make few enough pieces as they are."""
 
