@@ -28,7 +28,7 @@ def is_running(pid: int) -> bool:
     """Whether the process exists and is more than an entry that nobody has collected yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # The second where it ends between opening and reading.
         return False
 
 
