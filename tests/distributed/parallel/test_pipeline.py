@@ -77,8 +77,8 @@ GENERATES = (("llama", 1, 1, True), ("gpt2", 2, 2, True), ("gemma3", 2, 3, True)
 test_channels_and_generation = tried(
     "pipeline_cases",
     [
-        row(4, "channels_carry"),
-        row(2, "channels_forget"),
+        # On a device a receive waits for the shapes of its message, so these orders are for hosts alone.
+        *((row(4, "channels_carry"), row(2, "channels_forget")) if DEVICE.type == "cpu" else ()),
         row(2, "disagrees"),
         *(
             row(2, "generates", model=model, chunks=chunks, microbatches=microbatches, cached=cached)
