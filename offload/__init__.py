@@ -11,7 +11,7 @@ from zeromesh.offload.memory.allocation import (
     pinnable_bytes,
     tensor_bytes,
 )
-from zeromesh.offload.memory.glibc_malloc import reuse_freed_memory, trim_heap
+from zeromesh.offload.memory.glibc_malloc import prevent_fragmentation, reuse_freed_memory
 from zeromesh.offload.memory.ledger import (
     Ledger,
     Purpose,
@@ -50,11 +50,11 @@ __all__ = [
     "available_bytes",
     "peak_bytes",
     "pinnable_bytes",
+    "prevent_fragmentation",
     "resident_bytes",
     "reuse_freed_memory",
     "run_whole",
     "stream_bytes",
     "swap_bytes",
     "tensor_bytes",
-    "trim_heap",
 ]

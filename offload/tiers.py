@@ -149,7 +149,7 @@ class TieredTensor:
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
         if len(self.parts) == 1 and not start and data.numel() == self.numel:
             return _move(self.dtype, self.parts[0], data, write=write)
-        # Parts in the memory of `data` come first: a copy from another tier is launched after them, so waiting for it is enough.
+        # Parts in the memory of `data` come first: a copy from or to another tier is launched after them, and ends after them.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
         moves = [move for move in started if move is not DONE]

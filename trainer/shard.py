@@ -30,7 +30,7 @@ from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.saver import SaveContent, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
-from zeromesh.offload import trim_heap
+from zeromesh.offload import prevent_fragmentation
 from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
@@ -167,7 +167,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
-        trim_heap()
+        prevent_fragmentation()
     return engine
 
 

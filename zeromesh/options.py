@@ -224,9 +224,9 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         """True if a gradient shard exists only from its reduction to its update, within one backward."""
         return self.optimizer_in_backward and self.accumulation == 1
 
-    def gradients_stay(self, device: torch.device) -> bool:
-        """Return True if gradient shards keep memory from step to step on `device`: sums over several microbatches, and shards
-        offloaded to another tier. Otherwise they use memory just freed by activations."""
+    def gradients_keep_memory(self, device: torch.device) -> bool:
+        """Return True if gradient shards have memory of their own from step to step, on any tier, in a process that computes on
+        `device`: sums over several microbatches, and offloaded shards. Otherwise they use memory just freed by activations."""
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves_device(device)
         return self.accumulation > 1 or resting
 

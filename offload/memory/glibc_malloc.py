@@ -20,7 +20,7 @@ _CACHE_SIZES = struct.pack("NN", 64, 1032)
 """Two adjacent words of glibc's parameters: the number of size classes in a thread's cache, and its largest size in bytes."""
 _MOST_CACHED = (1 << 16) - 1  # the largest value of `tcache_count` that glibc allows
 _caches: list[ctypes.c_size_t] = []
-"""The word with the number of size classes, remembered once found, since `trim_heap` sets it to 0 and a search would fail."""
+"""The word with the number of size classes, remembered once found, since it is then set to 0, and a search would fail."""
 _PARAMETERS_BYTES = 160
 """The number of bytes before the cache sizes in which the two thresholds must lie, in the same structure of glibc."""
 
@@ -42,10 +42,10 @@ def reuse_freed_memory() -> bool:
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
-def trim_heap() -> bool:
-    """Return free memory of glibc to the system, holes included, before the first step, and have small objects take blocks that
-    are reserved here, about 2 MiB: glibc before 2.38 would put them into blocks split off aligned ones, where an object keeps two
-    large blocks apart for its life. Returns False if that is not needed, or glibc's parameters are not at the expected place."""
+def prevent_fragmentation() -> bool:
+    """Return free memory of the heap to the system, before the first step; with glibc before 2.38, keep small objects from dividing
+    it from then on: they would lie between large blocks, which cannot merge while they live. They get about 2 MiB of blocks that
+    are reserved here, and glibc keeps no freed blocks aside. Returns True if blocks are reserved."""
     libc = _glibc()
     if libc is None:
         return False

@@ -22,7 +22,7 @@ from zeromesh.environment import read_environment
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import reuse_freed_memory, trim_heap
+from zeromesh.offload import prevent_fragmentation, reuse_freed_memory
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, divide
 from zeromesh.pipeline.executor import Bubble
@@ -85,7 +85,7 @@ class Training:
         use_fastest_linear(self.model, workload.compute, "cpu")
         options, cuts = form.options(workload), self.divided.cuts
         self.engine = ZeroEngine.build(self.model, self.mesh, options, built.source, cuts=cuts)
-        trim_heap()
+        prevent_fragmentation()
 
     def step(self, number: int, tokens: Tensor) -> float:
         """One step on `[microbatches x micro, sequence]` token ids; the mean loss."""

@@ -83,7 +83,7 @@ def predict(name: str, workload: Workload, rank: int) -> Prediction:
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of, cuts)
     footprint = MemoryModel(plan_layouts(plan, 1), options, 1, "local")
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
-    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
+    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_keep_memory(torch.device("cpu")) else 0
     activations = measure_activations(workload, part=(name, rank)).peak
     return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)
 

@@ -22,5 +22,5 @@ def predict(workload: Workload, stage: int, activations: int) -> Prediction:
     plan = plan_model(model, workload.compute, GroupRules(options.optimizer).group_of)
     footprint = MemoryModel(plan_layouts(plan, workload.ranks), options, workload.ranks, workload.transport)
     staying = {purpose.name: nbytes for purpose, nbytes in footprint.terms.items()}
-    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_stay(torch.device("cpu")) else 0
+    shards = staying.pop(Purpose.GRADIENTS.name) if not options.gradients_keep_memory(torch.device("cpu")) else 0
     return Prediction(staying=staying, passing=footprint.gathered + shards, activations=activations)

@@ -51,11 +51,11 @@ def evaluated(mesh: Mesh, folder: str) -> None:
         keys += [f"precision.{role}=float64" for role in ("compute", "master", "reduce")]
         found["hf"] = command(mesh, ["evaluate", "hf", *keys])
         found["all"] = command(mesh, ["evaluate", "runs/small", "data.eval_samples=null"])
+        if mesh.rank:
+            return
         own = read_metrics("runs/small/evaluations.jsonl")[-1]["eval_loss"]
         run, mid, config, whole = read_metrics("runs/small/evaluated.jsonl")
         (other,) = read_metrics("runs/hf/evaluated.jsonl")
-    if mesh.rank:
-        return
     assert {name: said for name, said in found.items() if said["code"]} == {}
     assert (run["step"], mid["step"], config["step"]) == (4, 2, 4)
     assert run["eval_loss"] == config["eval_loss"] == own

@@ -229,8 +229,8 @@ class RunningBatch:
                 self._cache.remove(index)
 
     def steady_forwards(self, *, fewest: int) -> int:
-        """Return the number of forwards with constant shapes: 1 while prompts wait, else until the first row reaches its limit,
-        but at least `fewest`, whose last forwards may compute a finished row in vain."""
+        """Return the number of forwards of the present rows, a token each: 1 while rows join, else until the first row reaches its
+        limit, but at least `fewest`, whose last forwards may compute a finished row in vain."""
         if self._kind is not ForwardKind.DECODE or self._joining:
             return 1
         return max(fewest, min((row.budget for row in self._running if row.finish is None), default=1))

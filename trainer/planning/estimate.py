@@ -253,7 +253,7 @@ class _LayoutCosts:
         activations, is_cpu = self._activations(rank), self._machine.is_cpu
         # Gradient shards reuse the blocks that freed activations return to an accelerator's allocator. The C
         # library's heap on a CPU seldom can.
-        stay = is_cpu or self._options.gradients_stay(self._device)
+        stay = is_cpu or self._options.gradients_keep_memory(self._device)
         beside = 0 if stay else min(gradients + memory.transit_bytes, activations)
         library = self._machine.library
         device |= {
@@ -396,13 +396,14 @@ class _LayoutCosts:
 
         if offload.parameters.leaves_device(self._device):
             trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
-            resting = memory.parameters / layout.shard
+            resting, written = memory.parameters / layout.shard, trained
             if (
                 not offload.optimizer.leaves_device(self._device)
                 and options.precision.master != options.precision.compute
             ):
-                resting -= trained  # Trained parameters are cast from the master weights on the device.
-            seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, trained)
+                # Trained parameters are cast from the master weights on the device, and rest nowhere else.
+                resting, written = resting - trained, 0
+            seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, written)
             hidden, open_ = (seconds, 0.0) if layout.prefetch else (0.0, seconds)
         if self._moved_inputs:
             kept = max(sum(each.kept for each in self._chunks_of(rank)) for rank in range(layout.pipeline))

@@ -18,7 +18,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, Tiers, tensor_bytes, trim_heap
+from zeromesh.offload import Tier, Tiers, prevent_fragmentation, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
@@ -300,7 +300,7 @@ def fill_engine(
     engine = ZeroEngine.build(model, mesh, options, built.source, tiers, divided.cuts)
     built.source.close()
     if feeds is not None and mesh.device.type == "cpu":
-        trim_heap()
+        prevent_fragmentation()
     return engine
 
 

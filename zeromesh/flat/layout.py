@@ -332,7 +332,7 @@ class ParameterSlot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardSegment:
-    """A run of elements of a shard that all have the group and kind of parameter `number` of the bucket."""
+    """A run of a shard's elements with one optimizer group and equal keys (`BucketLayout.segments`), from parameter `number` on."""
 
     group: int
     number: int
@@ -402,18 +402,18 @@ class BucketLayout:
             if common.length
         )
 
-    def segments(self, interval: Interval, kinds: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
-        """Split `interval` where the optimizer group or the slots' entry in `kinds` changes. Gaps go with the parameter before."""
+    def segments(self, interval: Interval, keys: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
+        """Split `interval` where the optimizer group or the slots' entry in `keys` changes. Gaps go with the parameter before."""
         if not self.slots or not interval.length:
             return ()
-        keys = [(slot.spec.group, kinds[number] if kinds else None) for number, slot in enumerate(self.slots)]
-        firsts = [number for number, key in enumerate(keys) if not number or keys[number - 1] != key]
+        pairs = [(slot.spec.group, keys[number] if keys else None) for number, slot in enumerate(self.slots)]
+        firsts = [number for number, key in enumerate(pairs) if not number or pairs[number - 1] != key]
         starts = [self.slots[number].where.start if number else 0 for number in firsts]
         segments = []
         for number, start, end in zip(firsts, starts, [*starts[1:], self.padded], strict=True):
             common = Interval(start=start, end=end).intersect(interval)
             if common.length:
-                segments.append(ShardSegment(group=keys[number][0], number=number, where=common.after(interval.start)))
+                segments.append(ShardSegment(group=pairs[number][0], number=number, where=common.after(interval.start)))
         return tuple(segments)
 
 

@@ -363,7 +363,7 @@ class GradientShards:
     def __init__(self, options: ZeroOptions, tiers: Tiers) -> None:
         self._dtype = options.precision.sums
         self._tiers = tiers
-        self._keeps_memory = options.gradients_stay(tiers.device)
+        self._keeps_memory = options.gradients_keep_memory(tiers.device)
         self._pass_through = options.gradients_pass_through
         self.first_microbatch = True
         """True in a step's first backward, for which no earlier sum is read."""

@@ -56,7 +56,7 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
 
 
 _Moment = float | torch.Event
-"""A point in time: seconds of the host's clock, or on a device, behind which the host does not wait, a timed event."""
+"""A point in time: seconds of the host's clock; on an accelerator, which the host does not wait for, a timed event."""
 
 
 def _now(device: torch.device) -> _Moment:

@@ -336,7 +336,7 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     dtype, length, padded = options.precision.sums, bucket.length, bucket.layout.padded
-    if options.gradients_stay(tiers.device):
+    if options.gradients_keep_memory(tiers.device):
         what = f"gradients of {bucket.name}"
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
         bucket.grad = rest.whole(tiers.device)

@@ -419,7 +419,7 @@ def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
     changed = []
     for unit in units:
         for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.changed_parameter()) is not None:  # Each call also resets the records of its bucket.
+            if (name := bucket.changed_parameter()) is not None:  # It also records the present values of each bucket.
                 changed.append((unit, name))
     return changed
 

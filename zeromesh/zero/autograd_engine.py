@@ -40,7 +40,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on."""
 
     passes: ClassVar["AutogradPasses"]
-    kind: ClassVar[type[nn.Parameter]]
+    live_type: ClassVar[type[nn.Parameter]]  # the class without the guard
 
     @property
     def grad(self) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
             unit.buckets[0].buffer.wait()
     terms, found, peak, tensors = _named(predicted.terms), _named(ledger.by_purpose()), ledger.peak(), _tensors(run)
     run.close()
-    total, stay = sum(terms.values()), options.gradients_stay(mesh.device)
+    total, stay = sum(terms.values()), options.gradients_keep_memory(mesh.device)
     if paced or not stay:
         terms.pop(Purpose.GRADIENTS.name, None)
     assert found == terms

@@ -100,7 +100,7 @@ def test_what_becomes_of_gradients_follows_from_the_options(given: dict[str, Any
     rest = {name: value for name, value in given.items() if name != "reduce"}
     options = ZeroOptions(precision=precision, prefetch=0, gathered_budget=0, **rest)
     wires = (options.wire_dtype(torch.bfloat16, on_device=on_device) for on_device in (False, True))
-    stay = options.gradients_stay(torch.device("cpu"))
+    stay = options.gradients_keep_memory(torch.device("cpu"))
     assert (options.sums_before_reducing, stay, options.gradients_pass_through, *wires) == found
 
 

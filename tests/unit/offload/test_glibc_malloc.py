@@ -13,7 +13,7 @@ from zeromesh.offload.memory import glibc_malloc
 
 SCRIPT = """
 import ctypes, sys, torch
-from zeromesh.offload import reuse_freed_memory, trim_heap
+from zeromesh.offload import reuse_freed_memory, prevent_fragmentation
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena o s h d u f used free k".split()]
@@ -23,7 +23,7 @@ libc.mallinfo2.restype = Info
 libc.malloc.restype = ctypes.c_void_p
 reuse_freed_memory()
 if sys.argv[1] == "settled":
-    assert trim_heap()
+    assert prevent_fragmentation()
 before = libc.mallinfo2().arena
 for layer in range(40):
     for count in (700_000, 500_003, 300_001):  # a layer's tensors, which go, and small objects, which stay
@@ -64,7 +64,7 @@ def test_layers_find_the_room_that_others_have_left() -> None:
 
 STALE = """
 import ctypes, threading
-from zeromesh.offload import trim_heap
+from zeromesh.offload import prevent_fragmentation
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -83,7 +83,7 @@ def work():
 thread = threading.Thread(target=work)
 thread.start()
 cached.wait()
-assert trim_heap() and trim_heap()
+assert prevent_fragmentation() and prevent_fragmentation()
 settled.set()
 thread.join()
 """
@@ -99,10 +99,10 @@ def test_parameters_that_lie_elsewhere_are_left_alone(monkeypatch: pytest.Monkey
     monkeypatch.setattr(glibc_malloc, "_caches", [])
     monkeypatch.setattr(glibc_malloc, "_CACHE_SIZES", b"no such bytes in the library's data")
     monkeypatch.setattr(glibc_malloc, "_reserve", lambda libc: pytest.fail("nothing is to be reserved"))
-    assert glibc_malloc.trim_heap() is False
+    assert glibc_malloc.prevent_fragmentation() is False
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert glibc_malloc.reuse_freed_memory() is False
-    assert glibc_malloc.trim_heap() is False
+    assert glibc_malloc.prevent_fragmentation() is False
