@@ -87,6 +87,12 @@ def merge_some_at_two(model: Any, step: int) -> None:
         model.blocks[0].up.weight.requires_grad_(step == 2)
 
 
+def merge_in_turn(model: Any, step: int) -> None:
+    """Set once: of the base of a block, a matrix is trained from step 2 on, and another one from step 5 on."""
+    if step in (2, 5):
+        (model.blocks[0].up if step == 2 else model.blocks[0].down).weight.requires_grad_(True)
+
+
 def flagged(name: str, build: Callable[[], nn.Module], flags: Flags) -> Case:
     return Case(name=name, build=build, callbacks=lambda: [flagging(flags)], before_step=flags)
 

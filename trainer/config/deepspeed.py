@@ -298,8 +298,8 @@ def _precision_and_zero(read: Translation) -> Pairs:
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
-        power = read.count("fp16.initial_scale_power", 0, 126) or _SCALE_POWER
-        yield "precision.loss_scale.initial_scale", 2.0**power
+        power = read.count("fp16.initial_scale_power", 0, 126)
+        yield "precision.loss_scale.initial_scale", 2.0 ** (_SCALE_POWER if power is None else power)
         yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window") or _SCALE_WINDOW
 
     stage = read.count("zero_optimization.stage", 0)

@@ -168,6 +168,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "gradual": (cases_flags.Headed, cases_flags.thaw),
     "resting": (Stack, cases_flags.rest_from_two),
     "adapters": (cases_flags.AdaptedStack, cases_flags.merge_some_at_two),
+    "later": (cases_flags.AdaptedStack, cases_flags.merge_in_turn),
 }
 STEPS = 6
 
@@ -277,7 +278,7 @@ def test_hooks_on_meta_are_refused(workers: Workers) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["gradual", "resting", "adapters"])
+@pytest.mark.parametrize("name", ["gradual", "resting", "adapters", "later"])
 def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Path, name: str) -> None:
     first, second, third = Layout(stage=3, kept=False), Layout(stage=1, ranks=1), Layout(stage=2, transport="gloo")
     for layout, stop in ((first, 3), (second, 5), (third, 6)):

@@ -172,6 +172,19 @@ def test_a_run_without_its_last_checkpoint_is_an_error_and_the_next_start_goes_o
     assert store_of(tmp_path).steps() == [2, 1]
 
 
+def test_failures_count_in_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = CheckpointStore.commit
+
+    def commit(store: CheckpointStore, step: int, manifest: Any) -> Any:
+        return (failing_once("commit") if step in (1, 3) else real)(store, step, manifest)
+
+    monkeypatch.setattr(CheckpointStore, "commit", commit)
+    sections = {"run": {"max_steps": 4}, "checkpoint": {"every_steps": 1, "max_failures": 2, "asynchronous": False}}
+    with trainer_in(tmp_path, **sections) as trainer:
+        assert trainer.fit().final_step == 4
+    assert store_of(tmp_path).steps() == [4, 2]
+
+
 class Strikes(Callback):
     """Something that happens in the middle of the last evaluation."""
 

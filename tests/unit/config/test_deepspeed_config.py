@@ -23,6 +23,7 @@ RANKS = 4
 BASE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
 ADAM = {"optimizer.type": "Adam"}
 WARMUP = {"scheduler.type": "WarmupLR"}
+LEAST = {"scheduler.params.warmup_min_lr": 1e-5}
 DECAY = {"scheduler.type": "WarmupDecayLR"}
 COSINE = {"scheduler.type": "WarmupCosineLR"}
 CYCLE = {
@@ -204,8 +205,10 @@ def test_documented_configurations_mean_what_they_say(name: str, expected: dict[
         ({"optimizer.type": "Adagrad"} | CYCLE, {"optimizer.eps": 1e-10, "optimizer.lr": 0.2, "schedule.min_ratio": 0.5}),
         ({"optimizer.type": "Adagrad"} | WARMUP, {"optimizer.lr": 1e-2, "schedule.warmup_steps": 1000}),
         (WARMUP | {"scheduler.params.warmup_num_steps": 1}, {"schedule.warmup_steps": 2, "schedule.warmup_shape": "log"}),
+        (WARMUP | ADAM | {"optimizer.params.lr": 2e-3} | LEAST, {"optimizer.lr": 2e-3, "schedule.start_ratio": 0.005}),
         (CYCLE | {"scheduler.params.cycle_min_lr": 0.2}, {"schedule.warmup_steps": 2000, "run.max_steps": 4000}),
         (HALF, {"precision.loss_scale.initial_scale": 65536, "precision.loss_scale.growth_interval": 1000}),
+        (HALF | {"fp16.initial_scale_power": 0}, {"precision.loss_scale.initial_scale": 1}),
         (HALF | {"fp16.initial_scale_power": 126}, {"precision.loss_scale.initial_scale": 2.0**126}),
         ({"dataloader_drop_last": True, "zero_optimization": True}, {"batch.last": "drop", "zero.stage": 1}),
         ({"dataloader_drop_last": False, f"{Z}mics_shard_size": 1}, {"batch.last": "carry", "parallel.replicate": 4}),

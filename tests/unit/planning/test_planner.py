@@ -152,6 +152,13 @@ def test_more_microbatches_keep_less(subject: Subject) -> None:
     assert recomputed.seconds > many.seconds
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_estimate_does_not_depend_on_those_before(subject: Subject, stage: int) -> None:
+    used = Estimator(subject, MACHINE, 2)
+    for layout in (Layout(shard=2, stage=stage, micro=micro, accumulation=n) for micro in (1, 2) for n in (1, 4)):
+        assert used.estimate(layout) == Estimator(subject, MACHINE, 2).estimate(layout)
+
+
 def test_parameters_on_the_host_come_for_forward_and_again_for_backward(on_card: Subject) -> None:
     card = _card()
     assert card.device.copies is not None
