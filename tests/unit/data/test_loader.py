@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,83 @@ def test_auto_leaves_the_cores_of_a_cpu_to_its_computing(monkeypatch: pytest.Mon
     assert count("auto", "cuda") == count(0, "cpu") == 0
     with pytest.raises(ConfigError, match="may have no children; set it to 0"):
         count(1, "cpu")
+
+
+def test_the_end_of_a_loader_leaves_other_processes_alone() -> None:
+    """Processes of the user, and workers of another loader."""
+    foreign = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=True)
+    foreign.start()
+    try:
+        with loader_of(Drawing(), 1) as other:
+            first = other.step(0)
+            with loader_of(Drawing(), 2) as loader:
+                loader.step(0)
+                assert len(multiprocessing.active_children()) == 4
+            assert foreign.is_alive()
+            assert len(multiprocessing.active_children()) == 2
+            assert {int(batch["who"][0]) for batch in other.step(1)} == {int(first[0]["who"][0])}
+        assert multiprocessing.active_children() == [foreign]
+    finally:
+        foreign.kill()
+        foreign.join()
+
+
+def test_no_more_workers_are_started_than_there_are_microbatches() -> None:
+    plan = loader_of(Drawing(), 0).feed
+    with BatchLoader(plan, 1, Workers(count=9, timeout_seconds=60.0), last=1) as loader:
+        found = loader.step(0)
+        assert len(multiprocessing.active_children()) == plan.plan.accumulation == 2
+    assert not any(batch["x"].is_shared() for batch in found)  # Else each keeps a file descriptor open.
+
+
+def test_each_microbatch_draws_numbers_of_its_own_and_none_of_the_process() -> None:
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    with loader_of(Drawing(), 0) as loader:
+        drawn = torch.cat([batch["x"][:1, 1:] for step in range(STEPS) for batch in loader.step(step)])
+        wanted = loader.step(1)[0]["x"]
+        rng = replace(loader.feed.order, seed=6)
+        other = replace(loader.feed, order=rng).fetch(loader.feed.plan.microbatch(1, 1, 0))["x"]
+    assert len(set(map(tuple, drawn[:, 1:].tolist()))) == len(drawn)
+    assert not torch.equal(wanted[:, 1:], other[:, 1:])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def first_of(labels: list[int], plan: BatchPlan, **options: Any) -> dict[str, Any]:
+    """The first batch with a target of samples with these labels, one each, in their order."""
+    rows = [{"x": float(number), "labels": label} for number, label in enumerate(labels)]
+    dataset: Any = StreamedDataset(rows, block=4) if plan.epoch_size is None else rows
+    order = SampleOrder(length=len(rows), seed=0, shuffle=False, endless=plan.epoch_size is None)
+    return Feed(dataset=dataset, order=order, plan=plan, rules=BatchRules(**options)).first_batch()
+
+
+@pytest.mark.parametrize("epoch", [None, 10], ids=["a stream", "an epoch"])
+def test_the_first_target_may_be_in_a_later_global_batch(epoch: int | None) -> None:
+    plan = BatchPlan(global_size=4, micro_size=2, data_ranks=2, epoch_size=epoch)
+    assert first_of([-100] * 8 + [5] * 2, plan)["x"].tolist() == [8.0, 9.0]
+
+
+@pytest.mark.parametrize(("epoch", "said"), [(10, 12), (1000, 400), (None, 400)])
+def test_the_search_for_a_target_has_an_end(epoch: int | None, said: int) -> None:
+    plan = BatchPlan(global_size=4, micro_size=4, data_ranks=1, epoch_size=epoch)
+    with pytest.raises(DataError, match=f"every label of the first {said} samples is -100"):
+        first_of([-100] * 1000, plan)
+
+
+def test_what_is_said_of_workers() -> None:
+    stream = StreamedDataset([{}], block=1)
+    for count, dataset, said in (
+        (0, [], []),
+        (1, [], ["data: 1 worker process of each rank"]),
+        (2, [], ["data: 2 worker processes of each rank"]),
+        (0, stream, []),
+        (1, stream, ["data: a worker process of each rank reads the stream"]),
+        (2, stream, ["data: a worker process of each rank reads the stream, one alone"]),
+    ):
+        assert Workers(count=count, timeout_seconds=1.0).notes(dataset) == said
+    for device in ("cpu", "cuda"):
+        chosen = Workers.choose(DataSection(workers=2, timeout_seconds=7.0), torch.device(device), 1)
+        assert chosen == Workers(count=2, timeout_seconds=7.0, pinned=device == "cuda")
 
 
 def test_the_loader_works_beside_the_main_thread() -> None:

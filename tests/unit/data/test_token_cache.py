@@ -1,5 +1,6 @@
 """Tokens of texts on disk: made once, by one rank of a host, made anew when anything changes, and never trusted unseen."""
 
+import json
 import mmap
 import os
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from zeromesh.errors import DataError, StorageError
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
-from zeromesh.trainer.data.token_cache import TokenCache
+from zeromesh.trainer.data.token_cache import TokenCache, TokenWriter
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
 
 
@@ -95,6 +96,69 @@ def test_what_changes_the_tokens_makes_another_entry(home: Home) -> None:
     (home.text / "new.txt").write_text("new")
     assert home.load()[0] == 21
     assert len(home.entries) == 5
+
+
+ONE_ROW = {"text": "the caf\u00e9", "body": "other words", "instruction": "w3", "output": "w4"}
+ONE_ROW |= {"prompt": "w1", "completion": "w2"}
+READINGS: dict[str, dict[str, Any]] = {
+    "text": {},
+    "another column": {"text_field": "body"},
+    "another encoding": {"encoding": "cp1252"},
+    "pairs": {"format": "pairs"},
+    "pairs of other columns": {"format": "pairs", "columns": {"completion": "instruction"}},
+    "pairs, all of them learnt": {"format": "pairs", "loss_on": "all"},
+    "short pairs": {"format": "pairs", "sequence_length": 4},
+    "questions": {"format": "alpaca", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
+    "questions by another template": {
+        "format": "alpaca",
+        "chat_template": "{% for m in messages %}<{{ m.content }}>{% endfor %}",
+    },
+}
+
+
+def test_one_file_that_is_read_in_several_ways_has_an_entry_of_each(tmp_path: Path) -> None:
+    """And each is found again."""
+    path, cache = str(tmp_path / "rows.jsonl"), TokenCache(tmp_path / "cache")
+    Path(path).write_text(f"{json.dumps(ONE_ROW, ensure_ascii=False)}\n" * 4, encoding="utf-8")
+
+    def load(keys: dict[str, Any], cache: TokenCache) -> list[Any]:
+        section = {"train": path, "sequence_length": 8, "eval_fraction": 0.0, **keys}
+        train = load_datasets(DataSection(**section), cache=cache).train
+        return [{name: each.tolist() for name, each in train[index].items()} for index in range(len(train))]
+
+    wanted = [load(keys, TokenCache(None)) for keys in READINGS.values()]
+    for _ in range(2):
+        assert [load(keys, cache) for keys in READINGS.values()] == wanted
+
+
+def test_an_entry_that_another_process_has_written_meanwhile_is_read(home: Home) -> None:
+    inside: list[Any] = []
+
+    def nested(text: str) -> None:
+        home.told.append(text)
+        if not inside:
+            inside.append(None)
+            inside[0] = home.load()
+
+    keys = {"train": str(home.text), "sequence_length": 16, "eval_fraction": 0.2}
+    tokenizer = Counting(texts=[])
+    outer = load_datasets(DataSection(**keys), tokenizer=tokenizer, cache=TokenCache(home.cache), tell=nested)
+    assert (inside[0][0], len(tokenizer.texts), len(home.entries)) == (20, 20, 1)
+    assert values(outer) == values(inside[0][1])
+
+
+@pytest.mark.parametrize("place", [0, 1], ids=["kept", "held out"])
+def test_the_largest_token_of_all_documents_is_known(place: int) -> None:
+    """And tokens of another width are other tokens."""
+
+    def write(*writers: TokenWriter) -> None:
+        for number, writer in enumerate(writers):
+            writer.append(np.asarray([1, 200 if number == place else 3]), text_bytes=2)
+
+    narrow, wide = (TokenCache(None).get(None, size, write, lambda *_: {}) for size in (256, 300))
+    assert (narrow.largest, narrow.kept.tokens, narrow.held.tokens) == (200, 2, 2)
+    assert narrow.tokens.tolist() == wide.tokens.tolist() == ([1, 3, 1, 200] if place else [1, 200, 1, 3])
+    assert narrow.digest != wide.digest
 
 
 def _flip(path: Path, at: int) -> None:
