@@ -57,6 +57,7 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
     batch = default_collate([BatchEncoding({"input_ids": np.asarray([1, 65535], dtype=np.uint16)})], [0])
     assert batch["input_ids"].dtype == torch.int64
     assert batch["input_ids"].tolist() == [[1, 65535]]
+    assert default_collate([{"x": np.asarray([255], dtype=np.uint8)}], [0])["x"].dtype == torch.uint8
     rows = datasets.Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "text": ["a", "b"]})
     check_dataset(rows)
     assert default_collate([rows[0], rows[1]], [0, 1])["input_ids"].tolist() == [[1, 2], [3, 4]]
@@ -77,6 +78,20 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
         (stack({"text": "x"}, {"text": "y"}), r"sample 7 has no field that holds numbers: 'text' \(str\)"),
         (check("input_ids", [[1, 2], [3, 10]]), r"sample 8: input_ids\[1\] is 10, .* has 10 tokens"),
         (check("input_ids", [[1, 2], [-1, 3]]), r"sample 8: input_ids\[0\] is -1"),
+        (
+            check("input_ids", [[1, 2], [-100, 3]]),
+            r"sample 8: input_ids\[0\] is -100, .* \(ids 0 to 9\); use the model's own",
+        ),
+        (lambda: check_dataset("rows.csv"), "train_dataset is 'rows.csv'; give a dataset"),
+        (
+            lambda: check_batch(
+                {"input_ids": torch.ones(2, 3).long(), "labels": torch.ones(2, 2).long()},
+                vocab_size=None,
+                causal=True,
+                indices=[7, 8],
+            ),
+            r"labels of samples 7, 8 have shape \[2, 2\], and input_ids \[2, 3\]",
+        ),
         (check("labels", [[1, -100], [3, -1]]), r"sample 8: labels\[1\] is -1.*-100 for no target"),
         (check("input_ids", [1, 2, 12]), r"one of samples 7, 8: input_ids\[2\] is 12"),
         (check("input_ids", [[0.0, 0.0], [0.0, 0.0]]), r"input_ids of samples 7, 8 are torch.float32"),
@@ -115,6 +130,13 @@ def test_class_labels_are_no_token_ids_and_an_unknown_vocabulary_has_no_end() ->
     check_batch(batch, vocab_size=10, causal=False, indices=[0])
     for ids in ([[1, 2], [3, 10]], [[1, 2], [-1, 3]], [1, 2, 12], [[0.0, 0.0]]):
         check_batch({"input_ids": torch.tensor(ids)}, vocab_size=None, causal=True, indices=[7, 8])
+    check_batch(
+        {"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 9]])},
+        vocab_size=10,
+        causal=True,
+        indices=[0],
+    )
+    check_batch({"input_ids": torch.empty(1, 0)}, vocab_size=10, causal=True, indices=[0])
     check_batch({"labels": torch.tensor([[0.0, 7.0]])}, vocab_size=None, causal=False, indices=[7], classes=2)
     check_batch({"labels": torch.tensor([[1, -100], [3, -1]])}, vocab_size=None, causal=True, indices=[7, 8])
 
@@ -152,6 +174,67 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
         BatchRules(collate=collate, named=frozenset(), unused=True).make_batch(rows, [1, 3])
 
 
+SAMPLE = {
+    "x": 1,
+    "label": 2,
+    "label_ids": 3,
+    "labels": 4,
+    "text": "a",
+    "words": ["a"],
+    "none": None,
+    "special_tokens_mask": [0],
+}
+SAMPLE |= {"y": 5.0, "tags": []}
+NAMED = frozenset({"x", "labels"})
+NUMBERS = {"x", "label", "label_ids", "labels", "special_tokens_mask"}
+THEIRS = DataCollatorForLanguageModeling(word_tokenizer(["p", "a"], "a", pad_token="p"), mlm=False)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        ({}, {*SAMPLE}),
+        ({"named": NAMED, "unused": False, "fields": NAMED}, {*SAMPLE}),
+        ({"unused": True}, {*SAMPLE}),  # Of forward nothing is known.
+        ({"named": NAMED, "unused": True}, {"x", "label", "label_ids", "labels"}),
+        ({"named": NAMED, "unused": True, "collate": list}, {"x", "label", "label_ids", "labels"}),
+        ({"named": NAMED}, {*NUMBERS, "y", "tags"}),
+        ({"named": NAMED, "fields": NAMED}, NUMBERS),
+        ({"named": NAMED, "fields": NAMED, "collate": THEIRS}, NUMBERS),
+        ({"named": NAMED, "collate": THEIRS}, {*NUMBERS, "y", "tags"}),
+        ({"named": NAMED, "fields": NAMED, "collate": list}, {*NUMBERS, "y", "tags"}),
+        ({"named": NAMED, "collate": list}, {*SAMPLE}),
+        ({"named": frozenset({"z", "labels"}), "fields": NAMED}, {*SAMPLE}),  # The collator makes the inputs.
+    ],
+)
+def test_fields_that_a_collator_gets(rules: dict[str, Any], kept: set[str]) -> None:
+    assert BatchRules(**rules).drop_fields(SAMPLE) == {name: SAMPLE[name] for name in SAMPLE if name in kept}
+
+
+def test_labels_by_another_name_stay_where_forward_takes_labels() -> None:
+    rules = BatchRules(named=NAMED, unused=True, fields=NAMED)
+    batch = rules.make_batch([{"x": 1, "label": 2, "y": 3}], [0])
+    assert {name: each.tolist() for name, each in batch.items()} == {"x": [1], "labels": [2]}
+    assert rules.accepted({**batch, "y": batch["x"]}).keys() == {"x", "labels"}
+    texts = BatchRules(collate=lambda rows: {"x": torch.tensor([len(row["label"]) for row in rows])})
+    assert texts.make_batch([{"label": "two"}], [0])["x"].tolist() == [3]  # A collator of one's own may number them.
+
+
+def test_an_error_of_the_user_s_code_says_which_samples_it_is_about() -> None:
+    def fails(rows: list[Any]) -> Any:
+        raise KeyError(f"{len(rows)}")
+
+    def notes(rules: BatchRules, dataset: Any, indices: list[int]) -> list[str]:
+        with pytest.raises((KeyError, DataError)) as raised:
+            rules.make_batch(dataset, indices)
+        return getattr(raised.value, "__notes__", [])
+
+    rows = {4: {"x": 1}, 7: {"x": 2}, 8: {"z": 3}}
+    assert notes(BatchRules(collate=fails), rows, [4, 7]) == ["in a batch of the samples 4, 7 of the dataset"]
+    assert notes(BatchRules(), rows, [4, 5, 7]) == ["in sample 5 of the dataset"]
+    assert notes(BatchRules(), rows, [4, 8]) == []  # It names the sample itself.
+
+
 def test_columns_of_padding_are_cut_off() -> None:
     """By the mask, or in packed rows as the last document where that has no target; the length stays a multiple."""
     labels = torch.tensor([[-100, 5, 6, -100, -100, -100], [-100, 5, -100, -100, -100, -100]])
@@ -167,6 +250,12 @@ def test_columns_of_padding_are_cut_off() -> None:
     full = {"input_ids": labels, "labels": labels.clone(), "position_ids": positions}
     full["labels"][0, 3] = 5
     assert without_padding(full, 1)["labels"].shape == (2, 6)
+    classes = without_padding({"input_ids": labels, "attention_mask": mask, "labels": torch.tensor([3, 4])}, 2)
+    assert (list(classes["input_ids"].shape), classes["labels"].tolist()) == ([2, 4], [3, 4])
+    cut = BatchRules(length_multiple=2).make_batch(
+        [{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1] * 3 + [0] * 3}], [0]
+    )
+    assert cut["input_ids"].tolist() == [[5, 6, 7, 0]]
 
 
 def test_a_global_batch_without_targets_is_refused_before_training() -> None:

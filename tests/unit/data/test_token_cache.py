@@ -100,6 +100,7 @@ def test_what_changes_the_tokens_makes_another_entry(home: Home) -> None:
 
 ONE_ROW = {"text": "the caf\u00e9", "body": "other words", "instruction": "w3", "output": "w4"}
 ONE_ROW |= {"prompt": "w1", "completion": "w2"}
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 READINGS: dict[str, dict[str, Any]] = {
     "text": {},
     "another column": {"text_field": "body"},
@@ -108,11 +109,9 @@ READINGS: dict[str, dict[str, Any]] = {
     "pairs of other columns": {"format": "pairs", "columns": {"completion": "instruction"}},
     "pairs, all of them learnt": {"format": "pairs", "loss_on": "all"},
     "short pairs": {"format": "pairs", "sequence_length": 4},
-    "questions": {"format": "alpaca", "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"},
-    "questions by another template": {
-        "format": "alpaca",
-        "chat_template": "{% for m in messages %}<{{ m.content }}>{% endfor %}",
-    },
+    "pairs beside a template": {"format": "pairs", "chat_template": TEMPLATE},
+    "questions": {"format": "alpaca", "chat_template": TEMPLATE},
+    "questions by another template": {"format": "alpaca", "chat_template": TEMPLATE.replace("{{ m", "#{{ m")},
 }
 
 
