@@ -117,10 +117,22 @@ def test_without_shuffle_the_order_is_the_dataset_s() -> None:
     assert sum(integer_weights([(1 << 20) - 1, 1])) == 1 << 20
 
 
+def test_a_stream_is_shuffled_in_blocks() -> None:
+    order = SampleOrder(length=50, seed=3, endless=True)
+    blocks = [[order.dataset_index(sample) for sample in range(at, at + 50)] for at in (0, 50)]
+    assert [sorted(block) for block in blocks] == [list(range(50)), list(range(50, 100))]
+    assert blocks[0] != sorted(blocks[0])
+    assert blocks[1] != [index + 50 for index in blocks[0]]
+
+
 def test_the_order_is_the_same_for_ever() -> None:
     """A run that is resumed with another version of this project must see the data it would have seen."""
     order = SampleOrder(length=10, seed=0)
     assert [order.dataset_index(sample) for sample in range(20)] == ORDER_OF_TEN
+    large = SampleOrder(length=1000, seed=7)
+    assert [large.dataset_index(sample) for sample in (0, 1, 999, 1000, 54_321)] == [610, 487, 586, 894, 41]
+    mixed = SampleOrder(length=30, seed=7, parts=((10, 2), (20, 1)))
+    assert [mixed.dataset_index(sample) for sample in range(12)] == [0, 19, 4, 6, 18, 7, 8, 21, 1, 3, 24, 9]
 
 
 def test_all_orders_of_a_small_dataset_are_about_equally_likely() -> None:

@@ -11,8 +11,8 @@ import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
 
-from zeromesh.errors import DataError
-from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
+from zeromesh.errors import CheckpointError, DataError
+from zeromesh.trainer.data.streaming import StreamedDataset, digest, is_stream
 
 
 class Numbers:
@@ -46,6 +46,7 @@ def test_a_stream_goes_on_over_epochs() -> None:
     assert dataset[0]["x"] == 0
     assert is_stream(Numbers(1))
     assert not is_stream([1])
+    assert is_stream({1})
 
 
 class Stateful:
@@ -183,6 +184,80 @@ def test_a_generator_that_has_ended_is_no_empty_dataset() -> None:
     assert values(stream, range(4)) == list(range(4))
     with pytest.raises(DataError, match="or is a generator, which is read but once"):
         stream[8]
+
+
+def test_progress_of_reading_again_is_shown() -> None:
+    state, shown = StreamedDataset(Numbers(40), block=4).state(16), list[str]()
+    dataset = StreamedDataset(Numbers(40), block=4)
+    dataset.waiting = lambda: dataset.show(shown.append, shown.append)
+    dataset.restore(state, "here")
+    assert shown == [
+        "data: the stream is read again from its beginning (16 samples to read, without collating)",
+        "reading the stream [                    ] 0 of 16 samples",
+        "reading the stream [=====               ] 4 of 16 samples",
+        "reading the stream [==========          ] 8 of 16 samples",
+        "reading the stream [===============     ] 12 of 16 samples",
+    ]
+
+
+def test_the_latest_block_can_be_read_twice_at_no_cost() -> None:
+    source = Numbers(40)
+    dataset = StreamedDataset(source, block=4)
+    values(dataset, range(9))
+    read = source.read
+    assert values(dataset, range(4, 9)) == [4, 5, 6, 7, 8]
+    assert source.read == read
+    assert values(dataset, range(2)) == [0, 1]
+    assert source.read > read
+
+
+def test_blocks_draw_numbers_of_their_own_and_none_of_the_process() -> None:
+    def drawn(seed: int, order: list[int]) -> dict[int, float]:
+        dataset = StreamedDataset(Drawn(), block=4, seed=seed)
+        return {index: dataset[index]["x"] for index in order}
+
+    before = (random.getstate(), torch.get_rng_state())
+    first = drawn(1, list(range(12)))
+    assert (random.getstate(), torch.equal(torch.get_rng_state(), before[1])) == (before[0], True)
+    assert len({*first.values()}) == 12
+    assert {*first.values()}.isdisjoint(drawn(2, list(range(12))).values())
+    assert drawn(1, [9, 0, 5]) == {index: first[index] for index in (9, 0, 5)}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"position": -1}, {"chain": 1.5}, {"epoch": True}, {"begun": None}, {"earlier": {"position": 0}}, {"earlier": 3}],
+)
+def test_a_state_of_another_form_is_refused(change: dict[str, Any]) -> None:
+    state = StreamedDataset(Stateful(40), block=4, proof=8).state(24)
+    with pytest.raises(CheckpointError, match="there: the state of the training stream is not one that this version"):
+        StreamedDataset(Stateful(40), block=4).restore({**state, **change}, "there")
+
+
+def test_contents_tell_samples_apart() -> None:
+    numbers, ones = torch.arange(6), np.ones(3, np.float32)
+    different: list[Any] = [
+        *({"x": numbers}, {"y": numbers}, {"x": numbers.flip(0)}, {"x": ones}, {"x": ones * 2}, {"x": "1"}, {"x": 1}),
+        *(
+            {"x": None},
+            {"x": [1, 2]},
+            {"x": "<a at 0x1f>"},
+            {"x": "<a at 0x2f>"},
+            {},
+            [numbers],
+            [numbers, numbers],
+            5,
+            "5",
+        ),
+        *({"x": np.array(["a"], object)}, {"x": np.array(["b"], object)}),
+    ]
+    assert len({digest(each) for each in different}) == len(different)
+    assert digest({"x": object(), "y": 1}) == digest({"x": object(), "y": 1}) == digest({"y": 1})
+    later = numbers.clone()
+    later[4] = 9
+    assert digest({"x": later}, 4) == digest({"x": numbers}, 4)
+    assert digest({"x": later}, 5) != digest({"x": numbers}, 5)
+    assert digest([numbers]) == digest((numbers,))
 
 
 def test_another_stream_is_refused() -> None:

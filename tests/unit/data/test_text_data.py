@@ -27,7 +27,7 @@ from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import is_held_out, load_datasets
-from zeromesh.trainer.data.packing import TokenDataset, byte_pair_entropy
+from zeromesh.trainer.data.packing import MixedDataset, TokenDataset, byte_pair_entropy
 from zeromesh.trainer.data.text_sources import find_text, stdlib_source
 from zeromesh.trainer.data.token_cache import StoredText, TextAmount, TokenWriter
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, load_tokenizer
@@ -407,6 +407,11 @@ def test_fingerprints_tell_content_dtype_and_length_apart() -> None:
     found = [packed_of(*each).fingerprint() for each in variants]
     assert len(set(found[:4])) == 4
     assert found[0] == found[4] == "6d11341839fd0b2e"
+    whole = packed_of(tokens, 4)
+    parts = [replace(whole, cuts=whole.cuts[:3]), replace(whole, cuts=whole.cuts[1:]), packed_of(tokens, 2), whole]
+    assert len({each.fingerprint() for each in parts}) == 4
+    mixtures = [MixedDataset(each, [1.0, 2.0]) for each in (parts[:2], parts[1::-1], parts[1:3])]
+    assert len({each.fingerprint() for each in mixtures}) == 3
     marked = replace(packed_of(tokens, 4), marked=True)
     places = ({"begins": range(1, 12, 4)}, {"cuts": range(0, 6, 2)}, {"labels": np.arange(3)})
     changes = ({}, {"sequence_length": 3}, {"separate": True}, {"separator": 9}, *places)
