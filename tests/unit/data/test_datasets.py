@@ -130,7 +130,8 @@ def test_every_row_has_its_own_class(
         for n in range(12)
     ]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    data = load(words, train=path, format="labels", sequence_length=6, eval_fraction=0.25)
+    keys: dict[str, Any] = {"train": path, "format": "labels", "sequence_length": 6}
+    data = load(words, **keys, eval_fraction=0.25, separate_documents=True)
     assert data.classes == tuple(classes.split())
     held = [number for number in range(12) if number in (3, 4, 6)]
     for dataset, numbers in ((data.train, [n for n in range(12) if n not in held]), (data.eval, held)):
@@ -144,7 +145,7 @@ def test_every_row_has_its_own_class(
     assert data.notes[0].endswith(f"; {len(names)} classes: {', '.join(data.classes)}")
     assert not any(isinstance(note, Detail) for note in data.notes)
     few = write_rows(tmp_path / "few.jsonl", [rows[4], rows[0]])
-    alone = load(words, train=path, format="labels", sequence_length=6, eval=few)
+    alone = load(words, **keys, eval=few)
     assert [each["labels"] for each in samples(alone.eval)] == [
         data.classes.index(str(rows[n]["label"])) for n in (4, 0)
     ]
