@@ -38,7 +38,15 @@ def written(root: Path, content: str, *names: str) -> Path:
 
 
 def test_what_is_no_source_of_the_standard_library_is_left_out(tmp_path: Path) -> None:
-    kept = ("argparse.py", "config.py", "json/config-a.py", "json/decoder.py", "latest.py", "unittest/case.py")
+    kept = (
+        "argparse.py",
+        "config.py",
+        "json/config-a.py",
+        "json/decoder.py",
+        "latest.py",
+        "reconfig-a/x.py",
+        "unittest/case.py",
+    )
     root = written(tmp_path, "x = 1", *PYTHON, *kept)
     assert [file.key for file in stdlib_source(root).files] == list(kept)
 
@@ -51,6 +59,7 @@ def test_what_is_no_source_of_the_standard_library_is_left_out(tmp_path: Path) -
         ("a.jsonl.GZ", gzip.compress(b'{"text": "one"}\n'), ["one"]),
         ("a.json.lzma", lzma.compress(b'\n[{"text": "one"}, {"text": "two"}]', lzma.FORMAT_ALONE), ["one", "two"]),
         ("a.csv", b"n|text\n1|a,b;c\n", ["a,b;c"]),
+        ("a.csv", b"n;m,text\n1;2,one\n", ["one"]),
         ("a.csv", b"n;text|x\n1;a,b\n", None),
         ("a.csv", b"n\ttext\n1\ta;b\n", ["a;b"]),
         ("a.csv", b"text\none, two\n", None),

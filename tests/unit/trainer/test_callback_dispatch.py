@@ -200,6 +200,7 @@ def test_arguments_of_transformers_say_what_the_configuration_says(monkeypatch: 
             "name": "a",
             "output_dir": "runs",
             "max_steps": 30,
+            "eval_every": 5,
             "seed": 2**32 + 5,
             "metric": "accuracy",
             "load_best": True,
