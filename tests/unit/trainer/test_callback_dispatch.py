@@ -9,6 +9,7 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import ExportableState
 
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.callbacks import dispatcher as module
 from zeromesh.trainer.callbacks.callback import Callback, RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher, arguments_of
 from zeromesh.trainer.config.load import load_config
@@ -194,7 +195,7 @@ def test_what_is_no_callback_is_refused(wrong: Any, said: str) -> None:
 
 
 def test_arguments_of_transformers_say_what_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(module, "read_environment", lambda: SimpleNamespace(world_size=8, rank=0))
     config = {
         "run": {
             "name": "a",
