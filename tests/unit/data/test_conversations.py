@@ -501,6 +501,34 @@ def test_the_token_that_ends_answers_is_found(
     assert load(tmp_path, pairs, own, format="pairs").answer_ends == (1,)
 
 
+@pytest.mark.parametrize(("count", "ending"), [(9, ()), (10, (1,))])
+def test_more_than_nine_in_ten_answers_end_alike(
+    tmp_path: Path, own: PretrainedTokenizer, count: int, ending: tuple[int, ...]
+) -> None:
+    """Of those with words; of the others nothing is known."""
+    answers = [*["yes<eos>"] * count, "no", " "]
+    rows = [{"messages": messages([("user", f"{n}"), ("assistant", each)])} for n, each in enumerate(answers)]
+    assert load(tmp_path, rows, own, chat_template=PLAIN).answer_ends == ending
+
+
+def test_columns_of_a_template_have_the_names_of_the_files(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    template = "{% if tools %}with {% endif %}{% for m in messages %}{{ m.content }}{{ suffix }}{% endfor %}"
+    keys = {"chat_template": template, "loss_on": "all", "columns": {"tools": "calls", "chat_template_kwargs": "more"}}
+    tool = {"type": "function", "function": {"name": "a", "parameters": {}}}
+    said = [{"role": "user", "content": "how are you?"}]
+    others = (
+        {},
+        {"calls": ""},
+        {"calls": None},
+        {"calls": [tool]},
+        {"calls": json.dumps([tool])},
+        {"more": {"suffix": "!"}},
+    )
+    data = load(tmp_path, [{"messages": said, **each} for each in others], own, **keys)
+    found = [own.decode(learnt(data.train[index])[0]) for index in range(len(others))]
+    assert found == ["how are you?"] * 3 + ["with how are you?"] * 2 + ["how are you?!"]
+
+
 def test_an_evaluation_set_may_have_another_format(tmp_path: Path, own: PretrainedTokenizer) -> None:
     alone = load(tmp_path, ROWS, own, packing=True).train
     chats = write_rows(tmp_path / "chats.jsonl", ROWS)

@@ -253,6 +253,8 @@ def test_contents_tell_samples_apart() -> None:
     ]
     assert len({digest(each) for each in different}) == len(different)
     assert digest({"x": object(), "y": 1}) == digest({"x": object(), "y": 1}) == digest({"y": 1})
+    equal = [np.array(["".join(["a", "b"])], object) for _ in range(2)]  # of other addresses
+    assert digest({"x": equal[0]}) == digest({"x": equal[1]})
     later = numbers.clone()
     later[4] = 9
     assert digest({"x": later}, 4) == digest({"x": numbers}, 4)
