@@ -316,6 +316,21 @@ def test_no_more_workers_are_started_than_there_are_microbatches() -> None:
     assert not any(batch["x"].is_shared() for batch in found)  # Else each keeps a file descriptor open.
 
 
+def test_nothing_is_read_beyond_the_last_step(tmp_path: Path) -> None:
+    with (tmp_path / "read").open("ab", buffering=0) as file:
+
+        class Noting(Drawing):
+            def __getitem__(self, index: int) -> dict[str, Tensor]:
+                file.write(b"x")
+                return super().__getitem__(index)
+
+        feed = loader_of(Noting(), 0).feed
+        with BatchLoader(feed, 1, Workers(count=1, timeout_seconds=60.0), last=1) as loader:
+            read = sum(len(batch["x"]) for batch in loader.step(0))
+            time.sleep(0.2)
+    assert (tmp_path / "read").stat().st_size == read == 4
+
+
 def test_each_microbatch_draws_numbers_of_its_own_and_none_of_the_process() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
