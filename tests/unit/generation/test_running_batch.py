@@ -214,3 +214,117 @@ def test_requests_join_when_an_eighth_of_the_rows_is_free(running: int, waiting:
     batch.plan(eager=eager)
     assert batch.shape() == (rows, 1)
     assert (batch.steady_forwards(fewest=2), batch.steady_forwards(fewest=9)) == (6, 9)
+
+
+def _forward(batch: RunningBatch, model: Any, *, eager: bool = True) -> ForwardKind:
+    kind = batch.plan(eager=eager)
+    with torch.no_grad():
+        batch.append(batch.choose(model(**batch.inputs()).logits[:, -1]))
+    return kind
+
+
+def test_prefill_and_decode_alternate_while_a_long_prompt_joins() -> None:
+    model = _model("full")
+    batch = _batch(model, rows=2, prefill_tokens=4)
+    _add(batch, Request(number=0, tokens=[9], fields={"max_new_tokens": 20, "eos_token_id": -1}))
+    assert _forward(batch, model) is ForwardKind.DECODE
+    _add(batch, Request(number=1, tokens=[9] * 10, fields={"max_new_tokens": 3, "eos_token_id": -1}))
+    assert batch.progress()[0].tokens == batch._running[0].tokens[1:]
+    kinds, computed, steady = [], [], []
+    for _ in range(7):
+        kinds.append(_forward(batch, model).value)
+        computed.append(batch.computed)
+        steady.append(batch.steady_forwards(fewest=3))
+    assert kinds == ["prefill", "decode", "prefill", "decode", "prefill", "decode", "decode"]
+    assert steady == [1, 1, 1, 1, 1, 3, 3]
+    assert computed == [5, 6, 10, 11, 12, 14, 16]
+    assert [(each.number, len(each.tokens), each.finish) for each in batch.progress()] == [(0, 4, None), (1, 2, None)]
+
+
+@pytest.mark.parametrize(
+    ("news", "tokens", "finish"),
+    [
+        ([(7, -1.0), (8, -2.0)], [7, 8], None),
+        ([(7, -1.0), (8, -2.0), (9, -3.0), (7, -1.0)], [7, 8, 9], "length"),
+        ([(7, -1.0), (5, -2.0), (9, -3.0)], [7, 5], "stop"),
+        ([(7, -1.0), (8, -2.0), (6, -3.0)], [7, 8, 6], "stop"),
+        ([(7, -1.0), (8, float("nan")), (9, -3.0)], [7], "not_finite"),
+        ([(5, -1.0), (8, float("nan"))], [5], "stop"),
+    ],
+)
+def test_a_row_ends_once(news: list[tuple[int, float]], tokens: list[int], finish: str | None) -> None:
+    batch = _batch(_model("full"), rows=1)
+    _add(batch, Request(number=3, tokens=[1], fields={"max_new_tokens": 3, "eos_token_id": [5, 6]}))
+    batch.plan(eager=True)
+    (row,) = batch._running
+    for token, logprob in news:
+        row.add(token, logprob)
+    assert row.budget == (0 if finish else 3 - len(tokens))
+    batch.remove_ended()
+    assert batch.busy == (finish is None)
+    (found,) = batch.progress()
+    wanted = [logprob for _, logprob in news[: len(tokens)]]
+    assert (found.number, found.tokens, found.logprobs, found.finish) == (3, tokens, wanted, finish)
+    assert batch.progress() == []
+
+
+def test_waiting_and_finished_requests_may_be_cancelled() -> None:
+    batch = _batch(_model("full"), rows=2)
+    for number in range(4):
+        _add(batch, Request(number=number, tokens=[9], fields={"max_new_tokens": 9, "eos_token_id": 5}))
+    batch.plan(eager=True)
+    batch._running[0].add(5, -1.0)
+    batch._running[1].add(8, -1.0)
+    # The first row has ended, and its place counts no more.
+    assert (batch.steady_forwards(fewest=2), batch.open_tokens, batch.most_forwards()) == (8, 28, 8 + 18 + 3)
+    batch.cancel([0, 2])
+    found = {each.number: (each.tokens, each.finish) for each in batch.progress()}
+    assert found == {0: ([5], "stop"), 1: ([8], None), 2: ([], "cancelled")}
+    batch.plan(eager=True)
+    assert (batch.shape(), batch.open_tokens) == ((2, 1), 8 + 9)
+
+
+def test_a_forward_asks_for_what_generation_needs() -> None:
+    model = _model("full")
+    batch = _batch(model, rows=2)
+    idle = {"use_cache": False, "return_dict": True, "logits_to_keep": 1}
+    batch.plan(eager=True)
+    inputs = batch.inputs()
+    assert {name: inputs[name] for name in inputs.keys() & idle.keys()} == idle
+    assert [inputs[name].tolist() for name in ("input_ids", "attention_mask", "position_ids")] == [[[0]], [[1]], [[0]]]
+    assert "past_key_values" not in inputs
+    model.config.output_router_logits = True
+    batch = _batch(model, rows=2)
+    _add(batch, Request(number=0, tokens=[9, 8, 7], fields={"max_new_tokens": 2}))
+    assert batch.plan(eager=True) is ForwardKind.PREFILL
+    inputs = batch.inputs()
+    assert (inputs["use_cache"], inputs["output_router_logits"], inputs["logits_to_keep"]) == (True, False, 1)
+    assert [inputs[name].tolist() for name in ("input_ids", "position_ids")] == [[[9, 8]], [[0, 1]]]
+    assert batch.choose(torch.ones(1, 48)).tolist() == [[0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("running", "lengths", "cache_tokens", "rows"),
+    [
+        ([], [10, 20], 2 * 26, 2),
+        ([], [10, 20], 2 * 26 - 1, 1),
+        ([], [20, 10], 2 * 26 - 1, 1),
+        ([20], [10], 2 * 26 - 2, 1),
+        ([20], [10], 2 * 25 - 1, 0),
+        ([], [10, 21, 21, 21, 10, 10], 1 << 30, 1),
+        ([], [10, 21, 21, 10, 10, 10], 1 << 30, 2),
+    ],
+)
+def test_joining_requests_fit_beside_running_ones(
+    running: list[int], lengths: list[int], cache_tokens: int, rows: int
+) -> None:
+    """Of a row's tokens in the cache and of those to come, times the rows; of twice as many as there are free rows."""
+    model = _model("full")
+    batch = _batch(model, rows=2, prefill_tokens=1000, cache_tokens=cache_tokens)
+    for number, length in enumerate([*running, *lengths]):
+        if number == len(running) and running:
+            assert _forward(batch, model) is ForwardKind.PREFILL
+            assert batch.plan(eager=True) is ForwardKind.DECODE
+        _add(batch, Request(number=number, tokens=[9] * length, fields={"max_new_tokens": 6, "eos_token_id": -1}))
+    batch.plan(eager=True)
+    assert len(batch._joining) == rows
