@@ -26,7 +26,8 @@ def test_news_is_passed_on_once() -> None:
     inbox.stop()
     assert inbox.take() == News(requests=[Request(number=2, tokens=[5])], stopping=True)
     assert inbox.take(wait_seconds=60) == News(stopping=True)
-    assert Inbox().take().streams
+    streaming = Inbox()
+    assert [streaming.take().streams for _ in range(2)] == [True, True]
     assert Inbox.of(first).take() == News(requests=first, stopping=True)
 
 
