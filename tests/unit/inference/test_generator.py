@@ -48,12 +48,12 @@ def test_a_layout_is_the_configuration_without_what_trains(folder: Path, tmp_pat
     }
     path = tmp_path / "c.yaml"
     path.write_text(yaml.safe_dump(config))
-    for given in (config, path):
+    for given, name in ((config, "generate"), (path, "c")):
         found = layout_of(folder, given, {"zero": {"stage": 1}, "run": {"max_steps": 7}}, ["run.max_steps=9"])
         assert (found.model.source, found.model.config) == (str(folder), {"use_cache": False})
         assert found.data.model_fields_set == {"tokenizer"}
         assert (found.data.tokenizer, found.zero.stage) == ("bytes", 1)
-        assert (found.run.name, found.run.seed, found.run.max_steps) == ("generate", 3, 9)
+        assert (found.run.name, found.run.seed, found.run.max_steps) == (name, 3, 9)
         precision = found.precision
         assert (precision.compute, precision.master, precision.reduce) == ("bfloat16", "float64", "float64")
     named = layout_of(folder, {"model": {"config": {"model_type": "gpt2"}}, "run": {"name": "own"}}, {})
