@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support.trainer_cases import llama
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration, prompts_of, without_targets
 from zeromesh.trainer.generation.library_loop import partition_prompts
-from zeromesh.trainer.generation.prompts import parse_prompts, read_prompts, split_prompt
+from zeromesh.trainer.generation.prompts import parse_prompts, problem_of, read_prompts, split_prompt, tokens_of
 
 
 def test_lines_of_all_kinds() -> None:
@@ -49,6 +49,13 @@ def test_all_bad_lines_are_named_at_once() -> None:
         (b'{"id": 3}', "line 2: a prompt is a mapping with one of .*; it has none"),
         (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
         (b'{"text": "a", "seed": -1}', r"line 2: seed is a whole number from 0 to 2\*\*63 - 1, not -1"),
+        (b'{"text": "a", "seed": 9223372036854775808}', "line 2: seed is a whole number .*, not 9223372036854775808"),
+        (b'{"text": "a", "seed": true}', "line 2: seed is a whole number .*, not true"),
+        (b'{"text": ' + b"7" * 70 + b"}", f"line 2: text is text, not {'7' * 60}\\.\\.\\.$"),
+        (b'{"text": ' + b"7" * 60 + b"}", f"line 2: text is text, not {'7' * 60}$"),
+        (b'{"input_ids": []}', "line 2: input_ids is a list of token ids"),
+        (b'{"messages": [{"content": "Hi"}]}', "line 2: messages is a list of messages"),
+        (b'{"text": [1]}', "line 2: text is text, not .1."),
         (b'{"text": 3}', "line 2: text is text, not 3"),
         (b'{"text": ""}', 'line 2: text is text of at least one letter, not ""'),
         (b'{"input_ids": [1, -1]}', "line 2: input_ids is a list of token ids, .*, not .1, -1."),
@@ -64,6 +71,53 @@ def test_a_line_that_is_no_prompt(tmp_path: Path, line: bytes, message: str) -> 
     path.write_bytes(b'{"text": "Once"}\n' + line + b"\n")
     with pytest.raises(DataError, match=message):
         read_prompts(path)
+
+
+@pytest.mark.parametrize("count", [1, 10, 11, 12])
+def test_at_most_ten_bad_lines_are_shown(count: int) -> None:
+    with pytest.raises(DataError) as caught:
+        parse_prompts(b"{\n" * count, "p")
+    more = {11: ["and 1 line more"], 12: ["and 2 lines more"]}.get(count, [])
+    assert str(caught.value).splitlines()[min(count, 10) :] == more
+
+
+class _Tokens:
+    def encode_prompt(self, text: str) -> list[int]:
+        if text == "?":
+            raise DataError("unknown")
+        return list(text.encode())
+
+    def encode_messages(self, messages: Any) -> list[int]:
+        return [len(messages)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [("ab", [97, 98]), ([3, 0], [3, 0]), ((5,), [5]), ([{"role": "user"}, {"role": "user"}], [2])],
+)
+def test_tokens_of_prompts(prompt: Any, tokens: list[int]) -> None:
+    assert (problem_of(prompt), tokens_of(prompt, cast("Any", _Tokens()), "p")) == ("", tokens)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokenizer", "message"),
+    [
+        ("", _Tokens(), "p is text of at least one letter"),
+        ([], _Tokens(), "p is text, a list of token ids, or a list of messages, with something in it"),
+        ([1, -1], _Tokens(), "p is text, a list of token ids"),
+        ([True], _Tokens(), "p is text, a list of token ids"),
+        (b"ab", _Tokens(), "p is text, a list of token ids"),
+        (3, _Tokens(), "p is text, a list of token ids"),
+        ("a", None, "p is text, and the model's directory has no tokenizer"),
+        ([{"role": "user"}], None, "p is text, and the model's directory has no tokenizer"),
+        ("a\ud800", _Tokens(), "p has half of a character"),
+        ([{"role": "a\ud800"}], _Tokens(), "p has half of a character"),
+        ("?", _Tokens(), "p: unknown"),
+    ],
+)
+def test_prompts_without_tokens(prompt: Any, tokenizer: Any, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        tokens_of(prompt, tokenizer, "p")
 
 
 def test_a_file_without_prompts(tmp_path: Path) -> None:
@@ -109,6 +163,16 @@ def test_prompts_of_one_length_are_dealt_out_together(lengths: list[int], ranks:
     assert all(len({lengths[number] for own in dealt for number in own}) == 1 for dealt in whole)
     alike = [10] * (ranks * batch)
     assert len(partition_prompts(alike, ranks=ranks, batch=batch, one_length=True)) == 1
+
+
+def test_batches_of_a_round() -> None:
+    """The longest first, in turn; of one length a whole batch for each rank, the costliest first."""
+    lengths = [3, 9, 5, 5, 3, 9, 5]
+    assert partition_prompts(lengths, ranks=2, batch=2) == [[[1, 2], [5, 3]], [[6, 4], [0]]]
+    alike = partition_prompts(lengths, ranks=2, batch=3, one_length=True)
+    assert alike == [[[2, 3], [1]], [[5], [6]], [[0], [4]]]
+    whole = partition_prompts(lengths, ranks=2, batch=3, one_length=True, whole_rounds=True)
+    assert whole == [[[1], [5]], [[2, 3], [6]], [[0], [4]]]
 
 
 IDS = torch.tensor([[11, 12, 13, 14], [21, 22, 0, 0], [0, 31, 32, 33]])

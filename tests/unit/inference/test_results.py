@@ -92,6 +92,25 @@ def test_results_of_others_and_places_that_are_no_files_are_left_alone(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == [journal.path.name]
 
 
+def test_an_empty_file_and_one_beside_a_journal_are_written_over(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.touch()
+    first = _journal(out, 2, 1)
+    assert (first.finished, first.missing()) == (False, [0])
+    first.close()
+    out.write_text("half of an earlier command's results\n")
+    again = _journal(out, 2)
+    assert (again.finished, again.missing(), again.rows) == (False, [0], {1: _row(1)})
+    again.add({**_row(1), "text": "other"})
+    again.add(_row(0))
+    again.finish()
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [_row(0), _row(1)]
+    assert _journal(out, 2).rows == {0: _row(0), 1: _row(1)}
+    (tmp_path / ".out.done").unlink()
+    with pytest.raises(ConfigError, match="has content already, which is kept"):
+        _journal(out, 2)
+
+
 def test_text_that_comes_in_pieces_has_whole_characters() -> None:
     text = "naïve 漢字\n🙂 end"
     stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"))
@@ -173,6 +192,11 @@ def test_samples_of_a_step_are_there_when_it_is_saved(tmp_path: Path) -> None:
     ("run", "sections", "said"),
     [
         ({"prompts": ["x" * 47]}, {}, r"run.prompts: the prompt of sample 0 has 47 tokens"),
+        (
+            {"prompts": ["x"], "generation": {"max_new_tokens": 48}},
+            {},
+            r"run.prompts: the prompt of sample 0 has 1 tokens",
+        ),
         ({"prompts": ["x"], "generation": {"max_token": 3}}, {}, r"run.prompts: max_token is no field"),
         ({"prompts": "/no/such/file"}, {}, r"run.prompts: .*No such file"),
         ({"prompts": ["x"], "prompts_every": 0}, {}, r"run.prompts_every: got 0; allowed is an integer >= 1"),
@@ -183,6 +207,36 @@ def test_what_is_refused(tmp_path: Path, run: dict[str, Any], sections: dict[str
     with pytest.raises((ConfigError, ValueError), match=said):
         Trainer(config=configured(tmp_path, run, **sections)).fit()
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"text": "3", "top_k": 3, "seed": 1}', "prompt 1 has top_k, seed; run.generation says how, for all prompts"),
+        ('{"input_ids": [255, 256]}', "256"),
+        ('{"text": 3}', "line 2: text is text, not 3"),
+    ],
+)
+def test_a_prompt_of_a_file_that_is_refused(tmp_path: Path, line: str, message: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"text": "2"}\n' + line + "\n")
+    run = {"prompts": str(file), "eval_every": 1, "generation": {"max_new_tokens": 3}}
+    with pytest.raises((ConfigError, ValueError), match=message):
+        Trainer(config=configured(tmp_path, run)).fit()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_samples_are_drawn_anew_at_each_step_and_for_each_prompt(tmp_path: Path) -> None:
+    found = []
+    for seed, name in ((0, "a"), (0, "b"), (1, "c")):
+        fields = {"do_sample": True, "max_new_tokens": 12}
+        run = {"prompts": ["2", "2"], "prompts_every": 1, "seed": seed, "name": name, "generation": fields}
+        with Trainer(config=configured(tmp_path, run, optimizer={"lr": 0.0})) as trainer:
+            trainer.fit()
+            lines = (trainer.run_directory / "samples.jsonl").read_text().splitlines()
+        found.append([json.loads(line)["completion"] for line in lines])
+    assert found[0] == found[1]
+    assert len({*found[0], *found[2]}) == 8
 
 
 def test_without_evaluations_somebody_has_to_say_when(tmp_path: Path) -> None:
