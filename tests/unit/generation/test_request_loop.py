@@ -20,7 +20,10 @@ Answer = Callable[[dict[str, Any]], list[dict[str, Any]]]
 def loop_of(replicas: int, answer: Answer, *, rows: int, heard: list[Progress]) -> RequestLoop:
     """The loop of the first of some replicas, whose others answer each exchange with some progress."""
 
+    exchanges = iter(range(100))
+
     def gather(message: dict[str, Any], what: str) -> list[dict[str, Any]]:
+        assert next(exchanges, None) is not None, "requests do not end"
         return [message, *({"progress": answer(message)} for _ in range(replicas - 1))]
 
     one = SimpleNamespace(size=1)
