@@ -99,3 +99,21 @@ def test_tokens_are_told_at_once_where_somebody_reads_along(streams: bool, most:
     inbox.stop()
     assert loop_of(1, lambda message: [], rows=4, heard=heard).run(inbox) == 20
     assert [len(each.tokens) for each in heard] == [most] * (20 // most) + [20 % most] * (most > 1)
+
+
+def test_open_tokens_fall_as_tokens_are_made() -> None:
+    """A request that comes when the first replica has fewer tokens left than the other, which has made none."""
+    inbox, heard, own = Inbox(), list[Progress](), set[int]()
+    for cost in (20, 15):
+        inbox.submit([3], print, fields={"max_new_tokens": cost - 1})
+
+    def answer(message: dict[str, Any]) -> list[dict[str, Any]]:
+        own.update(each["number"] for each in message["progress"])
+        if len(heard) == 10:
+            inbox.submit([3], print, fields={"max_new_tokens": 2})
+            inbox.stop()
+        ended = sum(each.finish is not None for each in heard)
+        return [finished(1)] if ended == 2 else []
+
+    assert loop_of(2, answer, rows=4, heard=heard).run(inbox) == 19 + 2
+    assert own == {0, 2}
