@@ -61,7 +61,7 @@ def finished(number: int) -> dict[str, Any]:
 def test_requests_go_to_the_replica_with_the_fewest_open_tokens(
     streams: bool, rows: int, costs: list[int], own: set[int]
 ) -> None:
-    """`costs` are the tokens of each request, of which one is the prompt; the other replica finishes its requests last."""
+    """`costs` are the tokens of each request, of which one is the prompt; the other replica finishes last."""
     inbox, heard, ended = Inbox(streams=streams), list[Progress](), set[int]()
 
     def answer(message: dict[str, Any]) -> list[dict[str, Any]]:

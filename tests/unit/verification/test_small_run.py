@@ -53,7 +53,8 @@ def test_a_step_has_two_rounds_and_an_incomplete_one(micro: int, data: int, batc
             {"ema.start_step": 1, "ema.every_steps": 2, "ema.decay": 0.9},
         ),
         ({"ema": {"decay": 0.9, "start_step": 0, "every_steps": 1}}, {"ema.start_step": 0, "ema.every_steps": 1}),
-        ({"zero": {"stage": 2}, "optimizer": {"lr": 0.5}}, {"zero.stage": 2, "optimizer.lr": 0.5, "run.clip_norm": 0.5}),
+        ({"zero": {"stage": 2}, "optimizer": {"lr": 0.5}}, {"zero.stage": 2, "optimizer.lr": 0.5}),
+        ({}, {"run.clip_norm": 0.5}),
         ({"model": {"lora": {"rank": 2, "dropout": 0.5}}}, {"model.lora.dropout": 0.0, "model.lora.rank": 2}),
     ],
 )  # fmt: skip
@@ -114,6 +115,7 @@ def test_a_small_model_is_taken_as_it_is_with_its_own_samples() -> None:
 
 
 LARGE = {"hidden_size": 256, "intermediate_size": 700, "vocab_size": 5000, "num_hidden_layers": 6}
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 @pytest.mark.parametrize(
@@ -123,8 +125,8 @@ LARGE = {"hidden_size": 256, "intermediate_size": 700, "vocab_size": 5000, "num_
         (mesh_of(tensor=2), {"num_attention_heads": 8, "num_key_value_heads": 8}, (128, 2, 2, 48, 16, 2)),
         (mesh_of(tensor=4), {"num_attention_heads": 8, "num_key_value_heads": 2}, (128, 8, 2, 48, 96, 2)),
         (mesh_of(pipeline=3), {"num_attention_heads": 8, "num_key_value_heads": 8}, (128, 2, 2, 48, 16, 3)),
-        (mesh_of(tensor=2), {"num_attention_heads": 8, "num_key_value_heads": 8, "vocab_size": 5001}, (129, 2, 2, 48, 16, 2)),
-        (mesh_of(tensor=2), {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 701}, (128, 2, 2, 49, 16, 2)),
+        (mesh_of(tensor=2), {**EIGHT, "vocab_size": 5001}, (129, 2, 2, 48, 16, 2)),
+        (mesh_of(tensor=2), {**EIGHT, "intermediate_size": 701}, (128, 2, 2, 49, 16, 2)),
     ],
 )  # fmt: skip
 def test_small_sizes_are_divisible_by_ranks_where_the_large_ones_are(
