@@ -139,6 +139,17 @@ def test_what_is_partly_on_a_file_and_partly_on_another_device_is_over_at_once(m
         TieredTensor(torch.float32, halves).read(0, out)
 
 
+def test_time_that_training_has_not_waited_is_not_counted() -> None:
+    waits = WaitTime()
+    for counted in (False, True):
+        late: Future[None] = Future()
+        threading.Timer(0.02, late.set_result, [None]).start()
+        Transfer([late], waits).wait_for_end(counted=counted)
+        assert (waits.seconds > 0) is counted
+    taken = waits.take()
+    assert (waits.seconds, waits.total) == (0.0, taken)
+
+
 # On an accelerator
 
 

@@ -3,6 +3,7 @@
 import errno
 import gc
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,9 @@ from tests.unit.offload.file_cases import CPU
 from zeromesh import environment
 from zeromesh.errors import StorageError
 from zeromesh.offload import ReleasableBuffer, SparePages, accelerator, allocate_lasting
+from zeromesh.offload.io.transfer import StagingPool, states_hidden_from_children
 from zeromesh.offload.memory import allocation
+from zeromesh.offload.memory.allocation import PAGE, SharedSegment
 
 
 @pytest.mark.parametrize("shape", [0, 1, 5, 100_000, (3, 1000, 77)])
@@ -40,6 +43,65 @@ def test_large_ones_are_not_on_the_heap_and_go_with_their_tensor() -> None:
     del part
     gc.collect()
     assert not any(line.startswith(address) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def flags_of(address: int) -> list[str]:
+    """The kernel's flags of the mapping at an address."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        start, _, end = line.split()[0].partition("-")
+        if end and int(start, 16) <= address < int(end, 16):
+            return next(line for line in lines if line.startswith("VmFlags")).split()
+    return []
+
+
+def test_children_inherit_no_states_while_these_are_hidden() -> None:
+    states = [allocate_lasting(1 << 16, torch.float32, CPU), _buffer(1 << 16, SparePages()).full]
+    inherited = lambda: ["dc" not in flags_of(each.data_ptr()) for each in states]  # noqa: E731
+    assert inherited() == [True, True]
+    with suppress(KeyError), states_hidden_from_children():
+        assert inherited() == [False, False]
+        raise KeyError
+    assert inherited() == [True, True]
+
+
+def test_memory_is_refused_where_it_is_known_to_be_too_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 1000)
+    allocation.require_memory("parameters", 1000)
+    with pytest.raises(StorageError, match="for parameters: 1,001 bytes cannot be reserved, 1,000 are available"):
+        allocation.require_memory("parameters", 1001)
+    monkeypatch.setattr(allocation, "available_bytes", lambda: 0)
+    allocation.require_memory("parameters", 1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("count", "nbytes", "fits"), [(0, PAGE, 1), (2, 3 * PAGE, 1), (-1, PAGE, 0), (1, 0, 0), (1, 6000, 0)]
+)
+def test_a_pool_has_buffers_of_whole_pages(count: int, nbytes: int, fits: int) -> None:
+    if not fits:
+        with pytest.raises(
+            ValueError, match=f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE}"
+        ):
+            StagingPool(count, nbytes)
+        return
+    pool = StagingPool(count, nbytes)
+    taken = [pool.take() for _ in range(count)]
+    assert pool.free == 0
+    assert {each.numel() for each in taken} <= {nbytes}
+    for each in taken:
+        pool.give_back(each)
+    assert pool.free == count
+
+
+def test_a_range_of_a_segment_gets_the_pages_that_it_touches() -> None:
+    segment = SharedSegment.create("test", 8 * PAGE - 5, reserve=False)
+    assert segment.nbytes == 8 * PAGE
+    for offset, nbytes, pages in ((PAGE + 100, PAGE - 100, 1), (4 * PAGE - 1, 2, 3), (6 * PAGE, 1, 4)):
+        segment.reserve(offset, nbytes)
+        assert os.fstat(segment.descriptor).st_blocks * 512 == pages * PAGE
+    segment.give_back(4 * PAGE - 1, PAGE + 1)
+    assert os.fstat(segment.descriptor).st_blocks * 512 == 3 * PAGE
+    segment.close()
 
 
 def test_the_allocator_of_a_gpu_gets_growing_segments_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Flat tensors that rest on tiers hold what a plain one holds, wherever their elements are; the ledger has each of their bytes."""
 
 import os
+import time
 from collections import Counter
 from collections.abc import Sized
 from itertools import product
@@ -108,6 +109,31 @@ def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> 
     assert away - 1 <= cut < away + GRAIN
     assert sum(choice.numel_on(tier, numel) for tier in Tier) == numel
     assert choice.numel_on(Tier.DEVICE, numel) == numel - cut
+
+
+CARD_ZERO = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("tier", "fraction", "device", "leaves", "whole"),
+    [
+        ("none", 1.0, CARD_ZERO, False, [True, True]),
+        ("host", 1.0, CPU, False, [True, True]),
+        ("host", 0.5, CPU, False, [True, False]),
+        ("host", 1.0, CARD_ZERO, True, [False, False]),
+        ("host", 0.5, CARD_ZERO, True, [False, False]),
+        ("host", 0.0, CARD_ZERO, False, [True, True]),
+        ("file", 1.0, CPU, True, [False, False]),
+        ("file", 0.0, CPU, False, [True, True]),
+    ],
+)
+def test_what_rests_on_the_host_has_left_a_device_and_not_a_cpu(
+    tier: Any, fraction: float, device: torch.device, leaves: bool, whole: list[bool]
+) -> None:
+    choice = TierChoice(tier=tier, fraction=fraction)
+    assert choice.leaves_device(device) is leaves
+    assert [choice.is_whole_on(numel, device) for numel in (GRAIN, 4 * GRAIN)] == whole
+    assert choice.is_whole_on(0, device)
 
 
 def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
@@ -296,6 +322,8 @@ def test_available_memory_is_that_of_the_group(monkeypatch: pytest.MonkeyPatch, 
     for used, available in (("700", 450), ("1151", 0)):
         (tmp_path / "memory.current").write_text(f"{used}\n")
         assert ledgers.available_bytes() == available
+    (tmp_path / "memory.max").write_text(f"{1 << 60}\n")
+    assert ledgers.available_bytes() <= ledgers.machine_bytes(), "a group is allowed no more than there is"
     (tmp_path / "memory.max").write_text("max\n")
     assert ledgers.machine_bytes() / 1000 < ledgers.available_bytes() <= ledgers.machine_bytes()
     assert ledgers.machine_bytes() == pytest.approx(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), rel=0.01)
@@ -348,6 +376,38 @@ def test_sums_and_the_highest_of_them(steps: list[tuple[Tier, Purpose, int]], li
                 sums[what] += count if where in (tiers or MEMORY) else 0
             assert ledger.by_purpose(*tiers) == {what: count for what, count in sums.items() if count}
             assert ledger.total(*tiers) == sum(sums.values())
+
+
+def test_changes_are_recorded_from_the_state_at_the_start_up_to_a_bound() -> None:
+    ledger = Ledger()
+    ledger.add(CARD, MASTER, 10)
+    ledger.add(Tier.HOST, MOMENTS, 5)
+    ledger.add(Tier.HOST, MOMENTS, -5)
+    began = time.perf_counter()
+    with ledger.recording(3) as changes:
+        for nbytes in (7, -2, 20):
+            ledger.add(CARD, MASTER, nbytes)
+        found = [(each.tier, each.purpose, each.nbytes) for each in changes]
+    assert found == [(CARD, MASTER, 10), (CARD, MASTER, 17), (CARD, MASTER, 15)]
+    assert began <= changes[0].at <= changes[1].at <= changes[2].at <= time.perf_counter()
+    ledger.add(CARD, MASTER, 1)
+    assert len(changes) == 3
+    with ledger.recording(3) as changes:
+        assert [each.nbytes for each in changes] == [36], "each recording begins anew"
+
+
+def test_figures_of_the_process_are_those_of_the_system() -> None:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = {
+        name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
+    }
+    assert ledgers.mapped_file_bytes() == pytest.approx(status["RssFile"], rel=0.05)
+    assert ledgers.peak_bytes() == pytest.approx(status["VmHWM"], rel=0.05)
+    assert ledgers.resident_bytes() == pytest.approx(status["VmRSS"], rel=0.05)
+    models = [
+        line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    assert ledgers.cpu_name() == (models[0].strip() if models else os.uname().machine)
 
 
 @given(steps=steps)
