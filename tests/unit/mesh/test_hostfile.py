@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
-from zeromesh.launch.ssh import BEGIN, Host, HostStream, Output, read_hosts
-from zeromesh.mesh import network_interfaces
+from zeromesh.launch import ssh
+from zeromesh.launch.ssh import BEGIN, Host, HostStream, LaunchPlan, Output, read_hosts
+from zeromesh.mesh import network_interfaces, run_store
 from zeromesh.mesh.run_store import LocalRowStore
 from zeromesh.trainer.cli.main import _parse, main
 
@@ -99,6 +101,47 @@ def test_messages_are_found_however_the_output_is_cut(parts: list[bytes | int], 
         printed = b"".join(part for part in parts if isinstance(part, bytes)).decode(errors="replace")
         lines = printed.removesuffix("\n").split("\n") if printed else []
         assert [text for _, text in outputs[0].lines] == ["[a] " + each.rstrip("\r") for each in lines]
+
+
+def test_a_line_without_end_is_printed_before_it_is_too_long() -> None:
+    """What may be a message is waited for longer, as a message may be longer."""
+    for begun, is_stdout, most in ((b"", True, 1 << 16), (b"", False, 1 << 16), (BEGIN, True, 1 << 20)):
+        printed = Printed()
+        stream = HostStream(printed, is_stdout, "a")
+        stream.feed(begun + b"x" * (most - len(begun)))
+        assert printed.lines == []
+        stream.feed(b"x")
+        assert [number for number, _ in printed.lines] == [1 if is_stdout else 2]
+        stream.feed(b"\n \nend\r\n")
+        assert [text for _, text in printed.lines[1:]] == ["[a] ", "[a]  ", "[a] end"]
+        assert stream.last == "end", "the last line that says something"
+
+
+@pytest.mark.parametrize(("python_path", "port"), [(None, 1234), ("/my code", None)])
+def test_a_host_gets_its_command_and_the_place_where_ranks_meet(python_path: str | None, port: int | None) -> None:
+    checked: list[object] = []
+    hosts = (Host(name="me@b", slots=1, address="10.0.0.2"), Host(name="c", slots=2, address="c"))
+    plan = LaunchPlan(
+        hosts=hosts,
+        command=("python", "-m", "it's"),
+        ssh=("ssh", "-p", "2"),
+        directory="/a b",
+        python_path=python_path,
+        variables={},
+        silence_seconds=2.0,
+        port=port,
+        least=1,
+        max_restarts=0,
+        check=checked.append,
+    )
+    *begin, command = plan.arguments(hosts[0])
+    assert begin == ["ssh", "-p", "2", "me@b"]
+    path = ["env", f"PYTHONPATH={python_path}"] if python_path else []
+    assert shlex.split(command) == ["cd", "/a b", "&&", "exec", *path, "python", "-m", "it's"]
+    address, found = plan.meeting_address(hosts)
+    assert address == "10.0.0.2"
+    assert found == port or (port is None and found in ssh._PORTS)
+    assert checked == [hosts]
 
 
 @pytest.fixture
@@ -221,6 +264,38 @@ def test_an_address_that_cannot_be_told_is_asked_for(monkeypatch: pytest.MonkeyP
         network_interfaces.address_for_others("gpu1")
 
 
+def test_a_host_knows_itself_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    listed = {
+        "eth0": [(kinds[0], "10.0.0.5"), (kinds[1], "fe80::1%eth0"), (socket.AF_PACKET, "aa:bb")],
+        "eth0:1": [(kinds[0], "10.0.0.6")],
+        "lo": [(kinds[0], "127.0.0.1")],
+        "down": [],
+    }
+    found = {name: [SimpleNamespace(family=a, address=b) for a, b in rows] for name, rows in listed.items()}
+    monkeypatch.setattr(network_interfaces.psutil, "net_if_addrs", lambda: found)
+    assert network_interfaces.by_address() == {
+        "10.0.0.5": "eth0",
+        "fe80::1": "eth0",
+        "10.0.0.6": "eth0",
+        "127.0.0.1": "lo",
+    }
+    assert network_interfaces.interfaces() == {"eth0": ["10.0.0.5", "fe80::1", "10.0.0.6"], "lo": ["127.0.0.1"]}
+    names = {"me": ["10.9.9.9", "10.0.0.6"], "old": ["127.0.1.1"], "other": ["10.9.9.9"], "unknown": []}
+    monkeypatch.setattr(network_interfaces, "addresses_of", names.__getitem__)
+    assert [network_interfaces.is_this_host(name) for name in names] == [True, True, False, False]
+    loops = ("127.0.0.1", "127.9.9.9", "::1", "LocalHost", "10.0.0.5", "localhosts", "::")
+    assert [network_interfaces.is_loopback(each) for each in loops] == [True] * 4 + [False] * 3
+
+
+def test_other_hosts_are_reached_at_the_only_address_of_their_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_interfaces, "by_address", lambda: HOST | {"2001:db8::5": "eth0"})
+    for there, found in ((["172.20.0.9"], "10.0.0.5"), (["2001:db8::9"], "2001:db8::5"), ([], "10.0.0.5")):
+        monkeypatch.setattr(network_interfaces, "addresses_of", lambda name, there=there: there)
+        assert network_interfaces.address_for_others("gpu1") == found
+    assert network_interfaces.address_for_others("localhost") == "127.0.0.1"
+
+
 def test_what_listens_for_several_hosts_is_at_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the store of rank 0 and the launcher that the others find do."""
     monkeypatch.setattr(network_interfaces, "address_for_others", lambda name: "127.0.0.2")
@@ -231,7 +306,7 @@ def test_what_listens_for_several_hosts_is_at_one_address(monkeypatch: pytest.Mo
             network_interfaces.listen("gpu1", port)
 
 
-def test_rows_of_ranks_that_cannot_map_each_others_memory_stay_where_they_are() -> None:
+def test_rows_of_ranks_that_cannot_map_each_others_memory_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptor = os.memfd_create("rows")
     first, second = LocalRowStore(descriptor, 0, 2), LocalRowStore(descriptor, 1, 2)
     for number in range(100):
@@ -240,4 +315,13 @@ def test_rows_of_ranks_that_cannot_map_each_others_memory_stay_where_they_are() 
     assert first.get("zeromesh/board/1") == b"row 99"
     assert second.clone().get("zeromesh/board/1") == b"another mesh"
     assert os.fstat(descriptor).st_size <= 4 << 15
+    long = "x" * (1 << 16)
+    first.set("zeromesh/board/0", long)
+    assert first.get("zeromesh/board/0") == long[: (1 << 15) - 8].encode()
+    assert first.get("zeromesh/board/1") == b"row 99", "a long row ends before the next one"
+    os.pwrite(descriptor, b"\0", 20)
+    monkeypatch.setattr(run_store, "START_SECONDS", 0.05)
+    for board, key in ((first, "zeromesh/board/0"), (second, "zeromesh/board/0")):
+        with pytest.raises(RuntimeError, match=f"nothing was stored under {key} within 0.05 seconds"):
+            board.get(key)
     os.close(descriptor)

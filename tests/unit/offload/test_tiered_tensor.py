@@ -392,8 +392,10 @@ def test_changes_are_recorded_from_the_state_at_the_start_up_to_a_bound() -> Non
     assert began <= changes[0].at <= changes[1].at <= changes[2].at <= time.perf_counter()
     ledger.add(CARD, MASTER, 1)
     assert len(changes) == 3
-    with ledger.recording(3) as changes:
-        assert [each.nbytes for each in changes] == [36], "each recording begins anew"
+    with ledger.recording(9) as changes:
+        ledger.add(CARD, MASTER, 1)
+    ledger.add(CARD, MASTER, 1)
+    assert [each.nbytes for each in changes] == [36, 37], "each recording begins anew, and ends"
 
 
 def test_figures_of_the_process_are_those_of_the_system() -> None:

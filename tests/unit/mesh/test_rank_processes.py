@@ -1,0 +1,164 @@
+"""The processes of ranks: what is said of their ends, which of them is the cause, and when the others are stopped."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeromesh.environment import ERRORS, RankRange
+from zeromesh.launch import rank_processes
+from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
+
+WHERE = {"master_address": "node0", "master_port": 29400, "run_id": "run", "restart": 0}
+
+
+class Forks:
+    """A nursery whose forks end as a test says; `variables` are those that each was given."""
+
+    def __init__(self) -> None:
+        self.forks: list[Any] = []
+        self.variables: list[dict[str, str]] = []
+
+    def fork(self, arguments: Any, variables: dict[str, str]) -> Any:
+        fork = SimpleNamespace(pid=100 + len(self.forks), returncode=None)
+        fork.poll = fork.wait = lambda: fork.returncode
+        self.forks.append(fork)
+        self.variables.append(variables)
+        return fork
+
+
+Started = tuple[RankProcesses, Forks]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """Ranks 4 to 6 of eight, to which no signal is sent."""
+    forks: Any = Forks()
+    monkeypatch.setattr(os, "killpg", lambda pid, number: None)
+    assigned = RankRange(first=4, processes=3, world_size=8, **WHERE)  # type: ignore[arg-type]
+    ranks = RankProcesses([], assigned, forks)
+    yield ranks, forks
+    for fork in forks.forks:
+        fork.returncode = 0
+    ranks.close()
+
+
+def record(forks: Forks, number: int, **details: Any) -> None:
+    """Write a rank's error as the rank does."""
+    error = {"message": "an error", "exit_code": 1, "distance": 0, "time": 5.0, **details}
+    with open(forks.variables[number][ERRORS], "w") as file:
+        json.dump(error, file)
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "distance", "message"),
+    [
+        (7, 7, 0, "ended with exit code 7 and no Python error"),
+        (143, 143, 0, "was stopped by SIGTERM"),
+        (138, 138, 0, "was stopped by SIGUSR1"),
+        (131, 131, 0, "ended with exit code 131 and no Python error"),
+        (-9, 137, 0, "was killed by SIGKILL; the kernel kills like this when memory runs out (see dmesg)"),
+        (-15, 143, 2, "was killed by SIGTERM"),
+        (-11, 139, 0, "was killed by SIGSEGV"),
+        (-50, 178, 0, "was killed by signal 50"),
+    ],
+)
+def test_what_is_said_of_an_end_without_an_error(
+    started: Started, code: int, exit_code: int, distance: int, message: str
+) -> None:
+    ranks, forks = started
+    assert not ranks.over()
+    for fork, ended in zip(forks.forks, (0, code, 0), strict=True):
+        fork.returncode = ended
+    assert ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert (found.message, found.exit_code, found.distance, found.pid) == (message, exit_code, distance, 101)
+    assert str(found) == f"rank 5 (pid 101): {message}"
+    assert found.time > 1e9
+
+
+def test_all_that_end_well_are_no_failure(started: Started) -> None:
+    ranks, forks = started
+    for fork in forks.forks:
+        fork.returncode = 0
+    assert ranks.over()
+    assert ranks.failure() is None
+    assert str(WorkersFailed(message="all", exit_code=1)) == "all"
+
+
+def test_the_cause_is_named_before_what_it_has_led_to(started: Started) -> None:
+    """The nearest to the cause, of these the first; all ranks with the same error are named together."""
+    ranks, forks = started
+    for fork in forks.forks:
+        fork.returncode = 1
+    record(forks, 0, message="a rank is gone", distance=1, time=1.0)
+    record(forks, 1, message="no text", time=3.0, exit_code=2)
+    record(forks, 2, message="no memory", time=2.0)
+    assert ranks.failure() == WorkersFailed(ranks=(6,), message="no memory", exit_code=1, time=2.0)
+    record(forks, 2, message="no text", time=2.0)
+    found = ranks.failure()
+    assert found is not None
+    assert (found.ranks, found.exit_code, str(found)) == ((5, 6), 1, "ranks 5, 6: no text")
+    forks.forks[0].returncode = forks.forks[1].returncode = forks.forks[2].returncode = 7
+    for number in range(3):
+        os.truncate(forks.variables[number][ERRORS], 0)
+    found = ranks.failure()
+    assert found is not None
+    assert (found.ranks, found.pid) == ((4, 5, 6), 0)
+
+
+@pytest.mark.parametrize("how", ["cause", "noticed", "recorded"])
+def test_the_others_are_stopped_once_the_cause_is_known(
+    started: Started, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """At once, or after a while if its error does not come; those that go on long after that are killed."""
+    ranks, forks = started
+    clock, sent = [100.0], list[tuple[int, int]]()
+    monkeypatch.setattr(rank_processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    assert not ranks.over()
+    if how == "recorded":
+        record(forks, 0)
+    else:
+        forks.forks[0].returncode = 1
+        record(forks, 0, distance=int(how == "noticed"))
+    assert not ranks.over()
+    running = [101, 102] if how != "recorded" else [100, 101, 102]
+    stops = [(pid, signal.SIGTERM) for pid in running]
+    assert sent == (stops if how == "cause" else [])
+    clock[0] = 102.1
+    ranks.over()
+    assert sent == stops
+    clock[0] = 129.9 if how == "cause" else 132.0
+    ranks.over()
+    assert sent == stops, "a stop is sent once"
+    clock[0] += 0.2
+    ranks.over()
+    assert sent == [*stops, *((pid, signal.SIGKILL) for pid in running)]
+    forks.forks[1].returncode = -9
+    assert ranks._ranks[1].end().distance == 2, "who had to be killed is not the cause"
+    assert ranks._ranks[1].end().message == "was killed by SIGKILL"
+
+
+def test_a_rank_gets_its_place_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, bool]] = []
+
+    def shared(processes: int, alone: bool) -> dict[str, str]:
+        asked.append((processes, alone))
+        return {"SHARED": "yes"}
+
+    monkeypatch.setattr(rank_processes, "worker_environment", shared)
+    for world in (2, 4):
+        forks: Any = Forks()
+        ranks = RankProcesses([], RankRange(first=0, processes=2, world_size=world, **WHERE), forks)  # type: ignore[arg-type]
+        assert [each["RANK"] for each in forks.variables] == ["0", "1"]
+        assert {each["SHARED"] for each in forks.variables} == {"yes"}
+        for fork in forks.forks:
+            fork.returncode = 0
+        ranks.close()
+    assert asked == [(2, True), (2, True), (2, False), (2, False)]

@@ -1,0 +1,429 @@
+"""Launchers that lead and follow: who gets which ranks, what ends a run, and what only starts it again."""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeromesh.environment import RankRange
+from zeromesh.errors import ConfigError
+from zeromesh.launch import rendezvous
+from zeromesh.launch.messages import Message, MessageError
+from zeromesh.launch.rank_processes import StopSignals, WorkersFailed
+from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, launch_workers, run_starts
+
+
+class Wire:
+    """A connection to another launcher, of which a test says what comes."""
+
+    readers: Sequence[Any] = ()
+    drawn = "word"
+
+    def __init__(self, *coming: list[Message] | Exception) -> None:
+        self.coming, self.sent, self.open = list(coming), list[Message](), True
+
+    def receive(self) -> list[Message]:
+        found = self.coming.pop(0) if self.coming else []
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    def loss(self, error: Exception) -> tuple[str, float]:
+        return f" is gone: {error}", time.monotonic() + 0.1
+
+    def close(self) -> None:
+        self.open = False
+
+
+def member(name: str, *coming: list[Message] | Exception, processes: int = 2, **more: Any) -> Member:
+    """A host that has introduced itself, unless its `processes` are 0."""
+    connection: Any = Wire(*coming)
+    return Member(connection=connection, name=name, processes=processes, slots=2, greeting={}, **more)
+
+
+def sent_to(each: Member) -> list[Message]:
+    found: Any = each.connection
+    return found.sent  # type: ignore[no-any-return]
+
+
+def leader_of(members: list[Member], told: list[str] | None = None, **nodes: Any) -> Leader:
+    """A leader that has no ranks itself, as that of `zeromesh launch` over ssh; its ranks meet at a fixed address."""
+    nodes = {"most": 1 + len(members), "least": 1 + len(members), "rest_seconds": 7} | nodes
+    notify = (lambda line: None) if told is None else told.append
+    found = Leader(Nodes(**nodes), 0, notify, bool, members=members, address_of=lambda left: ("there", 1234))
+    assert isinstance(found.first_start(), RankRange)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "where"),
+    [
+        *(("gpu1:29400", ("gpu1", 29400)), ("[::1]:1", ("::1", 1)), ("a:65535", ("a", 65535)), ("a:0", ("a", 0))),
+        *((each, None) for each in ("a:65536", "a:655350", "a", ":1", "a:", "a:x", "a:-1", "")),
+    ],
+)
+def test_an_endpoint_is_a_host_and_a_port(endpoint: str, where: tuple[str, int] | None) -> None:
+    if where is not None:
+        assert Nodes(endpoint=endpoint).where == where
+        return
+    with pytest.raises(ConfigError, match=f"--rdzv-endpoint {endpoint!r}: allowed is HOST:PORT"):
+        _ = Nodes(endpoint=endpoint).where
+
+
+def test_hosts_are_numbered_by_their_number_and_no_more_than_wanted() -> None:
+    hosts = [member(name, rank=rank, processes=rank + 1) for name, rank in (("c", 2), ("b", 1), ("d", 3))]
+    leader = Leader(Nodes(most=3, run_id="run"), 1, print, bool, members=hosts, address_of=lambda left: ("there", 1234))
+    start = leader.first_start()
+    common = {"world_size": 6, "master_address": "there", "master_port": 1234, "run_id": "run", "restart": 0}
+    assert start == RankRange(first=0, processes=1, **common)  # type: ignore[arg-type]
+    (third,), (second,), left_out = map(sent_to, hosts)
+    assert second["start"] == {"first": 1, "processes": 2, **common}
+    assert third["start"] == {"first": 3, "processes": 3, **common}
+    assert left_out == []
+    assert [(each.numbered, each.running) for each in hosts] == [(True, True), (True, True), (False, False)]
+    assert leader._start().restart == 1
+
+
+def failed(message: str = "no memory", code: int = 1, distance: int = 0) -> WorkersFailed:
+    return WorkersFailed(message=message, exit_code=code, distance=distance)
+
+
+@pytest.mark.parametrize(
+    ("distance", "ending", "later", "stops"),
+    [(0, False, 0.0, True), (1, False, 9.9, False), (1, False, 10.0, True), (0, True, 60.0, False)],
+)
+def test_a_failure_elsewhere_stops_the_ranks_once_it_is_the_cause(
+    monkeypatch: pytest.MonkeyPatch, distance: int, ending: bool, later: float, stops: bool
+) -> None:
+    """A rank that has only noticed one leaves the cause some time to be told; a run that is stopping saves to its end."""
+    clock = [100.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock[0])
+    hosts = [member("b"), member("c")]
+    leader = leader_of(hosts, cause_seconds=10.0)
+    assert leader.poll() is None
+    hosts[0].failure, leader.ending = failed(distance=distance), ending
+    leader.poll()
+    clock[0] += later
+    for _ in range(2):
+        assert leader.poll() == (7 if stops else None)
+    assert [each for each in sent_to(hosts[1]) if "stop" in each] == [{"stop": 7}] * stops
+
+
+def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
+    hosts = [member("b"), member("c")]
+    leader = leader_of(hosts, most=3)
+    hosts.append(member("d", processes=0))
+    assert leader.poll() is None, "it has not introduced itself"
+    hosts[-1].processes = 1
+    assert leader.poll() is None, "there are as many as are wanted"
+    hosts[1].numbered = False
+    assert leader.poll() == 7
+
+
+def test_what_a_host_says_of_its_end() -> None:
+    host = member("b")
+    leader = leader_of([host])
+    for said, running, found in (
+        ({"x": 1}, True, None),
+        ({"rest": 0, "text": "unheard"}, False, None),
+        ({"rest": 3, "text": "after the end"}, False, None),
+    ):
+        leader._take(host, said)
+        assert (host.running, host.failure) == (running, found)
+    host.running = True
+    leader._take(host, {"rest": 3, "text": "late", "noticed": True})
+    assert host.failure == failed("late", 3, 1)
+
+
+GONE = ConnectionError("no sign")
+
+
+def test_a_host_that_has_ended_and_goes_is_not_lost() -> None:
+    hosts = [member("b", [], GONE), member("c")]
+    leader = leader_of(hosts)
+    hosts[0].running = False
+    assert leader.poll() is None
+    assert [each.name for each in hosts] == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "gone", "nodes", "said"),
+    [
+        (None, None, False, {}, 0),
+        (failed(), None, False, {}, "no memory"),
+        (failed(), None, False, {"max_restarts": 1}, ["None", "going on from"]),
+        (failed(code=2), None, False, {"max_restarts": 9}, "no memory"),
+        (failed("noticed", distance=1), failed("the cause"), False, {}, "host b: the cause"),
+        (failed("first"), failed("second"), False, {}, "first"),
+        (None, failed(code=2), False, {"max_restarts": 9}, "host b: no memory"),
+        (None, None, True, {}, "host b is gone: no sign"),
+        (None, None, True, {"least": 2}, ["host b is gone: no sign", "going on from"]),
+        (failed("noticed", distance=1), None, True, {"least": 2}, ["host b is gone: no sign", "going on from"]),
+    ],
+)
+def test_a_run_ends_or_starts_again(own: Any, theirs: Any, gone: bool, nodes: dict[str, Any], said: Any) -> None:
+    """Only failures are counted against `max_restarts`; a mistake of the user, and too few hosts, end it at once."""
+    told: list[str] = []
+    hosts = [member("b"), member("c")]
+    leader = leader_of(hosts, told, **nodes)
+    lost: Any = hosts[0].connection
+    for each in hosts:
+        each.running = False
+    hosts[0].failure = theirs
+    if gone:
+        hosts[0].running, lost.coming = True, [GONE]
+        leader.poll()
+    began = time.monotonic()
+    found = leader.next_start(own)
+    if isinstance(said, list):
+        assert isinstance(found, RankRange)
+        assert not gone or time.monotonic() > began + 0.05, "its processes may still live"
+        assert (found.restart, found.world_size) == (1, 2 if gone else 4)
+        assert len(told) == 2
+        assert told[1].startswith(said[1])
+        assert told[1].endswith("with 1 host (c) and 2 processes" if gone else "with 2 hosts (b, c) and 4 processes")
+        assert told[0] == (said[0] if gone else str(own))
+        return
+    assert str(found) == str(said)
+    assert told == []
+    code, text = (0, "") if found == 0 else (found.exit_code, str(found))  # type: ignore[union-attr]
+    assert not hosts, "the connections are closed"
+    assert gone or lost.sent[-1] == {"over": {"code": code, "text": text}}
+    assert not lost.open
+
+
+def test_failures_are_counted_over_all_starts() -> None:
+    told: list[str] = []
+    leader = Leader(Nodes(max_restarts=2), 1, told.append, bool)
+    assert isinstance(leader.first_start(), RankRange)
+    for number in (1, 2):
+        again = leader.next_start(failed(f"error {number}"))
+        assert isinstance(again, RankRange)
+        assert again.restart == number
+    assert leader.next_start(failed("error 3")) == failed("error 3")
+    again = "all ranks start again from the newest checkpoint"
+    assert told == [f"error {number}\nzeromesh: {again}: restart {number} of 2" for number in (1, 2)]
+
+
+def test_a_run_that_was_stopped_says_nothing_of_starts() -> None:
+    told: list[str] = []
+    stopped: list[bool] = []
+    leader = Leader(Nodes(max_restarts=2), 1, told.append, lambda: bool(stopped))
+    leader.first_start()
+    stopped.append(True)
+    assert leader.next_start(failed("was stopped")) == 0
+    assert told == []
+
+
+def listening(**nodes: Any) -> Leader:
+    return Leader(Nodes(endpoint="127.0.0.1:0", **nodes), 1, print, bool)
+
+
+def test_who_introduces_itself_wrongly_is_refused() -> None:
+    leader = listening(most=3, rank=0, run_id="run")
+    hello = {"processes": 2, "run_id": "run", "name": "b", "rank": 1}
+    for change, said in (
+        ({"run_id": "other"}, "its --rdzv-id is 'other', not 'run'"),
+        ({"name": "\x1b[2J"}, "its host's name has characters that cannot be printed"),
+        ({"rank": 3}, "'rank' is 3; allowed is an integer from 1 to 2"),
+        ({"rank": 0}, "'rank' is 0; allowed"),
+        ({"processes": 0}, "'processes' is 0; allowed"),
+    ):
+        with pytest.raises(MessageError, match=said):
+            leader._take(Member(connection=Wire(), name=""), {**hello, **change})  # type: ignore[arg-type]
+    for number, refused in ((2, None), (1, None), (2, "--node-rank 2 is there twice")):
+        each = Member(connection=Wire(), name="")  # type: ignore[arg-type]
+        leader._members.append(each)
+        if refused:
+            with pytest.raises(MessageError, match=refused):
+                leader._take(each, {**hello, "rank": number})
+        else:
+            leader._take(each, {**hello, "rank": number})
+            assert (each.processes, each.rank, each.name) == (2, number, "b")
+    leader.close()
+    started = member("c", processes=0)
+    leader_of([member("b")])._take(started, {})
+    assert (started.processes, sent_to(started)) == (2, [{}]), "a host that was started gets its greeting"
+
+
+def test_hosts_are_waited_for_as_long_as_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once there are enough, others may come for a moment."""
+    monkeypatch.setattr(rendezvous, "_JOIN_SECONDS", 0.0)
+    leader = listening(least=2, most=3)
+    found = leader.first_start()
+    said = "of the hosts (--nnodes), 1 came to 127.0.0.1:0 in time, and at least 2 are needed"
+    assert found == WorkersFailed(message=said, exit_code=1)
+    monkeypatch.undo()
+    monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 0.1)
+    leader, began = listening(least=1, most=2), time.monotonic()
+    assert isinstance(leader.first_start(), RankRange)
+    assert 0.1 <= time.monotonic() - began < 5
+    leader._members.append(member("b"))
+    monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 60.0)
+    start = leader.first_start()
+    assert isinstance(start, RankRange)
+    assert start.world_size == 3, "all are there, so nobody is waited for"
+    leader.close()
+
+
+def following(*coming: list[Message] | Exception, attached: bool = True) -> tuple[Follower, Wire]:
+    wire: Any = Wire([{"zeromesh": 1, "drawn": "theirs"}], *coming)
+    follower = Follower(ALONE, 4, bool, lambda: wire)
+    return follower, wire
+
+
+START = {
+    "first": 2,
+    "processes": 2,
+    "world_size": 4,
+    "master_port": 1,
+    "restart": 0,
+    "master_address": "a",
+    "run_id": "",
+}
+
+
+def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROMESH_SENT", "")
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    sent = [{"variables": {"ZEROMESH_SENT": "yes"}}, {"signal": 10}, {"start": START}]
+    follower, wire = following(sent, [{"stop": 5}], [], [{"start": START}])
+    assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
+    assert wire.sent[0] | {"name": ""} == {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word"}
+    assert os.environ["ZEROMESH_SENT"] == "yes"
+    assert killed == [(os.getpid(), 10)]
+    assert follower.poll() == 5
+    long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,))
+    assert isinstance(follower.next_start(long), RankRange)
+    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True}
+    assert follower.poll() is None, "a stop is over with the start after it"
+    follower.close()
+    assert not wire.open
+
+
+@pytest.mark.parametrize(
+    ("own", "over", "found"),
+    [
+        (failed("the cause"), {"code": 1, "text": "theirs"}, failed("the cause")),
+        (failed("noticed", distance=1), {"code": 3, "text": "theirs"}, failed("theirs", 3, 1)),
+        (failed("the cause"), {"code": 0}, 0),
+        (None, {"code": 3, "text": "theirs"}, failed("theirs", 3, 1)),
+    ],
+)
+def test_the_end_of_a_run_is_the_cause_that_is_nearest(own: Any, over: Any, found: Any) -> None:
+    follower, wire = following([{"start": START}], [], [{"over": over}])
+    follower.first_start()
+    assert follower.next_start(own) == found
+    assert wire.sent[-1]["rest"] == (own.exit_code if own else 0)
+    assert not wire.open
+
+
+def test_ranks_of_a_leader_that_is_gone_are_killed_at_once() -> None:
+    follower, _ = following([{"start": START}], GONE)
+    assert (follower.rest_seconds, Follower(ALONE, 1, bool).rest_seconds) == (0, 300)
+    follower.rest_seconds = 30
+    follower.first_start()
+    assert follower.poll() == 0
+    found = follower.next_start(None)
+    assert isinstance(found, WorkersFailed)
+    assert "cannot be reached from here (no sign)" in found.message
+    nobody = Follower(ALONE, 1, bool, lambda: (_ for _ in ()).throw(OSError(errno.EPIPE, "Broken pipe")))
+    assert "cannot be reached from here (Broken pipe)" in str(nobody.first_start())
+
+
+@pytest.mark.parametrize(
+    ("most", "rank", "here", "busy", "leads"),
+    [
+        (1, None, False, False, True),
+        (2, 0, False, False, True),
+        (2, 1, True, False, False),
+        (2, None, True, False, True),
+        (2, None, False, False, False),
+        (2, None, True, errno.EADDRINUSE, False),
+        (2, None, True, errno.EACCES, None),
+        (2, 0, True, errno.EADDRINUSE, None),
+    ],
+)
+def test_who_leads(monkeypatch: pytest.MonkeyPatch, most: int, rank: Any, here: bool, busy: int, leads: Any) -> None:
+    """The only launcher, number 0, or without numbers the first at the endpoint; None: it cannot, and says so."""
+
+    def listen(name: str, port: int) -> Any:
+        if busy:
+            raise ConfigError("taken") from OSError(busy, "")
+        return SimpleNamespace(setblocking=lambda on: None)
+
+    monkeypatch.setattr(rendezvous, "listen", listen)
+    monkeypatch.setattr(rendezvous, "is_this_host", lambda name: here)
+    monkeypatch.setattr(rendezvous, "run_starts", lambda arguments, others, *_, **__: others)
+    how = {"processes": 1, "nodes": Nodes(least=most, most=most, rank=rank)}
+    if leads is None:
+        with pytest.raises(ConfigError, match="taken"):
+            launch_workers([], **how)  # type: ignore[arg-type]
+    else:
+        assert isinstance(launch_workers([], **how), Leader) is leads  # type: ignore[arg-type]
+
+
+class Others:
+    """The other launchers of a run, which say what comes next."""
+
+    def __init__(self, *starts: Any, stop: int | None = None) -> None:
+        self.starts, self.stop, self.ended = list(starts), stop, list[Any]()
+
+    def first_start(self) -> Any:
+        return self.starts.pop(0)
+
+    def next_start(self, failure: Any) -> Any:
+        self.ended.append(failure)
+        return self.starts.pop(0)
+
+    def poll(self) -> int | None:
+        return self.stop
+
+    def close(self) -> None:
+        self.ended.append("closed")
+
+
+def test_each_start_has_a_nursery_that_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    def nursery(modules: Sequence[str], variables: Any, notify: Any) -> Any:
+        made.append(SimpleNamespace(modules=modules, lost=False, close=lambda: made.append("closed")))
+        return made[-1]
+
+    def run(arguments: Any, start: Any, others: Any, requests: Any, passes: int, nursery: Any) -> str:
+        nursery.lost = start.restart == 1
+        return f"end {start.restart}"
+
+    monkeypatch.setattr(rendezvous, "Nursery", nursery)
+    monkeypatch.setattr(rendezvous, "_run", run)
+    starts = [RankRange(**{**START, "restart": number}) for number in range(3)]  # type: ignore[arg-type]
+    others: Any = Others(*starts, failed())
+    assert run_starts([], others, StopSignals(), print, modules=("torch",)) == failed()
+    assert others.ended == ["end 0", "end 1", "end 2", "closed"]
+    assert [each if each == "closed" else each.modules for each in made] == [("torch",), ("torch",), "closed"]
+    requests, others = StopSignals(), Others(RankRange(**{**START, "processes": 0}), 0)  # type: ignore[arg-type]
+    made.clear()
+    assert run_starts([], others, requests, print, modules=("torch",)) == 0
+    assert made[0].modules == (), "a launcher without ranks imports nothing"
+    requests.receive(signal.SIGTERM, None)
+    assert run_starts([], Others(starts[0]), requests, print) == 143  # type: ignore[arg-type]
+
+
+def test_a_stop_while_modules_are_imported_ends_the_start() -> None:
+    run: Callable[..., Any] = rendezvous._run
+    waited: list[float] = []
+    importing = SimpleNamespace(ready=False, receive=waited.append)
+    requests = StopSignals()
+    assert run([], None, Others(stop=30), requests, 1, importing) is None
+    requests.receive(signal.SIGTERM, None)
+    assert run([], None, Others(), requests, 1, importing) == failed("stopped by SIGTERM while importing", 143)
+    assert waited == []
