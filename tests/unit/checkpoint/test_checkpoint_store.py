@@ -6,6 +6,7 @@ import random
 import re
 import stat
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +15,11 @@ import pytest
 import torch
 
 from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, write, written
+from zeromesh.checkpoint import store as stores
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.store import CheckpointStore, write_directory
+from zeromesh.checkpoint.store import CheckpointStore, Remover, publish, write_directory
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
 
 LEFT = ("step-00000003.tmp", ".trash-00000002-17", "step-100000000.tmp")
@@ -76,13 +78,14 @@ def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> No
     for name in LEFT:
         (tmp_path / name / "optimizer").mkdir(parents=True)
         (tmp_path / name / "optimizer" / "x.safetensors").write_bytes(b"half")
-    kept = ("notes.txt", "step-12", "step-00000013.tmp.old", "best")
+    (tmp_path / ".seen-0a1b-12").touch()
+    kept = (".seen-by-me", "notes.txt", "step-12", "step-00000013.tmp.old", "best")
     for name in kept:
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000014").write_bytes(b"no directory")
     store = CheckpointStore(tmp_path)
     assert store.steps() == [12]
-    assert store.clean() == sorted(LEFT)
+    assert store.clean() == sorted([*LEFT, ".seen-0a1b-12"])
     assert store.clean() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00000012", "step-00000014"])
     CheckpointReader(store.path(12)).verify()
@@ -167,6 +170,88 @@ def test_a_disk_that_is_full_or_refuses_is_found_before_writes(tmp_path: Path, m
     with pytest.raises(StorageError, match=said):
         CheckpointStore(tmp_path).create(1, files)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]
+
+
+def test_a_save_waits_for_room_that_is_being_made_and_needs_no_more_than_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, free = CheckpointStore(tmp_path), [(16 << 20) + 4096]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free[0]))
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        free[0] += 1
+
+    monkeypatch.setattr(store.trash, "wait", wait)
+    store.create(1, plan_files([spec("w", (1 << 18,))], 1), part_nbytes=4096)
+    store.require_room(4096)
+    assert waited == []
+    store.require_room(4097)
+    assert waited == [10.0]
+    with pytest.raises(StorageError, match="takes 4,099 bytes"):
+        store.require_room(4099)
+
+
+def test_a_removal_that_is_slow_holds_up_only_what_comes_long_after_it() -> None:
+    remover, tasks = Remover(), [Future[Any]() for _ in range(3)]
+    remover._tasks = {Path(str(number)): task for number, task in enumerate(tasks)}
+    assert remover.wait(left=3, seconds=0)
+    assert not remover.wait(left=2, seconds=0)
+    tasks[0].set_result("")
+    assert [remover.wait(left=left, seconds=0) for left in (2, 1, 0)] == [True, False, False]
+    tasks[1].set_result("it is still there")
+    tasks[2].set_result("so is that")
+    assert remover.wait(seconds=0)
+    assert remover.problems() == "it is still there (and 1 more directory)"
+    assert remover.problems() == ""
+
+
+def test_a_name_appears_once_all_below_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new, final, done = tmp_path / "new", tmp_path / "final", list[tuple[str, bool]]()
+    (new / "below" / "deep").mkdir(parents=True)
+    monkeypatch.setattr(stores, "sync_directory", lambda path: done.append((path.name, final.exists())))
+    assert publish(new, final, lambda: done.append(("set aside", final.exists())) or tmp_path) == tmp_path  # type: ignore[func-returns-value]
+    assert sorted(done[:3]) == [("below", False), ("deep", False), ("new", False)]
+    assert done[3:] == [("set aside", False), (tmp_path.name, True)]
+
+
+def test_the_first_of_two_new_directories_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first, second = write_directory(out, 0), write_directory(out, 0)
+    for number, each in enumerate((first, second)):
+        (each.__enter__() / "file").write_text(str(number))
+    assert not first.__exit__(None, None, None)
+    with pytest.raises(ConfigError, match="out cannot be written: something else has been written there meanwhile"):
+        second.__exit__(None, None, None)
+    assert (out / "file").read_text() == "0"
+    assert list(tmp_path.iterdir()) == [out]
+    with pytest.raises(ConfigError, match="out exists and is not an empty directory"):
+        write_directory(out, 0).__enter__()
+    said = re.escape(f"'{tmp_path}/new/a/b' cannot be written: No such file")
+    with pytest.raises(StorageError, match=said), write_directory(tmp_path / "new", 0) as folder:
+        (folder / "a" / "b").touch()
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_small_file_is_added_to_a_checkpoint_or_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two manifests that are both true."""
+    write(tmp_path, 4, split(values_of(SOME, 0), 2, random.Random(0)), {"config.json": b"{}"})
+    store, seen = CheckpointStore(tmp_path), list[list[str]]()
+    put = CheckpointStore._put_manifest
+
+    def noted(directory: Path, manifest: Manifest) -> None:
+        put(directory, manifest)
+        CheckpointReader(directory).verify()
+        seen.append([name for name in ("config.json", "metrics.json") if name in manifest.files])
+
+    monkeypatch.setattr(CheckpointStore, "_put_manifest", staticmethod(noted))
+    for data in (b"first", b"the second"):
+        store.amend(4, "metrics.json", data)
+        reader = CheckpointReader(store.path(4))
+        assert (reader.content("metrics.json"), reader.content("config.json")) == (data, b"{}")
+    both = ["config.json", "metrics.json"]
+    assert seen == [both, ["config.json"], both]
 
 
 def test_files_of_a_directory_are_replaced_together_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ def test_a_line_without_end_is_printed_before_it_is_too_long() -> None:
         assert [number for number, _ in printed.lines] == [1 if is_stdout else 2]
         stream.feed(b"\n \nend\r\n")
         assert [text for _, text in printed.lines[1:]] == ["[a] ", "[a]  ", "[a] end"]
+        stream.feed(b"  \n")
         assert stream.last == "end", "the last line that says something"
 
 
