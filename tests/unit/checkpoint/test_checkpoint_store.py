@@ -198,7 +198,8 @@ def test_a_removal_that_is_slow_holds_up_only_what_comes_long_after_it() -> None
     remover._tasks = {Path(str(number)): task for number, task in enumerate(tasks)}
     assert remover.wait(left=3, seconds=0)
     assert not remover.wait(left=2, seconds=0)
-    tasks[0].set_result("")
+    threading.Timer(0.02, tasks[0].set_result, [""]).start()
+    assert remover.wait(left=2, seconds=5), "it waits for the oldest"
     assert [remover.wait(left=left, seconds=0) for left in (2, 1, 0)] == [True, False, False]
     tasks[1].set_result("it is still there")
     tasks[2].set_result("so is that")
