@@ -5,6 +5,7 @@ import random
 import tempfile
 import threading
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,17 @@ def test_a_whole_checkpoint_has_all_pieces(
     with small_units(), pytest.raises(CheckpointError, match=words):
         write(tmp_path, 1, split(values_of(SOME, 0), 2, random.Random(1)), alter=changed)
     assert CheckpointStore(tmp_path).steps() == steps
+
+
+def test_weights_that_are_elsewhere_are_of_a_newer_schema_and_no_bytes_of_the_checkpoint(tmp_path: Path) -> None:
+    files = {path: manifest.FileRecord(nbytes=0, pieces=()) for path in ("source/a", "b")}
+    files["source/a"] = file_slices.record_of("source/a", BytesIO(b"123"), 3)
+    for source, away, nbytes, schema in (("/there", True, 0, 2), ("", False, 3, 1)):
+        one = Manifest(step=1, files=files, source=source)
+        assert [one.is_elsewhere(path) for path in ("source/a", "b", "sources")] == [away, False, False]
+        assert one.nbytes == nbytes
+        text = one.to_json()
+        assert (json.loads(text)["schema"], manifest.parse(tmp_path, text)) == (schema, one)
 
 
 # Writers

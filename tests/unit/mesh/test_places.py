@@ -16,6 +16,7 @@ from zeromesh.errors import CollectiveError, ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection
 from zeromesh.mesh import process_mesh, run_store
+from zeromesh.mesh.device_works import record_collectives
 from zeromesh.mesh.process_mesh import exchange_locations, island_of
 from zeromesh.mesh.process_set import differences
 
@@ -91,12 +92,28 @@ def test_an_island_is_the_node_that_has_all_cores_of_a_process(monkeypatch: pyte
             (tmp_path / f"node{node}" / f"cpu{core}").mkdir(parents=True)
         (tmp_path / f"node{node}" / "cpulist").touch()
     monkeypatch.setattr(process_mesh, "_NODES", tmp_path)
-    for own, island in (({0}, 0), ({2, 3}, 1), ({4}, 10), ({1, 2}, 0), ({9}, 0)):
+    for own, island in (({0}, 0), ({2, 3}, 1), ({4}, 10), ({1, 2}, 0), ({3, 4}, 0), ({9}, 0)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, own=own: own)
         assert island_of(CPU) == island
     for peers, island in (([], 3), ([2], 2), ([1, 2], 1)):
         monkeypatch.setattr(process_mesh.accelerator, "peer_devices", lambda device, peers=peers: peers)
         assert island_of(torch.device("cuda", 3)) == island
+
+
+@pytest.mark.parametrize("given", [{}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "7"}, {"TORCH_FR_BUFFER_SIZE": "7"}])
+def test_the_latest_collectives_are_kept_unless_a_user_says_how_many(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: dict[str, str]
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in (*names, "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    kept = given.get(names[0], None if given else "2000")
+    for traces, where in ((None, None), (tmp_path, f"{tmp_path}/collectives_rank_")):
+        record_collectives(traces)
+        assert [os.environ.get(name) for name in names] == [kept, "1", where]
 
 
 def test_ranks_of_a_host_get_the_files_of_their_own_run_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
