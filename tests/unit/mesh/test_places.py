@@ -118,7 +118,8 @@ def test_the_latest_collectives_are_kept_unless_a_user_says_how_many(
 
 def test_ranks_of_a_host_get_the_files_of_their_own_run_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_store, "_DESCRIPTORS", {})
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "39471"}
+    port = 20_000 + os.getpid() % 40_000  # No other test process of this machine has the same.
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     first, second = (read_environment({**place, "RANK": each, "LOCAL_RANK": each}) for each in "01")
     with pytest.raises(CollectiveError, match=r"rank 1 has not heard of rank 0 within 0\.05 seconds"):
         run_store._descriptors(second, 0.05)
@@ -126,7 +127,7 @@ def test_ranks_of_a_host_get_the_files_of_their_own_run_and_user(monkeypatch: py
     assert run_store._descriptors(first) == mine
     with monkeypatch.context() as patch:
         patch.setattr(run_store, "_DESCRIPTORS", {})
-        with pytest.raises(ConfigError, match="port 39471: another run on this host uses this MASTER_PORT"):
+        with pytest.raises(ConfigError, match=f"port {port}: another run on this host uses this MASTER_PORT"):
             run_store._descriptors(first)
     with monkeypatch.context() as patch:
         patch.setattr(run_store, "_user_at", lambda connection: os.geteuid() + 1)
