@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from zeromesh import receive_weights
-from zeromesh.errors import ConfigError, TransferError
+from zeromesh.errors import ConfigError, TransferError, ZeromeshError
 from zeromesh.trainer.weights import handoff
 from zeromesh.trainer.weights.handoff import _host_of, cut_part, send_weights
 
@@ -103,12 +103,12 @@ def listening(address: Path, **options: Any) -> tuple[threading.Thread, dict[str
     def receive() -> None:
         try:
             found.update(receive_weights(str(address), timeout_seconds=5, **options))
-        except TransferError as error:
+        except ZeromeshError as error:
             found["error"] = str(error)
 
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    while not address.exists():
+    while thread.is_alive() and not address.exists():
         threading.Event().wait(0.002)
     return thread, found
 
