@@ -68,7 +68,7 @@ def test_experts_count_as_far_as_a_token_reaches_them(config: dict[str, Any], re
 
 
 def test_a_table_that_is_a_head_too_is_multiplied() -> None:
-    model = Tokens()
+    model: Any = Tokens()
     tied = nn.Linear(4, 5, bias=False)
     tied.weight = model.table.weight
     model.get_output_embeddings = lambda: tied

@@ -16,7 +16,8 @@ from zeromesh.trainer.models.prepare import enable_activation_checkpointing, in_
 
 
 def test_scalars_of_a_users_loss_are_kept_beside_its_sum() -> None:
-    loss = make_loss(nn.Linear(1, 1), compute_loss=lambda model, batch: (torch.ones(1, 1), 2.0, {"a": 3}))
+    own: Any = lambda model, batch: (torch.ones(1, 1), 2.0, {"a": 3})  # noqa: E731
+    loss = make_loss(nn.Linear(1, 1), compute_loss=own)
     total, outputs = loss.with_outputs(nn.Identity(), {"input": torch.ones(1)})
     assert (total.shape, outputs.tolist()) == ((), [1.0])
     assert (loss.last_count, loss.last_scalars) == (2, {"a": 3})
@@ -58,7 +59,7 @@ def test_shifted_labels_end_without_a_target() -> None:
 
 
 def test_modes_of_modules_are_put_back() -> None:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    model: Any = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
     model[1].eval()
     with suppress(KeyError), in_evaluation_mode(model):
         assert not any(each.training for each in model.modules())

@@ -99,7 +99,7 @@ def test_a_model_of_which_there_is_no_small_copy_says_why() -> None:
         model = tf.LlamaForCausalLM(tf.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64))
     said = small_copy(model, lambda each: each.lm_head.weight.sum() / 0)
     assert said == "ValueError: its numbers are not finite"
-    found = small_copy(model, lambda each: each.lm_head.weight)
+    found: Any = small_copy(model, lambda each: each.lm_head.weight)
     assert (type(found), found.dtype, found.training) == (type(model), torch.float64, False)
     assert found.config.hidden_size == 32
 
@@ -149,7 +149,7 @@ def test_the_first_module_whose_output_differs_by_call() -> None:
 
 
 def test_gradients_outputs_and_names_of_a_model() -> None:
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
+    model: Any = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     model[1].bias.requires_grad_(False)
     unused = nn.Parameter(torch.ones(2))
     model.register_parameter("unused", unused)

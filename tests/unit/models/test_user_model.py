@@ -79,7 +79,7 @@ def test_layers_that_are_left_out_at_random_and_hooks_bound_the_mesh() -> None:
     nested.config.inside = {"name": {"layerdrop": True, "other": 3}, "text_layerdrop": 1, "layerdrops": 1}
     with pytest.raises(ConfigError, match=r"layerdrop is True, text_layerdrop is 1: each"):
         require_layout_fits(nested, data, trains=True)
-    hooked = nn.Sequential(nn.Linear(1, 1))
+    hooked: Any = nn.Sequential(nn.Linear(1, 1))
     hooked[0].weight.register_hook(lambda gradient: gradient)
     require_layout_fits(hooked, data, trains=True)
     for axis in ("tensor", "pipeline"):
@@ -116,15 +116,16 @@ def inputs_of(model: Any, *, users_loss: bool = False) -> ForwardInputs:
 
 def test_fields_that_a_plain_forward_takes_and_needs() -> None:
     own = {"images", "size", "scale"}
-    for model, users_loss, fields, named, required in (
+    rows: Any = (
         (Own(), False, own, own, ("images", "size")),
         (Own(), True, None, own, ()),
         (Anything(), False, None, {"images"}, ("images",)),
         (Embedded(None), False, {"x"}, {"x"}, ("x",)),
-    ):
+    )
+    for model, users_loss, fields, named, required in rows:
         found = inputs_of(model, users_loss=users_loss)
-        assert (found.model, found.fields, found.named) == (type(model).__name__, fields, named)
-        assert found.required == required
+        said: Any = (found.model, found.fields, found.named, found.required)
+        assert said == (type(model).__name__, fields, named, required)
         assert (found.vocab_size, found.positions) == (None, None)
 
 
@@ -144,7 +145,7 @@ def test_fields_that_a_forward_of_transformers_takes_and_needs() -> None:
 
 def test_a_batch_is_as_long_as_there_are_positions_and_has_what_is_needed() -> None:
     found = inputs_of(on_meta("llama", vocab_size=9, max_position_embeddings=5))
-    ids = torch.zeros(2, 5, dtype=torch.long)
+    ids, batch = torch.zeros(2, 5, dtype=torch.long), dict[str, Any]()
     for batch in ({"input_ids": ids}, {"inputs_embeds": ids}, {"input_ids": torch.zeros(9)}, {"input_ids": [[0] * 9]}):
         found.check(batch)
     for batch, message in (

@@ -17,6 +17,7 @@ from zeromesh.trainer.checkpoints import manager
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, link_of, load_weights, require_settings
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, TrainerState, settings_of
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.trainer_config import with_length
 from zeromesh.zero.full_state import AVERAGE, MASTER, MODEL
 
 
@@ -86,15 +87,16 @@ class Run:
         self.lines: list[str] = []
         tensors = [TensorSpec(kind=MODEL, name=name, dtype=torch.float32, shape=()) for name in "ab"]
         holdings = SimpleNamespace(frozen=set, tensors=lambda: tensors)
-        self.engine: Any = SimpleNamespace(
+        engine: Any = SimpleNamespace(
             mesh=mesh or one_mesh(), ledger=None, model=nn.Linear(1, 1), checkpoint_state=holdings,
             optimizer_step=SimpleNamespace(before_change=None),
         )  # fmt: skip
+        self.engine = engine
         resume = sections.get("checkpoint", {}).get("resume", "auto")
         if resume not in ("auto", "never"):
             Path(resume).mkdir(parents=True, exist_ok=True)
         config = load_config({**sections, "checkpoint": {"every_steps": 1, **sections.get("checkpoint", {})}})
-        self.kept = RunCheckpoints(config, folder, self.engine, None, self.lines.append, linked=linked)
+        self.kept = RunCheckpoints(config, folder, engine, None, self.lines.append, linked=linked)
         self.saver: Any = self.kept.saver
 
     def make(self, *steps: int) -> None:
@@ -217,7 +219,8 @@ def test_the_last_save_is_tried_twice_and_only_where_it_is_not_done(tmp_path: Pa
 @pytest.mark.parametrize("every", [1, 0])
 def test_room_and_small_files_are_tried_where_checkpoints_are_written_at_intervals(tmp_path: Path, every: int) -> None:
     run = Run(tmp_path, checkpoint={"every_steps": every})
-    run.kept._frozen = SimpleNamespace(referenced=lambda: SimpleNamespace(tensors=[SimpleNamespace(name="a")]))
+    frozen: Any = SimpleNamespace(referenced=lambda: SimpleNamespace(tensors=[SimpleNamespace(name="a")]))
+    run.kept._frozen = frozen
     run.kept.require_room()
     assert run.saver.calls == ([("room", ["b"])] if every else [])
     unwritable = state(1, callbacks={"Own": {"value": {1}}})
@@ -372,7 +375,7 @@ def test_settings_are_compared_before_a_model_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, run: Any, checkpoint: Any, said: str
 ) -> None:
     config = load_config({"run": {"max_steps": 20, **run}, "checkpoint": checkpoint})
-    known = manager.with_length(config, 20)
+    known = with_length(config, 20)
     then = state(3, settings={**settings_of(known, model={}, data={}), **changes})
     read: list[str] = []
     monkeypatch.setattr(manager, "CheckpointReader", lambda path, parts: read.append(path.name))
@@ -406,7 +409,7 @@ def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
         step=6, files={NAME: 0}, tensors=[s for s in specs.values() if averaged or s.kind != AVERAGE]
     )
     document = {"averages": 5, "passed_over": 3, "callbacks": {"loop": {"without": ["left"]}}}
-    reader = SimpleNamespace(manifest=manifest, directory=Path("here"), document=lambda name: document)
+    reader: Any = SimpleNamespace(manifest=manifest, directory=Path("here"), document=lambda name: document)
     filled: list[str] = []
     updates: list[int] = []
 

@@ -33,7 +33,7 @@ COUNTERS: dict[str, Any] = {"step": 3, "samples": 24, "tokens": 96, "updates": 2
 
 
 def test_numbers_that_json_does_not_have() -> None:
-    kept = {
+    kept: Any = {
         "array": np.arange(3), "scalar": np.float32(0.5), "tuple": (1, torch.tensor([2])), "nan": math.nan, "low": -math.inf,
         "flag": True, "none": None, "text": "x", 3: {"deep": [math.inf]},
     }  # fmt: skip
