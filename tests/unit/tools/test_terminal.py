@@ -210,6 +210,38 @@ def test_a_table_is_no_wider_than_the_terminal() -> None:
     assert " ".join(" ".join(lines).split()) == shown
     assert list(wrapped(["  one two three"], 10)) == ["  one two", "    three"]
     assert list(wrapped(["", "one two"], None)) == ["", "one two"]
+    assert list(wrapped(["", "one /a/path-that-is-long two"], 10)) == ["", "one", "  /a/path-that-is-long", "  two"]
+
+
+@pytest.mark.parametrize(
+    ("width", "lines"),
+    [
+        (None, ["name                     seconds in all  x", "one two three four five            1234  a"]),
+        # Names of numbers become narrow first, then texts, and numbers stay whole in any width.
+        (
+            36,
+            [
+                "name                      seconds  x",
+                "                           in all",
+                "one two three four five      1234  a",
+            ],
+        ),
+        (
+            28,
+            [
+                "name              seconds  x",
+                "                   in all",
+                "one two three        1234  a",
+                "  four five",
+            ],
+        ),
+        (9, ["name            seconds  x", "                 in all", "one two three      1234  a", "  four five"]),
+    ],
+)
+def test_what_a_table_gives_up_in_a_narrow_terminal(width: int | None, lines: list[str]) -> None:
+    columns, row = ("name", "seconds in all", "x"), ("one two three four five", 1234, "a")
+    assert table_lines(columns, [row], ("seconds in all",), width=width) == lines
+    assert table_lines(("n", "x"), [("12345", "a")], ("n",), width=3) == ["    n  x", "12345  a"]
 
 
 def test_a_run_notes_how_it_has_ended(tmp_path: Path) -> None:

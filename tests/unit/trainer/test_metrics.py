@@ -161,17 +161,37 @@ def test_a_terminal_gets_a_bar_with_the_last_numbers(terminal: FakeTerminal) -> 
     assert shown.endswith("\x1b[?25h")  # the cursor is back
 
 
+def test_a_bar_counts_what_the_model_reads(terminal: FakeTerminal) -> None:
+    with Console(terminal) as console:
+        console.start(total_steps=10)
+        console.step(metrics(5, unit="samples"))
+    assert "12.3k samples/s" in terminal.getvalue()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_is_a_log(
+    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    with Console(terminal) as console:
+        console.note(Detail("a detail"))
+        console.start(total_steps=2)
+        console.step(metrics(2))
+    assert terminal.getvalue() == f"a detail\n{step_line(metrics(2), total_steps=2)}\n"
+
+
 def test_what_is_left_and_what_goes_on_by_the_clock(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, stream = SimpleNamespace(now=0.0), io.StringIO()
     monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: clock.now))
     with Console(stream) as console:
+        clock.now = 10.0
         console.start(total_steps=10, first_step=4, after=2.0)
-        for clock.now in (4.9, 5.0, 9.9):  # A log is silent for 5 seconds.
+        console.note(None, "begun")  # What is left is told by the time since then.
+        for clock.now in (14.9, 15.0, 19.9):  # A log is silent for 5 seconds.
             console.status(f"busy at {clock.now}")
-        clock.now = 60.0
+        clock.now = 70.0
         console.step(metrics(6))
-    busy, step = stream.getvalue().splitlines()
-    assert busy == "busy at 5.0"
+    begun, busy, step = stream.getvalue().splitlines()
+    assert (begun, busy) == ("begun", "busy at 15.0")
     assert step.endswith("  3:00 left")  # 30 seconds for each of 4 steps, and of 2 more
     with Console(terminal) as console:
         for clock.now in (100.0, 100.24, 100.25):  # At most four times a second.
@@ -240,6 +260,9 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     [
         (human_bytes(0), "0 B"),
         (human_bytes(1023), "1023 B"),
+        (human_bytes(1024), "1.0 KiB"),
+        (human_bytes(5 << 30), "5.0 GiB"),
+        (human_bytes(1 << 40), "1.0 TiB"),
         (human_bytes(1 << 20), "1.0 MiB"),
         (human_bytes(3 << 50), "3072.0 TiB"),
         (human_bytes(-3 << 20), "-3.0 MiB"),
@@ -248,6 +271,8 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
         (human_count(2_500_000), "2.5M"),
         (human_count(-2500), "-2.5k"),
         (human_count(999_960), "1.0M"),  # Not 1000.0k
+        (human_count(3e9), "3.0G"),
+        (human_count(5e15), "5000.0T"),
         (human_count(math.nan), "nan"),
         (human_seconds(0.0123), "12 ms"),
         (human_seconds(1.25), "1.25 s"),
@@ -255,10 +280,15 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
         (human_seconds(60), "1:00"),
         (human_seconds(119.6), "2:00"),
         (human_seconds(185), "3:05"),
+        (human_seconds(3600), "1:00:00"),
         (human_seconds(3723), "1:02:03"),
         (human_seconds(math.inf), "inf"),
         (step_line(metrics(3)).split("  ")[0], "step 3"),
         (step_line(metrics(3, unit="samples")).split("  ")[4], "12.3k samples/s"),
+        (
+            step_line(metrics(3, unit="samples", time=1.0, phases={"data": 1.0}, scale=2.0), total_steps=9),
+            "step 3/9  loss 3.2500  grad 1.5  lr 0.0003  12.3k samples/s  250 ms/step  1.5 GiB  scale 2.0",
+        ),
     ],
 )
 def test_units_are_for_people(shown: str, expected: str) -> None:

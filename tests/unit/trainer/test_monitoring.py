@@ -1,13 +1,15 @@
 """Figures about ranks and times: who waits for whom and why, who is slow, a plan beside what was measured, the parts of a start."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
-from zeromesh.trainer.monitoring.rank_waits import blames, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_waits import blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
 from zeromesh.trainer.monitoring.step_stats import Stragglers
 
@@ -35,7 +37,12 @@ def means(data: float, compute: float, communication: float, between: float = 0.
         ([row(0, waits=[1]), row(1, waits=[2]), row(2, "data")], [(2, "data", (0, 1))]),
         ([row(0, waits=[1]), row(1, "forward")], [(1, "compute", (0,))]),
         ([row(0, waits=[1]), row(1, "optimizer", disk="write of 'x' for 3 seconds")], [(1, "disk", (0,))]),
-        ([row(0, waits=[1]), row(1, failure="OSError: x")], [(1, "failed", (0,))]),
+        ([row(0, waits=[1]), row(1, failure="OSError: x", stopped=True)], [(1, "failed", (0,))]),
+        ([row(0, waits=[1]), row(1, stopped=True, disk="write of 'x'")], [(1, "stopped", (0,))]),
+        # Of a rank without a row nothing is known.
+        ([row(0, waits=[1])], []),
+        # A chain that comes back to its begin, and has an end besides.
+        ([row(0, waits=[1, 2]), row(1, waits=[0]), row(2, "data")], [(2, "data", (0, 1))]),
         ([row(0, waits=[1]), row(1, "forward", stopped=True)], [(1, "stopped", (0,))]),
         ([row(0, waits=[1]), row(1, "idle")], [(1, "between steps", (0,))]),
         # All have come, or all wait for each other.
@@ -58,6 +65,16 @@ def test_waits_and_the_latest_steps_as_sentences() -> None:
     assert sentences(blames([row(0, waits=[1]), row(1, "data")])) == [
         "rank 0 waits for rank 1: data (rank 1 is doing data, for 3.0 s)"
     ]
+    assert sentences(blames([row(0, waits=[2]), row(1, waits=[2]), row(2, failure="OSError: x")])) == [
+        "ranks 0, 1 wait for rank 2: failed (rank 2 is OSError: x, for 3.0 s)"
+    ]
+    assert sentences(blames([row(0, waits=[1]), row(1, waits=[0])])) == [
+        "ranks 0, 1 wait for each other (in gather of a/0, for 2.0 s)"
+    ]
+    assert recent([row(0, **means(0.01, 0.1, 0.75)), row(1, **means(0.2, 0.1, 0.25)), row(2)]) == {
+        0: {"data": 0.01, "compute": 0.1, "offload": 0.0, "between": 0.0, "waiting": 0.5, "link": 0.25},
+        1: {"data": 0.2, "compute": 0.1, "offload": 0.0, "between": 0.0, "waiting": 0.0, "link": 0.25},
+    }
     longer = {"for": "gather of b/0", "ranks": [], "seconds": 5.0}
     (link,) = sentences(blames([row(0, waits=[]), row(1) | {"waits": longer}]))
     assert link.endswith("link (all ranks have come to gather of b/0, for 5.0 s)")
@@ -81,6 +98,16 @@ def test_waits_and_the_latest_steps_as_sentences() -> None:
     ]
     assert verdicts([row(0, **means(0.01, 0.1, 0.0))]) == []
     assert verdicts([row(0, recent=None), row(1, recent=None)]) == []
+
+
+def test_rows_of_ranks_are_read_in_order_and_without_what_is_missing(tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    path.write_text(json.dumps({"ranks": [{"rank": 10}, {"rank": 9, "step": 4, "waits": None, "doing": "x"}]}))
+    common = {"pid": 0, "seconds": 0, "seconds_without_progress": 0, "failure": ""}
+    assert read_ranks(path) == [
+        {**common, "rank": 9, "step": 4, "waits": None, "doing": "x"},
+        {**common, "rank": 10, "step": 0, "doing": ""},
+    ]
 
 
 def looks(busy: Sequence[float], count: int, steps: int = 1) -> dict[int, str]:
@@ -151,6 +178,29 @@ def test_every_term_of_a_plan_is_beside_what_was_measured() -> None:
     shown = [line.split() for line in comparison_lines(compared(forward=0.4, peak=130))]
     assert ["step:", "forward", "200", "ms", "400", "ms", "-50%"] in shown
     assert ["highest", "memory", "100.0", "MiB", "130.0", "MiB", "-23%"] in shown
+
+
+def test_a_plan_beside_a_run_of_one_step_or_none() -> None:
+    phases = {"forward": 0.2, "backward": 0.0}
+    check = PlanCheck(layout="shard 2", phases=phases, memory={"host": {"master_weights": 4}}, peak=9)
+    assert check.record({}, 5) == {
+        "layout": "shard 2",
+        "seconds": [0.2, 0.0],
+        "phases": {"forward": [0.2, 0.0]},
+        "memory": {"device": {"uncounted": [9, 5]}, "host": {"master_weights": [4, 0]}},
+        "peak": [9, 5],
+    }
+    assert [line.split() for line in comparison_lines(check.result)] == [
+        ["plan", "of", "shard", "2", "predicted", "measured", "off"],
+        ["step", "200", "ms", "0", "ms"],
+        ["step:", "forward", "200", "ms", "0", "ms"],
+        ["highest", "memory", "9", "B", "5", "B", "+80%"],
+        ["device:", "activations", "and", "libraries", "9", "B", "5", "B", "+80%"],
+        ["host:", "master", "weights", "4", "B", "0", "B"],
+    ]
+    check.steps.append((0.5, {"data": 0.5}))
+    record = check.record({}, 5)
+    assert (record["seconds"], record["phases"]) == ([0.2, 0.5], {"forward": [0.2, 0.0], "data": [0.0, 0.5]})
 
 
 def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
