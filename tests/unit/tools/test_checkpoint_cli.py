@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.support.commands import ended
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, write_manifest
@@ -106,6 +108,75 @@ def test_verify_names_every_damaged_file(copied: Copied, capsys: pytest.CaptureF
     assert "is a link or no file" in blocks["config.json"]
     assert "tensors" not in blocks["trainer_state.json"]
     assert "NOT WHOLE" in ended(capsys, ["checkpoint", "list", str(run)]).out
+
+
+def test_verify_goes_on_after_a_damaged_checkpoint(
+    copied: Copied, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    run = copied("llama")
+    newest, oldest = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 1))
+    (newest / "manifest.json").write_bytes(b"{}")
+    flip(oldest / "config.json", 5)
+    first, second, file, *_ = ended(capsys, ["checkpoint", "verify", str(run)], 1).out.splitlines()
+    assert first.startswith(f"{newest}: DAMAGED: ")
+    assert second.startswith(f"{oldest}: DAMAGED: 1 of 9 files, ")
+    assert file == "  config.json"
+    assert threads[-1] == 5
+
+
+def test_a_directory_is_found_by_what_it_holds(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copied("llama")
+    first, root = run / "checkpoints" / "step-00000001", run / "checkpoints"
+    assert "it is one: `inspect` shows it" in ended(capsys, ["checkpoint", "list", str(first)], 2).err
+    # The manifest is of the step that the directory's name has.
+    first.rename(root / "step-00000005")
+    wrong, _ = json.loads(ended(capsys, ["checkpoint", "list", "--json", str(run)]).out)["checkpoints"][::-1]
+    assert (wrong["step"], wrong["whole"], wrong["reason"]) == (5, False, "its manifest is of step 1")
+    for step in (2, 5):
+        (root / f"step-0000000{step}").rename(root / f".trash-0000000{step}-1")
+    said = ended(capsys, ["checkpoint", "inspect", str(run)], 2).err
+    assert f"{root} holds no checkpoint, but .trash-00000002-1, .trash-00000005-1, which a kill has left" in said
+    assert "no checkpoints\n.trash-00000002-1: being" in ended(capsys, ["checkpoint", "list", str(run)]).out
+
+
+def test_a_part_of_a_name_is_enough(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["checkpoint", "inspect", str(trained.run("llama")), "--json", "--tensors"]
+    for pattern, found in (
+        ("1.mlp.up", 3),
+        ("up_proj.weight", 6),
+        ("*up_proj", 0),
+        ("model.norm.weigh?", 3),
+        ("norm.weigh?", 0),
+    ):
+        assert main([*words, pattern]) == (0 if found else 2)
+        out = capsys.readouterr().out
+        assert len(json.loads(out)["tensors"] if found else []) == found
+
+
+def test_the_largest_difference_stands_first(
+    copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied("llama")
+    one, two = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 3))
+    shutil.copytree(one, two)
+    names = [f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1)]
+    for name, value, other in zip(names, (1.0, 5.0), (1.25, 7.0), strict=True):
+        rewritten(one, name, value)
+        rewritten(two, name, other)
+    _, _, first, second, last = ended(capsys, ["checkpoint", "diff", str(one), str(two)], 1).out.splitlines()
+    assert first.startswith(f"model {names[1]}: max |difference| 2 at [0, 0] (5.0 in A, 7.0 in B); 1 of ")
+    assert second.startswith(f"model {names[0]}: max |difference| 0.25 at [0, 0] (1.0 in A, 1.25 in B); ")
+    assert last == "2 of 63 tensors that both have differ"
+    # A difference of exactly the tolerance is none.
+    within = ["checkpoint", "diff", str(one), str(two), "--tolerance"]
+    assert "1 of 63 tensors" in ended(capsys, [*within, "0.25"], 1).out
+    assert "the same within 2: 63 tensors" in ended(capsys, [*within, "2"]).out
+    for directory, value in ((one, "nan"), (two, "nan")):
+        rewritten(directory, names[1], float(value))
+    assert names[1] not in ended(capsys, within[:-1], 1).out
 
 
 def test_verify_reads_headers_as_other_programs_do(copied: Copied, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
 from zeromesh.checkpoint import store
+from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import FileRecord
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -132,6 +133,36 @@ def test_numbers_beyond_float16_are_refused(copied: Copied, tmp_path: Path, caps
     rewritten(run / "checkpoints/step-00000002", "model.layers.1.mlp.up_proj.weight", float("inf"))
     assert main(["checkpoint", "export", str(run), str(tmp_path / "half"), "--dtype", "float16"]) == 0
     assert weights(tmp_path / "half")["model.layers.1.mlp.up_proj.weight"][0, 0] == float("inf")
+
+
+def test_options_of_adapters_and_averages_are_for_runs_that_have_them(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["checkpoint", "export", str(trained.run("llama")), str(tmp_path / "out")]
+    assert "--merge is for runs with adapters, and" in ended(capsys, [*words, "--merge"], 2).err
+    assert "has no averaged weights (ema.decay); leave --ema out" in ended(capsys, [*words, "--ema"], 2).err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_name_of_the_dtype_in_a_configuration_is_the_new_one(trained: Trained, tmp_path: Path) -> None:
+    directory = trained.copy("llama", tmp_path) / "checkpoints/step-00000002"
+    content = json.loads((directory / "config.json").read_text())
+    content |= {
+        "torch_dtype": "float32",
+        "tower_config": {"dtype": "float32", "torch_dtype": 3},
+        "other": {"dtype": "x"},
+    }
+    text = json.dumps(content).encode()
+    (directory / "config.json").write_bytes(text)
+    manifest = CheckpointReader(directory, checked=False).manifest
+    record = manifest.files["config.json"]
+    piece = replace(record.pieces[0], begin=0, end=len(text), checksum=manifests.checksum(text))
+    files = {**manifest.files, "config.json": replace(record, nbytes=len(text), pieces=(piece,))}
+    write_manifest(directory, replace(manifest, files=files))
+    assert main(["checkpoint", "export", str(directory), str(tmp_path / "out"), "--dtype", "float16"]) == 0
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (found["dtype"], found["torch_dtype"]) == ("float16", "float16")
+    assert (found["tower_config"], found["other"]) == ({"dtype": "float16", "torch_dtype": 3}, {"dtype": "x"})
 
 
 def test_an_export_keeps_what_is_there(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
