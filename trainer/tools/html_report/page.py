@@ -143,7 +143,7 @@ def _summary(runs: Sequence[RunRecord]) -> list[Html | None]:
 
 def _summary_of(run: RunRecord) -> dict[str, object]:
     last = run.lines[-1] if run.lines else {}
-    unit = "samples" if last.get("unit") == "samples" else "tokens"
+    unit = "samples" if any(line.get("unit") == "samples" for line in run.lines) else "tokens"
     section, facts = run.config.get("run"), run.starts[-1] if run.starts else {}
     most = as_number(section.get("max_steps")) if isinstance(section, dict) else None
     figures: dict[str, object] = {"steps": f"{last['step']:,}" + (f" / {most:,.0f}" if most else "")} if last else {}
