@@ -52,6 +52,7 @@ class Launched:
 def launched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Launched:
     launcher = Launched()
     monkeypatch.setattr("zeromesh.launch.rendezvous.launch_workers", launcher)
+    monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", None)  # Nothing is trained here instead.
     return launcher
 
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ def state(step: int, activity: Activity, unit: int = -1) -> int:
     return (step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
 
 
-def ring(rank: int, late: int, host: str = "a", shift: int = 0, steps: int = 3) -> RankRing:
+def ring(rank: int, late: float, host: str = "a", shift: int = 0, steps: int = 3) -> RankRing:
     """A rank that needs `late` ms for data, by a clock that is `shift` ms ahead, and then agrees with the other, which needs 10."""
-    events: list[tuple[int, int]] = []
+    events: list[tuple[float, int]] = []
     for step in range(1, steps + 1):
         zero = step * 100
         events += [
@@ -49,7 +50,7 @@ def ring(rank: int, late: int, host: str = "a", shift: int = 0, steps: int = 3) 
         names=NAMES,
         clock=clock,
         wall=clock,
-        events=[((at + shift) * MS, code) for at, code in events],
+        events=[(round((at + shift) * MS), code) for at, code in events],
     )
 
 
@@ -123,6 +124,69 @@ def test_what_has_not_ended_or_was_overwritten() -> None:
     require_whole(trace)
     (waits,) = [each for each in slices(trace, name="wait: gather of b/0") if each["args"]["step"] == 3]
     assert waits["ts"] + waits["dur"] == max(each["ts"] + each["dur"] for each in slices(trace))
+
+
+def test_rows_and_ranks_have_titles() -> None:
+    trace = trace_of([ring(0, late=1, host="a domain"), ring(1, late=10)])
+    titles = [
+        (event["pid"], event["tid"], event["name"], event["args"])
+        for event in trace["traceEvents"]
+        if event["ph"] == "M"
+    ]
+    assert titles[:2] == [
+        (0, 0, "process_name", {"name": "rank 0 on a"}),
+        (0, 0, "process_sort_index", {"sort_index": 0}),
+    ]
+    rows = ("steps", "phases, collectives and waits", "what it does", "launches")
+    assert titles[2:6] == [(0, row, "thread_name", {"name": name}) for row, name in enumerate(rows, 1)]
+    assert len(titles) == 12
+
+
+@pytest.mark.parametrize(("late", "arrows"), [(1.19, 1), (1.2, 2), (2, 2)])
+def test_only_waits_of_a_fifth_of_a_millisecond_have_arrows(late: float, arrows: int) -> None:
+    """Beside the one from what another rank does."""
+    rings = [
+        replace(each, events=[(int(at), code) for at, code in each.events]) for each in (ring(0, late=1), ring(1, late))
+    ]
+    found = [event for event in trace_of(rings, (), range(2, 3))["traceEvents"] if event["ph"] == "s"]
+    assert len(found) == arrows
+    assert all(event["ts"] >= 0 for event in found)
+
+
+def test_spans_end_with_those_around_them() -> None:
+    """A wait ends where it is the innermost span, and an end of nothing that is open ends nothing."""
+    events = [
+        (0, state(1, Activity.DATA)),
+        (1, codes.BEGIN | 1),
+        (2, codes.BEGIN | 2),
+        (3, codes.WAITED | 1),
+        (4, codes.END | 3),
+        (6, codes.END | 1),
+        (7, codes.WAIT | 9),
+        (8, codes.WAITED | 1),
+    ]
+    made = trace_of([replace(ring(0, late=1), events=events, clock=9)])
+    spans = {each["name"]: (each["ts"] * 1e3, each["dur"] * 1e3, each["args"]) for each in slices(made, tid=2)}
+    assert spans == {
+        "data": (1, 5, {"step": 1}),
+        "agreement over world": (2, 4, {"step": 1}),
+        "wait: ": (7, 1, {"step": 1, "waited for rank": 0}),
+    }
+
+
+def test_rings_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:
+    header, began = {"host": "a", "axes": {}, "units": []}, 0
+    for rank in (5, 4, 1, 3, 0):
+        made = EventRing()
+        if rank != 3:  # A rank that has done nothing yet has no events.
+            made.add(state(1, Activity.DATA), time.monotonic_ns() if rank > 3 else began)
+        made.write(tmp_path / f"rank-{rank}.ring", {**header, "rank": rank})
+        time.sleep(0.01 if rank == 4 else 0.0)
+        began = time.monotonic_ns() if rank == 4 else began
+    rings, remarks = read_rings(tmp_path)
+    assert [each.rank for each in rings] == [0, 1]
+    assert [remark.partition(" has")[0] for remark in remarks] == ["rank 4", "rank 5"]
+    assert trace_content({"a": [1]}, packed=False) == b'{"a":[1]}'
 
 
 def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:

@@ -1,0 +1,119 @@
+"""The threads of trackers: what ends them and how, and what their last calls are."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.step_lines import metrics
+from zeromesh.trainer.monitoring import tracking as tracking_module
+from zeromesh.trainer.monitoring.tracking import Tracking, _tracking_id
+from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
+
+
+class Noted(Tracker):
+    """A tracker that notes its calls, and runs `on_log` at each row."""
+
+    def __init__(self, on_log: Callable[[TrackedRow], Any] = lambda row: None) -> None:
+        run = TrackedRun(ident="x", name="x", project="x", tags=(), online=False, directory=Path(), step=0, config={})
+        super().__init__("noted", run)
+        self.sent, self.calls, self.rows = UNKNOWN, list[str](), list[TrackedRow]()
+        self._on_log = on_log
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def log(self, row: TrackedRow) -> None:
+        self.rows.append(row)
+        self._on_log(row)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def give_up(self, error: BaseException) -> None:
+        self.calls.append(f"give up after {error}")
+        raise OSError("a tracker that fails at that, too")
+
+    def abandon(self) -> None:
+        self.calls.append("abandon")
+        raise OSError("a tracker that fails at that, too")
+
+
+def test_the_end_of_trackers_that_work() -> None:
+    left: list[str] = []
+    trackers = [Noted(), Noted()]
+    with Tracking(trackers, ident="x", leave=lambda: left.append("left")) as tracking:
+        assert tracking.identity("run") == {"id": "x", "run": "run"}
+        tracking.log_samples(4, [{"prompt": "a", "completion": "b", "more": 1}])
+        assert not left
+    assert [each.calls for each in trackers] == [["start", "finish"]] * 2
+    assert trackers[0].rows == [TrackedRow(RowPosition(4, evaluation=True), {}, (("a", "b"),))]
+    assert left == ["left"]
+    tracking.finish(1.0)
+    tracking.log(metrics(5))
+    assert (len(trackers[0].rows), left) == (1, ["left"])
+
+
+def test_a_tracker_that_fails_gives_up() -> None:
+    def fail(row: TrackedRow) -> None:
+        raise ValueError("no")
+
+    said: list[str] = []
+    with Tracking([failing := Noted(fail)], said.append, ident="x") as tracking:
+        tracking.log(metrics(5))
+    assert failing.calls == ["start", "give up after no"]
+    assert said == [
+        "WARNING: tracking by noted ended after step 0: ValueError: no. Training goes on; metrics.jsonl has every step"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "patience", "seconds"),
+    [(None, 9.0, "0.2"), (KeyError, 9.0, "0.1"), (None, 0.05, "0.05"), (KeyError, 0.05, "0.05")],
+)
+def test_a_tracker_that_hangs_is_abandoned(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None, patience: float, seconds: str
+) -> None:
+    """After an error, which the other ranks have to hear of, sooner than at the end of a run."""
+    monkeypatch.setattr(tracking_module, "_FINISH_SECONDS", 0.2)
+    monkeypatch.setattr(tracking_module, "_ERROR_SECONDS", 0.1)
+    monkeypatch.setattr(tracking_module, "_ABANDON_SECONDS", 0.0)
+    gate, said, left = threading.Event(), list[str](), list[str]()
+    stuck = Noted(lambda row: gate.wait(30))
+    tracking = Tracking([stuck], said.append, ident="x", patience=patience, leave=lambda: left.append("left"))
+    with tracking:
+        tracking.log(metrics(1))
+        tracking.__exit__(error)
+    assert said == [f"WARNING: tracking by noted did not end within {seconds} seconds; metrics.jsonl has every step"]
+    assert stuck.calls == ["start", "abandon"]
+    assert not left, "accelerate's state is in use still"
+    gate.set()
+
+
+@pytest.mark.parametrize(
+    ("step", "known", "kept"),
+    [
+        (3, {}, "stored"),
+        (0, {}, None),  # A run from the beginning is another one.
+        (0, {"id": "known", "run": "run"}, None),
+    ],
+)
+def test_an_id_is_kept_by_runs_that_go_on(tmp_path: Path, step: int, known: dict[str, str], kept: str | None) -> None:
+    path = tmp_path / "tracking.json"
+    path.write_text('{"id": "stored", "run": "run"}')
+    found = _tracking_id(path, "run", step, known, lambda text: None)
+    assert (found if kept else found not in ("stored", "known")) == (kept or True)
+    assert json.loads(path.read_text())["id"] == found
+
+
+def test_an_id_that_cannot_be_stored_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = _tracking_id(tmp_path / "no" / "tracking.json", "run", 3, {"id": "abc", "run": "run"}, said.append)
+    assert found == "abc"
+    assert said == [
+        f"WARNING: {tmp_path / 'no' / 'tracking.json'} cannot be written (No such file or directory); "
+        "trackers know the run as abc"
+    ]
