@@ -18,6 +18,7 @@ from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshErr
 from zeromesh.launch.rendezvous import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.cli.reports import examples
 from zeromesh.trainer.cli.train import exit_code_of
 
 Runs = list[TrainerConfig]
@@ -264,6 +265,9 @@ def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.chdir(tmp_path)
     listed = ended(capsys, ["init"]).out
     assert "quickstart            A small Llama" in listed
+    names = [line.split("  ")[0] for line in listed.splitlines()]
+    assert names == [*sorted(examples()), "zeromesh init NAME writes one of them here"]
+    assert "gpt2-tied             in JSON: gpt2-tied.json\n" in listed
     assert "zeromesh train lora.yaml" in ended(capsys, ["init", "lora"]).out
     assert "configs/" not in Path("lora.yaml").read_text()
     assert main(["init", "mixture"]) == 0

@@ -63,9 +63,14 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ("group_settings", {"cpu.max": ["150000 100000", "max 100000"]}.get, {"cores": "warning"}),
         ("group_settings", {"cpu.max": ["800000 100000"], "memory.max": ["max"]}.get, {}),
         ("group_settings", {"pids.max": ["512"]}.get, {"processes": "warning"}),
+        ("group_settings", {"pids.max": ["max", "4096"]}.get, {}),
         ("available_bytes", lambda: GIB, {"memory": "warning"}),
+        ("available_bytes", lambda: 2 * GIB, {}),
         ("_limit", lambda which: 1024, dict.fromkeys(("locked memory", "open files", "processes"), "warning")),
+        ("_limit", lambda which: 4096, {"locked memory": "warning"}),
+        ("_limit", lambda which: 64 << 20, {}),
         ("os.statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=16384), {"/dev/shm": "warning"}),
+        ("os.statvfs", lambda path: SimpleNamespace(f_frsize=4096, f_blocks=262144), {}),
         ("os.path.isdir", lambda path: False, {}),
         ("os.memfd_create", Mock(side_effect=TimeoutError("timed out")), {"shared memory": "problem"}),
     ],
@@ -84,6 +89,21 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     found = texts(hardware.machine())
     assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in found
     assert "Set OMP_NUM_THREADS to 2 divided by --nproc" in found
+    assert "8, and time of 2 by the control group" in found
+    settings |= {
+        "memory.max": [str(64 * GIB), "max"],
+        "cpu.max": ["50000 100000", "400000 100000"],
+        "pids.max": ["600"],
+    }
+    sound.setattr(hardware, "_limit", lambda which: 5000)
+    sound.setattr(hardware.accelerator, "current_accelerator", lambda: None)
+    found = texts(hardware.machine())
+    assert "48.0 GiB free of 64.0 GiB" in found
+    assert "time of 0.5 by" in found
+    assert "Set OMP_NUM_THREADS to 1 divided by --nproc" in found
+    assert "processes      up to 600\n" in found
+    assert "ok       open files     up to 5,000\n" in found
+    assert "ok       locked memory  4.9 KiB\n" in found, "without devices there is nothing to register"
 
 
 def devices_of(
@@ -124,6 +144,8 @@ def devices_of(
         ("575.51", devices_of(count=0), {"devices": "problem"}),
         ("", devices_of(failure="no driver"), {}),
         ("575.51", devices_of(free=9), {"device 0": "warning", "device 1": "warning"}),
+        ("575.51", devices_of(count=1, free=71), {"device 0": "warning"}),
+        ("575.51", devices_of(count=1, free=72), {}),
         ("575.51", devices_of(broken=(1,)), {"device 1": "problem"}),
     ],
 )
@@ -178,6 +200,9 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
         ({}, {}),
         ({"address": ""}, {"host name": "warning"}),
         ({"address": "10.0.0.7", "seconds": 5.0}, {"host name": "warning"}),
+        ({"address": "10.0.0.7", "seconds": 1.0}, {}),
+        ({"NCCL_SOCKET_IFNAME": "^eth"}, {}),
+        ({"GLOO_SOCKET_IFNAME": "ib0", "interfaces": {}}, {}),
         ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"}, {}),
         ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "problem"}),
         ({"NCCL_SOCKET_IFNAME": "=ib0,ib1"}, {"NCCL_SOCKET_IFNAME": "problem"}),
@@ -196,7 +221,7 @@ def test_why_ranks_cannot_meet(monkeypatch: pytest.MonkeyPatch, present: dict[st
     monkeypatch.setattr(software.socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(software.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(software, "setting", present.get)
-    monkeypatch.setattr(software, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.7"]})
+    monkeypatch.setattr(software, "interfaces", lambda: present.get("interfaces", {"lo": [], "eth0": ["10.0.0.7"]}))
     monkeypatch.setattr(software, "try_exchange", lambda: present.get("trial", Trial(seconds=0.1, shares_memory=True)))
     assert levels(software.network()) == found
 
@@ -215,22 +240,30 @@ def test_two_processes_that_cannot_meet_say_why(monkeypatch: pytest.MonkeyPatch)
         ({}, {}),
         ({"kind": "tmpfs"}, {"/": "warning"}),
         ({"kind": "nfs4"}, {"/": "warning"}),
+        ({"kind": "fuse.sshfs"}, {"/": "warning"}),
         ({"free": 1 * GIB}, {"  room": "warning"}),
+        ({"free": 10 * GIB, "inodes": 1000, "read": 2e8}, {}),
         ({"inodes": 5}, {"  room": "warning"}),
+        ({"inodes": 0, "files": 0}, {}),  # A file system that has no limit says so.
         ({"direct": False}, {"  speed": "warning"}),
         ({"read": 9e7}, {"  speed": "warning"}),
+        ({"written": 9e7}, {"  speed": "warning"}),
         ({"locks": False}, {"  locks": "problem"}),
     ],
 )
 def test_directories(monkeypatch: pytest.MonkeyPatch, present: dict[str, Any], found: dict[str, str]) -> None:
     times = DiskTimes(2e9, 3e9, 0.001, direct=True, locks=True)
     times = times._replace(**{name: value for name, value in present.items() if name in times._fields})
-    status = SimpleNamespace(f_files=10**9, f_favail=present.get("inodes", 10**6))
+    status = SimpleNamespace(f_files=present.get("files", 10**9), f_favail=present.get("inodes", 10**6))
     monkeypatch.setattr(hardware, "measure", lambda path: times)
     monkeypatch.setattr(hardware, "mount_of", lambda path: ("", present.get("kind", "ext4")))
     monkeypatch.setattr(hardware, "free_bytes", lambda path: present.get("free", 500 * GIB))
     monkeypatch.setattr(hardware.os, "statvfs", lambda path: status)
-    assert levels(hardware.directory(Path("/"))) == found
+    shown = list(hardware.directory(Path("/")))
+    assert levels(shown) == found
+    remedies = {"tmpfs": "Give a directory on a disk.", "nfs4": "Set offload.directory to a local disk"}
+    assert all(remedy in shown[0].do for kind, remedy in remedies.items() if kind == present.get("kind"))
+    assert ("a disk with ext4 or xfs" in shown[2].do) is ("direct" in present)
 
 
 def test_a_directory_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
@@ -249,6 +282,13 @@ def test_variables_that_slow_runs_down_and_no_secrets(monkeypatch: pytest.Monkey
     found = list(software.launch())
     assert levels(found) == {"TORCH_DISTRIBUTED_DEBUG": "warning"}
     assert "very-secret" not in texts(found)
+    for name, value in {
+        "TORCH_DISTRIBUTED_DEBUG": "INFO",
+        "CUDA_LAUNCH_BLOCKING": "0",
+        "PYTHONMALLOC": "debug",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert levels(software.launch()) == {"PYTHONMALLOC": "warning"}
 
 
 def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +300,50 @@ def test_a_launch_that_is_there_in_part_is_a_problem(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert levels(software.launch()) == {"launcher": "warning"}
+    for cores, threads in ((8, 4), (1, 1)):
+        monkeypatch.setattr(software, "available_cores", lambda cores=cores: cores)
+        (found,) = software.launch()
+        assert (found.level, found.do) == (Level.WARNING, f"Set OMP_NUM_THREADS={threads} before the launch.")
+    assert "rank 1 of 4, 2 on this host; they meet at 127.0.0.1:29400" in found.found
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert levels(software.launch()) == {}
+
+
+def test_requirements_of_extras_and_of_a_folder_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software.metadata, "requires", lambda name: ["torch>=1", "none-such; extra == 'x'"])
+    assert [each.what for each in software.packages()] == ["python", "zeromesh", "torch"]
+    monkeypatch.setattr(software.metadata, "requires", Mock(side_effect=software.metadata.PackageNotFoundError))
+    assert levels(software.packages()) == {"requirements": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "said"),
+    [
+        ([], 0, "no problems, no warnings"),
+        ([Level.WARNING] * 2, 0, "no problems, 2 warnings"),
+        ([Level.PROBLEM, Level.WARNING], 1, "1 problem, 1 warning"),
+    ],
+)
+def test_warnings_alone_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bad: list[Level], code: int, said: str
+) -> None:
+    looked: list[Path] = []
+    for module, name in (
+        (software, "packages"),
+        (hardware, "machine"),
+        (hardware, "accelerators"),
+        (software, "launch"),
+    ):
+        monkeypatch.setattr(module, name, list)
+    monkeypatch.setattr(hardware, "directory", lambda path: looked.append(path) or [Finding(str(path), "there")])
+    monkeypatch.setattr(software, "network", lambda: [Finding("x", "y", level, "Why.", "Do.") for level in bad])
+    assert main(["doctor"]) == code
+    assert capsys.readouterr().out.splitlines()[-1] == said
+    assert main(["doctor", "--json", "--directory", "a", "--directory", "b"]) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["problems"], found["warnings"]) == (bad.count(Level.PROBLEM), bad.count(Level.WARNING))
+    assert [(each["part"], each["what"]) for each in found["findings"]][:2] == [("disks", "a"), ("disks", "b")]
+    assert looked == [Path("runs"), Path("a"), Path("b")]
 
 
 def test_the_command_looks_at_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -254,6 +254,27 @@ def test_a_run_notes_how_it_has_ended(tmp_path: Path) -> None:
     assert lock.read_text() == "ended by KeyError\n"
 
 
+def test_only_one_rank_has_the_directory_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = RunDirectory(tmp_path / "other", 1)
+    with other.locked():
+        assert not other.path.exists()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(
+        errors.StorageError, match=r"run' cannot be written \(Permission denied\); change run.output_dir"
+    ):
+        RunDirectory(tmp_path / "run", 0)
+    assert RunDirectory(tmp_path / "run", 1).path == tmp_path / "run"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(errors.StorageError, match=r"change run\.output_dir"):
+        RunDirectory(tmp_path / "file" / "run", 0)
+
+
+def test_a_lock_says_nothing_of_the_process_before(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text("pid 1 on a host whose name is rather longer than the name of this one\n")
+    with RunDirectory(tmp_path, 0).locked():
+        assert (tmp_path / "run.lock").read_text() == f"pid {os.getpid()} on {HERE}\n"
+
+
 def test_commands_about_checkpoints_show_hostile_names(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def rename(content: Json) -> None:
         tensors = content["tensors"]["model"]
