@@ -273,9 +273,9 @@ def _schedule(read: Translation) -> Pairs:
             highest = _WARMUP_DECAY_LR
         if highest is not None:
             yield "optimizer.lr", highest
-        highest = highest or read.number("optimizer.params.lr") or OptimizerSection().lr
-        if lowest and highest:
-            yield "schedule.start_ratio", lowest / highest
+        lr = read.number("optimizer.params.lr") or read.values.get("optimizer.lr") or OptimizerSection().lr
+        if lowest and not read.problems:
+            yield "schedule.start_ratio", lowest / (highest or lr)
     steps = read.count(f"{prefix}total_num_steps") if name in ("linear", "cosine_warmup_with_min_lr") else steps
     if steps is not None:
         yield from (("run.max_steps", steps), ("run.epochs", None))

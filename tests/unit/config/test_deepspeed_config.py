@@ -34,6 +34,14 @@ CYCLE = {
 }
 HALF = {"fp16.enabled": True}
 Z = "zero_optimization."
+NO_ADAM_W = ADAM | {"optimizer.params.adam_w_mode": False}
+AUTO_MOST = {"scheduler.params.warmup_max_lr": "auto"}
+CAST = {"torch_autocast.enabled": True, "torch_autocast.dtype": "torch.float16"}
+NVME = {f"{Z}offload_optimizer.device": "nvme", f"{Z}offload_optimizer.nvme_path": "/disk"}
+CHECKPOINTS = "activation_checkpointing."
+BLOCKS = {"model.activation_checkpointing": "block"}
+TENSOR_2 = {"tensor_parallel.autotp_size": 2}
+MICRO_AUTO = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 # For every key that is mapped: a value other than its default, and what else has to be set for it to matter.
 OTHER: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -213,12 +221,72 @@ def test_documented_configurations_mean_what_they_say(name: str, expected: dict[
         ({"dataloader_drop_last": True, "zero_optimization": True}, {"batch.last": "drop", "zero.stage": 1}),
         ({"dataloader_drop_last": False, f"{Z}mics_shard_size": 1}, {"batch.last": "carry", "parallel.replicate": 4}),
         ({"flops_profiler.enabled": True, f"{Z}mics_shard_size": 4}, {"profile.steps": [1, 1], "parallel.replicate": 1}),
+        (NO_ADAM_W, {"optimizer.name": "adam", "optimizer.weight_decay": 0.0, "optimizer.exempt": "none"}),
+        (NO_ADAM_W | {"optimizer.params.torch_adam": True}, {"optimizer.name": "adam", "optimizer.weight_decay": 0.0}),
+        (NO_ADAM_W | {"optimizer.type": "adamW"}, {"optimizer.name": "adamw", "optimizer.exempt": "none"}),
+        (ADAM | {"optimizer.params.lr": 2e-3} | DECAY, {"optimizer.lr": 1e-3, "run.max_steps": None}),
+        (ADAM | {"optimizer.params.lr": 2e-3} | DECAY | AUTO_MOST, {"optimizer.lr": 2e-3, "schedule.min_ratio": None}),
+        (DECAY | LEAST, {"schedule.start_ratio": 0.01}),
+        (ADAM | WARMUP | LEAST, {"schedule.start_ratio": 0.01, "schedule.warmup_ratio": None}),
+        ({"optimizer.type": "Adagrad"} | WARMUP | LEAST, {"schedule.start_ratio": 1e-3}),
+        (WARMUP | {"scheduler.params.warmup_num_steps": "auto"}, {"schedule.warmup_steps": None}),
+        (WARMUP | {"scheduler.params.total_num_steps": 70}, {"run.max_steps": None}),
+        (COSINE | {"scheduler.params.total_num_steps": 70}, {"run.max_steps": 70, "schedule.start_ratio": None}),
+        (CYCLE | {"scheduler.params.cycle_first_step_size": 10}, {"schedule.warmup_steps": 10, "run.max_steps": 20}),
+        (HALF | {"torch_autocast.enabled": False}, {"precision.compute": "float16"}),
+        ({"bf16.enabled": True} | CAST, {"precision.compute": "bfloat16", "precision.loss_scale.initial_scale": None}),
+        (CAST, {"precision.compute": "float16", "precision.loss_scale.initial_scale": 65536}),
+        ({"bf16.enabled": "auto"}, {"precision.compute": None}),
+        ({f"{Z}stage": "auto", f"{Z}overlap_comm": None}, {"zero.stage": None, "zero.overlap": None}),
+        ({f"{Z}zero_hpz_partition_size": 1, "gradient_clipping": "auto"}, {"parallel.shard": None, "run.clip_norm": None}),
+        ({f"{Z}zero_hpz_partition_size": 2}, {"parallel.shard": 2, "parallel.replicate": 2, "parallel.tensor": None}),
+        ({f"{Z}mics_shard_size": 2, **TENSOR_2}, {"parallel.shard": 2, "parallel.replicate": 1, "parallel.tensor": 2}),
+        ({f"{Z}cpu_offload": True, f"{Z}offload_optimizer.device": "none"}, {"offload.optimizer": "none"}),
+        ({f"{Z}cpu_offload": True, f"{Z}cpu_offload_param": False}, {"offload.optimizer": "host", "offload.parameters": "none"}),
+        (NVME | {f"{Z}offload_optimizer.ratio": 0}, {"offload.optimizer": "none", "offload.directory": None}),
+        (NVME | {f"{Z}offload_optimizer.ratio": 1}, {"offload.optimizer": "file", "offload.directory": "/disk"}),
+        (NVME | {f"{Z}offload_optimizer.device": "CPU"}, {"offload.optimizer": "host", "offload.directory": None}),
+        ({f"{CHECKPOINTS}cpu_checkpointing": True}, BLOCKS | {"offload.activations": "host"}),
+        ({f"{CHECKPOINTS}partition_activations": True}, BLOCKS | {"offload.activations": None}),
+        ({f"{CHECKPOINTS}cpu_checkpointing": False}, {"model.activation_checkpointing": None, "offload.activations": None}),
+        ({"tensorboard.enabled": True, "wandb.project": "a"}, {"tracking.backends": ["tensorboard"], "tracking.mode": None}),
+        ({"wandb.enabled": True, "wandb.project": "a"}, {"tracking.mode": "online", "tracking.project": "a"}),
+        ({"comet.enabled": True, "wandb.project": "a"}, {"tracking.backends": ["comet_ml"], "tracking.project": None}),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, {"batch.micro_size": 2, "batch.global_size": 16}),
+        ({"gradient_accumulation_steps": "auto"}, {"batch.micro_size": 2, "batch.global_size": 8}),
+        (MICRO_AUTO | {"train_batch_size": 24}, {"batch.micro_size": 2, "batch.global_size": 24}),
+        (MICRO_AUTO | {"train_batch_size": 12}, {"batch.micro_size": 1, "batch.global_size": 12}),
+        (MICRO_AUTO | {"train_batch_size": 32, "gradient_accumulation_steps": 2}, {"batch.micro_size": 4}),
+        ({"zero_optimization": False}, {"zero.stage": 0}),
     ],
 )  # fmt: skip
 def test_defaults_and_bounds_are_those_of_deepspeed(flat: dict[str, Any], expected: dict[str, Any]) -> None:
+    """None stands for a key that is not set, or that is set to null."""
     read = read_deepspeed(source(flat), RANKS)
     assert not read.problems
-    assert {key: read.values[key] for key in expected} == expected
+    assert {key: read.values.get(key) for key in expected} == expected
+
+
+def test_a_report_says_of_every_setting_what_becomes_of_it() -> None:
+    given = {
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": False, "loss_scale_window": 500},
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto", "allgather_bucket_size": 5},
+        "amp": {"enabled": False},
+    }
+    *mapped, done, idle, batch, optimizer, schedule = read_deepspeed(given, RANKS).notes
+    assert sorted(mapped) == [
+        "DeepSpeed: bf16.enabled: auto -> zeromesh's default",
+        "DeepSpeed: fp16.enabled: false -> nothing, by what else is set",
+        "DeepSpeed: fp16.loss_scale_window: 500 -> nothing, by what else is set",
+        "DeepSpeed: zero_optimization.stage: 2 -> zero.stage: 2",
+    ]
+    assert done == "DeepSpeed: amp: what is done here anyway"
+    names = "zero_optimization.reduce_bucket_size, zero_optimization.allgather_bucket_size"
+    assert idle.startswith(f"DeepSpeed: {names}: no effect: ")
+    assert batch.startswith("DeepSpeed: neither train_batch_size nor train_micro_batch_size_per_gpu is given")
+    assert optimizer == "DeepSpeed: no optimizer is given: zeromesh's default replaces it"
+    assert schedule == "DeepSpeed: no scheduler is given: the learning rate is constant"
 
 
 def test_automatic_values_are_zeromeshs_defaults_and_said_to_be() -> None:
@@ -271,8 +339,10 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
     (problem,) = problems_of(source, ranks=1)
     assert "Check batch related parameters" in problem
     assert "32 != 4 * 4 * 1" in problem
-    # Tensor ranks work on one batch together.
+    # Tensor ranks, and the stages of a pipeline, work on one batch together.
     assert load_config({**source, "tensor_parallel": {"autotp_size": 2}}, ranks=4).batch.global_size == 32
+    for parallel in ({"pipeline": 2}, {"tensor": 2}):
+        assert load_config({**source, "zeromesh": {"parallel": parallel}}, ranks=4).batch.global_size == 32
 
 
 @pytest.mark.parametrize(
@@ -306,7 +376,21 @@ def test_a_batch_that_does_not_add_up_is_refused_as_deepspeed_does() -> None:
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4], "warmup_num_steps": 5}}},
             ["scheduler.params.warmup_max_lr: got [0.001, 0.0001]; allowed is a number"],
         ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_momentum": False, "cycle_min_lr": 0.3, "cycle_max_lr": 0.2}}},
+            ["of which it is the higher"],
+        ),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_momentum": False, "cycle_min_lr": 0, "cycle_max_lr": 0}}},
+            ["OneCycle needs cycle_min_lr and cycle_max_lr"],
+        ),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["cannot be simultaneously enabled"]),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "int8"}},
+            ["torch_autocast.dtype: got 'int8'; allowed is bfloat16 or float16"],
+        ),
+        ({"fp16": True}, ["fp16: got true; allowed is a mapping of enabled"]),
+        ({"scheduler": {"params": {"warmup_num_steps": 5}}}, ["scheduler.type: got null; allowed is WarmupLR, "]),
         ({"fp16": {"enabled": True, "loss_scale": 128}}, ["fp16.loss_scale: 128 is not available", "set it to 0"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["master weights are in float32"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "disk"}}}, ["allowed is none, cpu or nvme"]),
