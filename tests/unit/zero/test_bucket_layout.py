@@ -19,7 +19,7 @@ from zeromesh.flat.layout import (
     StridedRows,
     build_layout,
 )
-from zeromesh.intervals import Interval, padded_length, shard_interval
+from zeromesh.intervals import Interval, balanced, padded_length, round_up, shard_interval
 from zeromesh.options import STAGES, Placement
 
 sizes = st.integers(min_value=0, max_value=5000)
@@ -124,6 +124,19 @@ def test_an_interval_is_in_order() -> None:
     for start, end in ((-1, 3), (4, 3)):
         with pytest.raises(LayoutError, match="not in order"):
             Interval(start=start, end=end)
+
+
+def test_lengths_are_divided_and_rounded_exactly() -> None:
+    def ends(length: int, parts: int) -> list[tuple[int, int]]:
+        return [(each.start, each.end) for each in balanced(length, parts)]
+
+    assert ends(8, 3) == [(0, 3), (3, 6), (6, 8)]
+    assert ends(2, 3) == [(0, 1), (1, 2), (2, 2)]
+    assert [round_up(value, 4) for value in (0, 1, 4, 5)] == [0, 4, 4, 8]
+    assert [padded_length(numel, 2) for numel in (1, 128, 129)] == [128, 128, 256]
+    assert Interval(start=5, end=9).after(3) == Interval(start=2, end=6)
+    apart = Interval(start=0, end=2), Interval(start=5, end=9)
+    assert apart[0].intersect(apart[1]) == apart[1].intersect(apart[0]) == Interval(start=5, end=5)
 
 
 def test_a_layout_proves_itself() -> None:
