@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -83,6 +85,17 @@ SPREAD = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SI
         (without(STEP, *LISTS), (0, 1, 0, 1), "slurm", "127.0.0.1", range(10000, 30000)),
         (BARE, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
         (ONE_NODE, (3, 4, 1, 4), "slurm", "node07", range(10000, 30000)),
+        # Each of three variables tells a step, and the step's own nodes come before those of its job.
+        (without(SLURM, *LISTS[:1], "SLURM_STEP_ID"), (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
+        (without(SLURM, *LISTS[:1], "SLURM_STEP_NUM_TASKS"), (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
+        (without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
+        (
+            ONE_NODE | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"},
+            (3, 4, 1, 4),
+            "slurm",
+            "node07",
+            range(10000, 30000),
+        ),
         ({name: SLURM[name] for name in NEEDED}, (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
         (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.0.0.1"}, (3, 4, 1, 2), "slurm", "10.0.0.1", 1234),
         (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
@@ -202,6 +215,65 @@ def test_workers_share_the_cores(processes: int, cores: int, threads: str) -> No
     assert launch.available_cores() >= 1
 
 
+def test_gloo_is_told_an_interface_on_a_host_alone() -> None:
+    assert worker_environment(2, environ={}, cores=4) == {"OMP_NUM_THREADS": "2", launch.INTERFACE: "lo"}
+    assert worker_environment(2, environ={}, cores=4, alone=False) == {"OMP_NUM_THREADS": "2"}
+    assert worker_environment(2, environ={launch.INTERFACE: "eth0"}, cores=4) == {"OMP_NUM_THREADS": "2"}
+
+
+def test_a_place_without_an_address_or_before_the_first_is_refused() -> None:
+    for place, said in (
+        ((0, 1, 0, 1, "", 0), "address of rank 0 is empty"),
+        ((0, 2, -1, 2, "a", 1), "local rank -1 is"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            launch.LaunchEnvironment(*place, "single")
+
+
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *((name, True) for name in ("HF_TOKEN", "hf_token", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "API_KEYS")),
+        *((name, True) for name in ("DB_PASSWORD", "PGPASSWORD", "DB_PASSWD", "GPG_PASSPHRASE", "GIT_CREDENTIALS")),
+        *((name, True) for name in ("MAIL_PASS", "PASS", "PAT", "GITHUB_PAT", "DB_PWD", "SENTRY_DSN", "TOKEN_OF_ME")),
+        *((name, False) for name in ("PATH", "PWD", "OLDPWD", "COMPASS", "KEYBOARD", "TOKENIZERS_PARALLELISM", "DSN")),
+    ],
+)
+def test_secrets_are_known_by_their_names(name: str, secret: bool) -> None:
+    assert launch.secret_values({name: " 12345678 "}) == (("12345678",) if secret else ())
+
+
+def test_a_process_ends_with_the_one_that_has_launched_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, ...]] = []
+    library = SimpleNamespace(prctl=lambda *given: asked.append(given))
+    monkeypatch.setattr(launch, "ctypes", SimpleNamespace(CDLL=lambda _: library))
+    for variables in ({}, launch.launched_by(os.getppid())):
+        with launch.kept_environment(variables):
+            launch.die_with_launcher()
+    with launch.kept_environment(launch.launched_by(os.getpid())), pytest.raises(SystemExit) as ended:
+        launch.die_with_launcher()
+    assert ended.value.code == 128 + 9
+    assert asked == [(1, 9)] * 3  # PR_SET_PDEATHSIG, SIGKILL
+
+
+def test_starts_on_a_host_are_told_apart() -> None:
+    """By their address and port, and by torchrun's numbers of a run and of its restarts."""
+    run = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "0"}
+    found = []
+    for changes in ({}, {"RANK": "2"}, {"MASTER_ADDR": "b"}, {"MASTER_PORT": "9"}, *({name: "7"} for name in run)):
+        environ = TORCHRUN | run | changes
+        with launch.kept_environment(environ):
+            found.append(launch.launch_identity(read_environment(environ)))
+    assert found[0] == found[1]
+    assert len(set(found)) == 5
+
+
+def test_a_module_is_searched_where_this_process_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for first, options in (("", ()), (os.getcwd(), ()), ("/elsewhere", ("-P",))):
+        monkeypatch.setattr(sys, "path", [first, os.getcwd()])
+        assert launch.python_arguments("a.b", ["c"]) == (*options, "-m", "a.b", "c")
+
+
 def test_the_place_of_a_started_process_is_read_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     address = {"master_address": "node0", "master_port": 29400}
     given = RankRange(first=2, processes=2, world_size=4, run_id="run", restart=1, **address).variables(1)  # type: ignore[arg-type]
@@ -210,6 +282,8 @@ def test_the_place_of_a_started_process_is_read_as_it_was_given(monkeypatch: pyt
     for restart, start in (("0", 1.5), ("1", None)):
         with launch.kept_environment({"TORCHELASTIC_RESTART_COUNT": restart, launch.BEGAN: "1.5"}):
             assert launch.command_start_time() == start
+    with launch.kept_environment({"TORCHELASTIC_RESTART_COUNT": "0", launch.BEGAN: ""}):
+        assert launch.command_start_time() is None
     monkeypatch.setenv("ZEROMESH_OLD", "here")
     monkeypatch.delenv("ZEROMESH_NEW", raising=False)
     for value, aliases, found in (("", (), None), ("1", ("ZEROMESH_OLD",), None), ("1", (), "1"), ("2", (), "1")):

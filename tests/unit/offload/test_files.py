@@ -9,15 +9,26 @@ import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.support.plain import error_of
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.unit.offload.file_cases import refusing
-from zeromesh import Trainer
+from zeromesh import Trainer, files
 from zeromesh.errors import StorageError
-from zeromesh.files import open_regular, read_whole, remove_unfinished, try_lock, write_whole
+from zeromesh.files import (
+    DiskWait,
+    disk_call,
+    longest_disk_call,
+    open_regular,
+    read_whole,
+    refusals,
+    remove_unfinished,
+    try_lock,
+    write_whole,
+)
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -59,8 +70,11 @@ def umask() -> Iterator[Callable[[int], int]]:
 def test_what_is_no_regular_file_is_refused_by_what_it_is(tmp_path: Path, kind: str, flags: int) -> None:
     plant, words = PLANTED[kind]
     plant(tmp_path / "file")
-    with pytest.raises(OSError, match=words):
+    open_before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match=words) as refused:
         open_regular(tmp_path / "file", flags)
+    assert str(refused.value.strerror).endswith("; remove it") is bool(flags & os.O_CREAT)
+    assert len(os.listdir("/proc/self/fd")) == open_before
     assert "nothing" not in {path.name for path in tmp_path.iterdir()}
     with pytest.raises(StorageError, match=words):
         PositionalFile(tmp_path / "file", write=bool(flags))
@@ -84,6 +98,41 @@ def test_a_file_is_written_whole(tmp_path: Path, umask: Callable[[int], int], mo
     assert failed.value.filename == str(path)  # and not that of a file that nobody knows
     assert path.read_bytes() == b"old"
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_files_that_need_not_outlast_the_machine_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
+    write_whole(tmp_path / "file", b"new", sync=False)
+    assert read_whole(tmp_path / "file") == b"new"
+    with pytest.raises(OSError, match="No such file") as missing:
+        write_whole(tmp_path / "none" / "file", b"new", sync=False)
+    assert missing.value.filename == str(tmp_path / "none" / "file")
+
+
+def test_the_disk_call_that_runs_longest_is_told_with_all_calls_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(files, "DISK_CALLS", {1: [("read", "/old", 1.0), ("read", "/b", 7.0)], 2: []})
+    with disk_call("write", Path("/a")):
+        clock[0] = 5.0
+        with pytest.raises(OSError, match="why") as named, disk_call("sync", "/a/b"):  # noqa: PT012
+            clock[0] = 10.0
+            assert longest_disk_call() == DiskWait(what="sync of '/a/b'", seconds=5.0, in_all=10.0)
+            raise OSError(errno.EIO, "why")
+        assert named.value.filename == "/a/b"
+        assert longest_disk_call() == DiskWait(what="write of '/a'", seconds=10.0, in_all=10.0)
+    assert longest_disk_call() == DiskWait(what="read of '/b'", seconds=3.0, in_all=9.0)
+    files.DISK_CALLS.pop(1)
+    assert files.DISK_CALLS == {2: []}
+    assert longest_disk_call() is None
+
+
+def test_a_refusal_has_the_path_the_reason_and_the_cure() -> None:
+    with pytest.raises(StorageError) as caught, refusals(Path("/a"), "written", "; free some space"):
+        raise OSError(errno.ENOSPC, "No space left")
+    assert str(caught.value) == "'/a' cannot be written: No space left; free some space"
 
 
 def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path) -> None:
