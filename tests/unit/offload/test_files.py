@@ -114,7 +114,7 @@ def test_files_that_need_not_outlast_the_machine_are_not_waited_for(
 def test_the_disk_call_that_runs_longest_is_told_with_all_calls_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    monkeypatch.setattr(files, "DISK_CALLS", {1: [("read", "/old", 1.0), ("read", "/b", 7.0)], 2: []})
+    monkeypatch.setattr(files, "DISK_CALLS", {1: [("read", "/old", -1.0), ("read", "/b", 7.0)], 2: []})
     with disk_call("write", Path("/a")):
         clock[0] = 5.0
         with pytest.raises(OSError, match="why") as named, disk_call("sync", "/a/b"):  # noqa: PT012
@@ -123,7 +123,7 @@ def test_the_disk_call_that_runs_longest_is_told_with_all_calls_around_it(monkey
             raise OSError(errno.EIO, "why")
         assert named.value.filename == "/a/b"
         assert longest_disk_call() == DiskWait(what="write of '/a'", seconds=10.0, in_all=10.0)
-    assert longest_disk_call() == DiskWait(what="read of '/b'", seconds=3.0, in_all=9.0)
+    assert longest_disk_call() == DiskWait(what="read of '/b'", seconds=3.0, in_all=11.0)
     files.DISK_CALLS.pop(1)
     assert files.DISK_CALLS == {2: []}
     assert longest_disk_call() is None
