@@ -98,6 +98,9 @@ def test_late_ranks_of_a_wait_are_those_that_neither_wait_nor_have_announced_it(
     assert late("a barrier") == "1|a barrier"
     first.event(Activity.REDUCE, 1, [0, 1])
     assert late("all-gather of b") == "1|all-gather of b"
+    second.event(Activity.REDUCE, 1, [0, 1])
+    for what in ("all-gather of b", "reduction of gradients of b"):
+        assert late(what) == f"|{what}"
 
 
 def test_a_wait_for_a_disk_is_progress_for_a_while(watches: Watches) -> None:
@@ -150,7 +153,7 @@ def test_a_ring_numbers_only_so_many_names_and_reads_only_its_own_files(
             read_ring(path)
     path.write_bytes(zlib.compress(b"{}\n" + bytes(16)))
     assert read_ring(path) == ({}, [(0, 0)])
-    monkeypatch.setattr(status_board, "_LONGEST", 10)
+    monkeypatch.setattr(status_board, "_LONGEST", 3)
     with pytest.raises(ValueError, match="not as zeromesh writes it"):
         read_ring(path)
 

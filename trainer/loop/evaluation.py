@@ -42,7 +42,7 @@ def evaluate(
         targets, own, _ = found
         values |= own
         run.progress.evaluated_targets = targets if chosen is each else None
-    losses = [value for name, value in values.items() if name.endswith("_loss")]
+    losses = [values[f"{prefix}{suffix}_loss"] for suffix in sets]
     return {f"{prefix}_loss": sum(losses) / len(losses), **values}
 
 
