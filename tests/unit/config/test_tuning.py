@@ -91,6 +91,45 @@ def test_a_directory_has_its_task(tmp_path: Path, architecture: str | None, colu
 
 
 @pytest.mark.parametrize(
+    ("sizes", "words", "changes"),
+    [
+        ({}, (), {}),
+        ({"max_position_embeddings": 4096}, (), {}),
+        ({"n_positions": 100}, (), {"data.sequence_length": 100}),
+        ({"max_position_embeddings": True}, (), {}),
+        ([], (), {}),
+        ({}, ("--lora",), {"run.name": "m-lora", "model.lora": {"rank": 16, "targets": "all-linear"}}),
+        ({}, ("--data", "b.txt"), {"data.train": ["a.txt", "b.txt"]}),
+        ({}, ("--eval", "b.txt"), {"data.eval": "b.txt"}),
+        ({}, ("--eval", "x=b.txt"), {"data.eval": {"x": "b.txt"}}),
+        ({}, ("--eval", "b=.txt"), {"data.eval": "b=.txt"}),  # That of a file that is there.
+        ({}, ("--eval", "b.txt", "--eval", "x=a.txt"), {"data.eval": {"b": "b.txt", "x": "a.txt"}}),
+    ],
+)
+def test_the_keys_of_a_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: object, words: tuple[str, ...], changes: dict[str, object]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m/config.json").write_text(json.dumps(sizes))
+    for name in ("a.txt", "b.txt", "b=.txt"):
+        (tmp_path / name).write_text("a")
+    options = parsed("run.seed=1", "--model", "m", "--data", "a.txt", *words)
+    *keys, last = options.overrides
+    assert last == "run.seed=1", "the user's keys come last, and count"
+    assert {key: json.loads(value) for key, _, value in (each.partition("=") for each in keys)} == {
+        "model.source": "m",
+        "data.train": "a.txt",
+        "data.format": "text",
+        "model.head": "causal_lm",
+        "data.sequence_length": 1024,
+        "run.name": "m-tuned",
+        "run.epochs": 3,
+    } | changes
+    assert options.tune
+
+
+@pytest.mark.parametrize(
     "words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)]
 )
 def test_half_a_start_is_refused(words: tuple[str, ...]) -> None:

@@ -6,6 +6,8 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, re
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main
+from zeromesh.trainer.tools.checkpoint import reading
+from zeromesh.trainer.tools.checkpoint.reading import summary_row
 
 
 def test_list_says_what_each_holds(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +48,38 @@ def test_list_in_json_names_what_is_broken_or_left_behind(copied: Copied, capsys
     printed = ended(capsys, ["checkpoint", "list", str(root)]).out
     assert "NOT WHOLE: " in printed
     assert "\nstep-00000009.tmp: being written or removed, or left behind by a kill" in printed
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ({"whole": True, "part": [0, 1]}, ["", "", "", "2 ranks, shard 2, stage 1, bfloat16/float32", "whole"]),
+        ({"whole": False, "part": [1, 4], "layout": {}}, ["", "", "", "", "part 2 of 4"]),
+        ({"whole": False, "part": None, "layout": {"mesh": 3}}, ["", "", "", "", "NOT WHOLE: gone"]),
+        (
+            {"whole": True, "part": [0, 1], "loss": 0.0, "eval_loss": 1.23456, "tokens": 0, "layout": {"ranks": 1}},
+            ["0.0000", "1.2346", "0", "1 rank", "whole"],
+        ),
+    ],
+)
+def test_a_row_about_a_checkpoint(more: dict[str, Any], wanted: list[str]) -> None:
+    mesh = {"replicate": 1, "shard": 2}
+    layout = {"mesh": mesh, "ranks": 2, "stage": 1, "compute": "bfloat16", "master": "float32"}
+    known = {"step": 7, "date": "2026-01-02T03:04:05Z", "bytes": 2048, "layout": layout, "reason": "gone"}
+    row = summary_row({**known, "loss": None, "eval_loss": None, "tokens": None, **more})
+    assert row == ["7", "2026-01-02 03:04:05", "2.0 KiB", *wanted]
+
+
+def test_what_is_moved_is_told_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    clock = iter([10.0, 12.0, 14.0, 15.0, 15.0])
+    monkeypatch.setattr(reading, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    console: Any = SimpleNamespace(status=said.append)
+    moved = reading.Throughput(console, "reading", 8 << 20)
+    moved(2 << 20)
+    moved(2 << 20)
+    assert said == ["reading: 2.0 MiB of 8.0 MiB, 1.0 MiB/s", "reading: 4.0 MiB of 8.0 MiB, 1.0 MiB/s"]
+    assert str(moved) == "4.0 MiB in 5 s (819.2 KiB/s)"
 
 
 def test_inspect_sums_up_a_checkpoint(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +18,12 @@ import zeromesh.trainer
 from tests.support.commands import ended
 from tests.unit.tools.checkpoint_runs import Copied
 from zeromesh.errors import ConfigError, LayoutError, NonFiniteError
+from zeromesh.launch.rendezvous import WorkersFailed
 from zeromesh.launch.ssh import LaunchPlan
 from zeromesh.trainer.cli.main import _parse, main
 from zeromesh.trainer.cli.train import resolve_source
 from zeromesh.trainer.inference.generator import Generated
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 HOSTS = "gpu1 slots=4\ngpu2 slots=2\n"
 MEETING = ["--rdzv-endpoint", "a:1"]
@@ -198,6 +201,57 @@ def test_a_scripts_run_is_told_by_its_last_start(copied: Copied, starts: list[An
             resolve_source(str(run))
     else:
         assert resolve_source(str(run))[2] == run / "checkpoints" / "step-00000002"
+
+
+@pytest.mark.parametrize(
+    ("source", "rank", "loaded"),
+    [
+        ("{run}", 0, "step-00000002"),
+        ("{run}/checkpoints/step-00000001", 0, "step-00000001"),
+        ("{run}/config.resolved.yaml", 0, "step-00000002"),
+        ("c.yaml", 0, None),
+        ("{run}", 1, "step-00000002"),
+    ],
+)
+def test_an_evaluation_is_of_the_weights_that_were_named(
+    folder: Path, copied: Copied, monkeypatch: pytest.MonkeyPatch, source: str, rank: int, loaded: str | None
+) -> None:
+    run, weights, said = copied("llama"), list[Path](), list[str]()
+    (run / "starts.jsonl").unlink()
+    trainer = SimpleNamespace(
+        load_weights=weights.append,
+        run_directory=folder / "new" if source == "c.yaml" else run,
+        run=SimpleNamespace(console=SimpleNamespace(note=said.append)),
+        evaluate=lambda: {"eval_loss": 1.5},
+        mesh=SimpleNamespace(rank=rank),
+        state=SimpleNamespace(step=9),
+    )
+    monkeypatch.setattr("zeromesh.trainer.loop.evaluation.evaluation_line", lambda run, values: f"line {values}")
+    monkeypatch.setitem(vars(zeromesh.trainer), "Trainer", lambda config: nullcontext(trainer))
+    assert main(["evaluate", source.format(run=run)]) == 0
+    path = None if loaded is None else run / "checkpoints" / loaded
+    assert weights == [path] * (path is not None)
+    assert said == [f"evaluating {path or 'the weights that the run would begin with'}", "line {'eval_loss': 1.5}"]
+    written = trainer.run_directory / "evaluated.jsonl"
+    assert written.exists() is (rank == 0)
+    if rank == 0:
+        (line,) = read_metrics(written)
+        wanted = {"step": 9, "checkpoint": path and str(path), "eval_loss": 1.5}
+        assert {name: line[name] for name in wanted} == wanted
+
+
+def test_what_a_terminal_is_told_of_an_outcome(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(capsys, ["train", "c.yaml", "--nproc", "2"]) == ("", "")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert ended(capsys, ["train", "c.yaml", "--nproc", "2"]) == ("starting 2 processes\n", "")
+    launched.result = WorkersFailed(ranks=(1,), message="word " * 40, exit_code=1)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "50")
+    lines = ended(capsys, ["train", "c.yaml", "--nproc", "2"], 1).err.splitlines()
+    assert max(map(len, lines)) <= 50
+    assert [line[:2] for line in lines[1:]] == ["  "] * (len(lines) - 1)
 
 
 # Generations and servers

@@ -98,7 +98,7 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     sound.setattr(hardware, "_limit", lambda which: 5000)
     sound.setattr(hardware.accelerator, "current_accelerator", lambda: None)
     found = texts(hardware.machine())
-    assert "48.0 GiB free of 64.0 GiB" in found
+    assert "48.0 GiB free of 64.0 GiB\n" in found
     assert "time of 0.5 by" in found
     assert "Set OMP_NUM_THREADS to 1 divided by --nproc" in found
     assert "processes      up to 600\n" in found

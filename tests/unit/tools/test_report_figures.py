@@ -242,6 +242,7 @@ def test_stacks_say_their_shares_and_levels_their_most() -> None:
     assert [(each.name, each.y) for each in made.figure.data] == [("a  75%", (1.0, 2.0)), ("b  25%", (0.0, 1.0))]
     assert made.figure.layout.yaxis.range[1] == pytest.approx(1.06 * 3)
     assert (made.note, made.over_steps) == ("note", True)
+    assert chart({1: 2.0, 2: 4.0}, "seconds").figure.data[0].name == "a  4 s"
     levels = chart({0.0: 2048.0, 0.5: 1024.0}, "bytes", "levels")
     assert (levels.figure.data[0].name, levels.over_steps) == ("a  up to 2.0 KiB", False)
     assert chart({7: 2.0}, "count", "stack").figure.data[0].x == (6.5, 7.5)

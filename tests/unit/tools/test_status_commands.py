@@ -60,6 +60,11 @@ def test_status_as_json_has_the_state_the_waits_and_their_causes(
         },
         "verdicts": ["the others wait for rank 1 190 ms a step, because of data: 200 ms there, 10 ms elsewhere"],
     }
+    together = [row(rank, recent={"data": 0.0, "communication": 0.3, **MEANS}) for rank in (0, 1)]
+    linked = run_of(tmp_path / "linked", together)
+    (verdict,) = json.loads(ended(capsys, ["status", str(linked), "--json"]).out)["verdicts"]
+    assert verdict.endswith("communicate, on rank 0 most in all-gather over shard (50 ms, 1.0 MiB)")
+    assert verdict in ended(capsys, ["status", str(linked)]).out
     over = run_of(tmp_path / "over", late(), "ended by KeyError\n")
     assert json.loads(ended(capsys, ["status", str(over), "--json"], 1).out)["state"] == "the run has ended by KeyError"
 

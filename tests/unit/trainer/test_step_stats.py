@@ -12,6 +12,7 @@ import torch
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose, Tier
+from zeromesh.telemetry.step_recorder import StepRecorder
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import step_stats
 from zeromesh.trainer.monitoring.profiler import Profile
@@ -127,3 +128,18 @@ def test_the_memory_of_the_second_step_is_written_by_one_rank(tmp_path: Path) ->
     assert first == [0.0, "device", "moments", 5]
     assert second[0] > 0
     assert second[1:] == ["device", "moments", 8]
+
+
+@pytest.mark.parametrize(("world_size", "ended"), [(1, True), (2, False)])
+def test_a_profile_of_a_run_that_fails_is_not_written(tmp_path: Path, world_size: int, ended: bool) -> None:
+    """Where peers may be in a collective still, recording goes on."""
+    recorder = StepRecorder()
+    mesh = SimpleNamespace(rank=0, world_size=world_size, device=torch.device("cpu"), recorder=recorder)
+    section = load_config({"profile": {"steps": [1, 2], "step_figures": False}}).profile
+    engine: Any = SimpleNamespace(mesh=mesh)
+    profile = Profile(section, tmp_path, engine, 1, print)
+    with pytest.raises(KeyError), profile, profile.step(1):
+        raise KeyError("a bug")
+    assert torch.autograd._profiler_enabled() is not ended
+    assert list(tmp_path.iterdir()) == []
+    profile._open.close()

@@ -172,6 +172,7 @@ def test_spans_end_with_those_around_them() -> None:
         "agreement over world": (2, 4, {"step": 1}),
         "wait: ": (7, 1, {"step": 1, "waited for rank": 0}),
     }
+    assert not [event for event in made["traceEvents"] if event["ph"] == "s"], "it was a short wait"
 
 
 def test_rings_of_an_earlier_start_are_left_out(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.step_lines import metrics
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import tracking as tracking_module
 from zeromesh.trainer.monitoring.tracking import Tracking, _tracking_id
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
@@ -117,3 +120,46 @@ def test_an_id_that_cannot_be_stored_is_said(tmp_path: Path) -> None:
         f"WARNING: {tmp_path / 'no' / 'tracking.json'} cannot be written (No such file or directory); "
         "trackers know the run as abc"
     ]
+
+
+def opened(folder: Path, monkeypatch: pytest.MonkeyPatch, *, rank: int = 0, size: int = 2, **section: Any) -> Any:
+    """The trackers of a run, whose group waits 100 seconds, and the lines about them."""
+    made: list[tuple[str, TrackedRun]] = []
+    kind = SimpleNamespace(make=lambda name, run: made.append((name, run)) or Noted())
+    monkeypatch.setattr(tracking_module, "kind_of", lambda name: kind)
+    config = load_config({"parallel": {"timeout_seconds": 100}, "run": {"name": "here"}})
+    tracking = config.tracking.model_copy(update=section)
+    config = config.model_copy(update={"tracking": tracking})
+    group = SimpleNamespace(gather_bytes=lambda own, what: [own or b"theirs"])
+    mesh: Any = SimpleNamespace(rank=rank, world_size=size, world=group, device=torch.device("cpu"))
+    said: list[str] = []
+    found = Tracking.open(config, mesh, folder, step=3, known={"id": "abc", "run": "here"}, note=said.append)
+    return found, made, said
+
+
+def test_trackers_are_opened_on_one_rank_and_once_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking_module, "_join_accelerate", lambda device: lambda: None)
+    names = ["wandb", "noted", "wandb"]
+    found, made, _ = opened(tmp_path, monkeypatch, backends=names, tags=["a"], mode="offline")
+    assert [name for name, _ in made] == ["wandb", "noted"]
+    run = made[0][1]
+    assert (run.ident, run.name, run.tags, run.online, run.step) == ("abc", "here", ("a",), False, 3)
+    assert run.settings["parallel.timeout_seconds"] == 100
+    assert run.settings["optimizer.betas"] == json.dumps(run.config["optimizer"]["betas"])
+    assert (found.ident, found._patience) == ("abc", 70.0), "less than the other ranks wait"
+    alone, made, _ = opened(tmp_path, monkeypatch, backends=names, size=1, name="named", mode="online")
+    assert (made[0][1].name, made[0][1].online, alone._patience) == ("named", True, float("inf"))
+    other, made, _ = opened(tmp_path, monkeypatch, backends=names, rank=1)
+    assert (other.ident, other.identity("x"), made) == ("theirs", {"id": "theirs", "run": "x"}, [])
+    none, made, _ = opened(tmp_path, monkeypatch, backends=[])
+    assert (none.ident, made) == ("", [])
+
+
+def test_a_library_that_fails_leaves_a_run_without_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise OSError("no.")
+
+    monkeypatch.setattr(tracking_module, "_join_accelerate", fail)
+    found, made, said = opened(tmp_path, monkeypatch, backends=["wandb"])
+    assert (found.ident, made) == ("abc", [])
+    assert said == ["WARNING: there is no tracking: OSError: no. Training goes on; metrics.jsonl has every step"]
