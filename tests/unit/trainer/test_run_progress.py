@@ -220,6 +220,11 @@ def test_a_scheduler_of_torch_is_a_function_of_the_step() -> None:
         (lambda optimizer: ReduceLROnPlateau(optimizer), "adamw", "lr_scheduler gave a ReduceLROnPlateau"),
         (lambda optimizer: optimizer, "adamw", "lr_scheduler gave a AdamW"),
         (lambda optimizer: LambdaLR(optimizer, [abs, abs]), "adamw", "lr_scheduler, with optimizer.name adamw: "),
+        (
+            lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
+            "sgd",
+            "lr_scheduler changes the momentum to 0.95, ",
+        ),
     ],
 )
 def test_what_is_no_schedule_is_refused(make: Any, name: Any, said: str) -> None:
