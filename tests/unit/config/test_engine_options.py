@@ -1,6 +1,7 @@
 """What an engine refuses before it starts, and what it makes of odd but legal requests."""
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,14 +9,15 @@ import torch
 from torch import nn
 
 from tests.conformance.models import stack
+from zeromesh import options as options_module
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import TierChoice
+from zeromesh.offload import STAGING_BYTES, TierChoice
 from zeromesh.optim.fused_optimizer import GroupRules, hyperparameters, moment_names
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerClass, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
@@ -34,6 +36,8 @@ def optimizer(**changes: Any) -> ZeroOptions:
 
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "on_nonfinite": "stop"}
 ON_HOST = OffloadOptions(parameters=TierChoice(tier="host"))
+TO_FILES = TierChoice(tier="file")
+WHOLE = OptimizerSettings(own_class=OptimizerClass(optimizer=None, whole=True, plans={}))  # type: ignore[arg-type]
 HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
 
 
@@ -52,6 +56,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
+        (ZeroOptions, {**IN_BACKWARD, "optimizer": WHOLE}, ["cannot run with an optimizer that needs whole tensors"]),
         (
             ZeroOptions,
             {"prefetch": -1, "optimizer_in_backward": True, "clip_norm": 1.0},
@@ -89,6 +94,15 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
         ({"reduce_once": True}, (False, False, False, torch.bfloat16, torch.float32)),
         (IN_BACKWARD, (False, False, True, torch.bfloat16, torch.float32)),
         ({**IN_BACKWARD, "accumulation": 2}, (False, True, False, torch.bfloat16, torch.float32)),
+        ({"offload": OffloadOptions(optimizer=TO_FILES)}, (False, True, False, torch.bfloat16, torch.float32)),
+        (
+            {"offload": OffloadOptions(optimizer=TO_FILES, gradients=TierChoice())},
+            (False, False, False, torch.bfloat16, torch.float32),
+        ),
+        (
+            {**IN_BACKWARD, "offload": OffloadOptions(gradients=TO_FILES)},
+            (False, False, True, torch.bfloat16, torch.float32),
+        ),
         (
             {"stage": 1, "accumulation": 2, "reduce": torch.bfloat16},
             (True, True, False, torch.bfloat16, torch.bfloat16),
@@ -155,6 +169,34 @@ def test_the_roles_of_dtypes_are_one_line() -> None:
         "precision: parameters and gradients bfloat16, sums float32, master weights and adamw moments float32, "
         "no loss scale"
     )
+
+    line = Precision(reduce=torch.bfloat16, compute=torch.float32).table("sgd")
+    assert "sums float32 of what travels in bfloat16, master weights and sgd moments float32" in line
+    assert HALF.table("adamw").endswith(", dynamic loss scale")
+
+
+def test_updates_pass_through_buffers_of_a_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert OffloadOptions().staging_on(cpu) == STAGING_BYTES
+    assert OffloadOptions(staging_bytes=5).staging_on(cpu) == 5
+    monkeypatch.setattr(options_module, "is_accelerator", lambda _: True)
+    for total, staging in ((64 * STAGING_BYTES + 64, STAGING_BYTES + 1), (64, STAGING_BYTES)):
+        monkeypatch.setattr(options_module, "device_memory", lambda _, total=total: SimpleNamespace(total=total))
+        assert OffloadOptions().staging_on(cpu) == staging
+        assert OffloadOptions(staging_bytes=5).staging_on(cpu) == 5
+
+
+def test_what_is_at_the_edge_is_allowed() -> None:
+    for given in (
+        {"prefetch": 0},
+        {"gathered_budget": 0},
+        {"gathered_budget": None},
+        {"stage": 0},
+        {"offload": ON_HOST},
+    ):
+        ZeroOptions(**given)
+    ZeroOptions(stage=2, offload=OffloadOptions(parameters=TierChoice(tier="host", fraction=0.0)))
+    ZeroOptions(**{**IN_BACKWARD, "clip_norm": 0.0})
 
 
 def test_what_an_engine_refuses_of_a_model(alone: Mesh) -> None:

@@ -201,7 +201,7 @@ def test_what_a_trainer_does_not_take_is_named_with_what_it_takes() -> None:
     with pytest.raises(ConfigError, match=r"zeromesh\.transformers"):
         Trainer(args=3)
     with pytest.raises(ConfigError) as refused:
-        Trainer(learning_rate=3, stage=3, nothing=3)
+        Trainer(learning_rate=3, stage=3, micro_sizes=3)
     assert [each.partition("; ")[2] for each in refused.value.problems] == [
         *("it is optimizer.lr here", "config has the key zero.stage", "docs/api/trainer.md has what there is"),
     ]

@@ -51,6 +51,24 @@ def test_keys_have_the_names_of_trl() -> None:
     assert found["warmup_steps"] == 0.1
 
 
+@pytest.mark.parametrize(
+    ("sections", "found"),
+    [
+        ({}, {"bf16": True, "fp16": False}),
+        ({"precision": {"compute": "float16"}}, {"bf16": False, "fp16": True}),
+        ({"model": {"activation_checkpointing": "block"}}, {"gradient_checkpointing": True}),
+        ({"model": {"activation_checkpointing": "none"}}, {"gradient_checkpointing": False}),
+        ({"run": {"verbose": True}}, {"log_level": "info"}),
+        ({"run": {"verbose": False}}, {"log_level": None}),
+        ({"batch": {"global_size": 6, "micro_size": 3}, "parallel": {"tensor": 2}}, {"gradient_accumulation_steps": 2}),
+        ({"batch": {"micro_size": 3}}, {"gradient_accumulation_steps": None}),
+    ],
+)
+def test_settings_that_are_converted(sections: dict[str, Any], found: dict[str, Any]) -> None:
+    given = arguments(**sections)
+    assert {name: given.get(name) for name in found} == found
+
+
 def test_what_trl_has_no_word_for_is_refused_by_name() -> None:
     with pytest.raises(ConfigError) as error:
         arguments(
@@ -70,6 +88,16 @@ def test_what_trl_has_no_word_for_is_refused_by_name() -> None:
         ({"train": {"method": "grpo"}}, "train.rewards"),
         ({"train": {"method": "dpo", "rewards": [{"python": "math:sqrt"}]}}, "train.rewards"),
         ({"train": {"method": "dpo", "options": {"bf16": True}}}, "train.options.bf16"),
+        (
+            {"train": {"method": "grpo", "rewards": [{"python": "math:sqrt"}]}, "data": {"sequence_length": 8}},
+            "data.sequence_length: GRPO has no such limit",
+        ),
+        ({"model": {"activation_checkpointing": "full"}}, "model.activation_checkpointing"),
+        ({"batch": {"global_size": 4, "micro_size": 3}}, "batch.global_size: 4 is no multiple of 6"),
+        (
+            {"train": {"method": "dpo", "options": {"learning_rate": 1}}, "optimizer": {"lr": 1}},
+            "train.options.learning",
+        ),
         ({"train": {"method": "ppo"}}, "train.method"),
         ({"train": {"method": "grpo", "rewards": [{"python": "math"}]}}, "package.module:function"),
         ({"data": {"train": {"python": "a:b"}, "tokenizer": "bytes"}}, r"data.train: TRL's trainers read files here"),
@@ -94,6 +122,8 @@ def test_rows_and_tokens(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n", encoding="utf-8")
     assert trl._rows(str(file))[0] == {"prompt": "a", "chosen": "b", "rejected": "c"}
+    with pytest.raises(ConfigError, match="are not files of one of"):
+        trl._rows([str(file), "rows.csv"])
     for given in ("rows.txt", str(tmp_path / "none.jsonl")):
         with pytest.raises(ConfigError, match=given.rpartition("/")[2]):
             trl._rows(given)

@@ -108,3 +108,35 @@ def test_every_call_of_a_microbatch_has_its_seed_alike_on_all_ranks() -> None:
         assert torch.initial_seed() == _seed("3/eval/8//loss")
     with data_randomness(3, 8):
         assert torch.initial_seed() == _seed("3/data/8")
+
+
+def test_a_call_that_backward_repeats_is_known_by_where_its_caller_was() -> None:
+    """`torch.utils.checkpoint` restores the CPU's generator as it was before the call, and calls again in any order."""
+    streams, before = Streams(3, 0, 8), list[torch.Tensor]()
+    with streams.drawing():
+        for _ in range(3):
+            before.append(torch.get_rng_state())
+            streams.enter("block", again=False)
+            torch.rand(2)
+            streams.leave("block")
+        drawn = torch.rand(4)
+        for number in (1, 2, 0):
+            torch.set_rng_state(before[number])
+            streams.enter("block", again=True)
+            assert torch.initial_seed() == _seed(f"3/0/8/block/{number}" if number else "3/0/8/block")
+            streams.leave("block")
+    with streams.drawing():
+        assert torch.equal(torch.rand(4), drawn), "calls of units draw nothing from the caller"
+
+
+def test_the_host_alone_is_kept_where_the_library_keeps_the_rest() -> None:
+    with kept_generators():
+        seed_all(3)
+        expected = [np.random.random(), random.random()]
+        seed_all(3)
+        with kept_generators(host_only=True):
+            seed_all(9)
+            wanted = torch.rand(2)
+            seed_all(9)
+        assert [np.random.random(), random.random()] == expected
+        assert torch.equal(torch.rand(2), wanted)
