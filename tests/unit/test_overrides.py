@@ -1,5 +1,7 @@
 """What is replaced for a while on an instance or cached in modules is as before afterwards."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,8 @@ def test_an_attribute_is_as_it_was() -> None:
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.kept = None, torch.ones(1)
+        self.state: torch.Tensor | None = None
+        self.kept = torch.ones(1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.state, self.cache, self.kept, self.count = x, x, 2 * x, 3
@@ -44,7 +47,7 @@ def test_tensors_that_modules_have_cached_are_removed_and_others_are_not() -> No
     assert first.state is None
     assert not hasattr(first, "cache")
     assert (first.kept.tolist(), first.count) == ([2.0, 2.0], 3)
-    alone = Recurrent()
+    alone: Any = Recurrent()
     with pytest.raises(KeyError), cached_tensors_removed(alone) as found:  # noqa: PT012
         alone(torch.ones(2))
         assert sorted(found()) == ["cache", "state"]

@@ -6,6 +6,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,10 @@ def test_a_wait_for_a_disk_is_progress_for_a_while(watches: Watches) -> None:
     watch, other = watches
     beats: list[int] = []
     watch.on_beat = lambda: beats.append(1)
-    read = lambda: other.board.read(0, RankNote.DISK)[1]  # noqa: E731
+
+    def read() -> str:
+        return other.board.read(0, RankNote.DISK)[1]
+
     with disk_call("write", "/a"):
         wait_for(lambda: "write of '/a' for 0 seconds" in read() and other.board.progress(0) > 2)
         assert "longer" not in read()
@@ -128,7 +132,7 @@ def test_each_request_for_traces_is_answered_once(watches: Watches, tmp_path: Pa
     (tmp_path / REQUEST).parent.mkdir()
     (tmp_path / REQUEST).touch()  # That of an earlier process.
     monitor = StateMonitor(watch, (0, 1), tmp_path / "ranks.json", clean=str)
-    monitor.PERIOD_SECONDS = 0.01  # type: ignore[misc]
+    monitor.PERIOD_SECONDS = 0.01
     with monitor:
         wait_for((tmp_path / "ranks.json").exists)
         assert watch.board.own[TRACE_REQUEST] == 0
@@ -193,7 +197,10 @@ def test_the_time_of_a_collective_is_that_of_its_blocks(monkeypatch: pytest.Monk
     found = {"shard": account.take()}
     assert found == {"shard": {"broadcast": {"calls": 0, "bytes": 0, "seconds": 3.75}}}
     assert account.take() == {}
-    other = {"shard": {"all-gather": {"calls": 1, "bytes": 2, "seconds": 0.5}}, "data": {"broadcast": {"calls": 3}}}
+    other: Any = {
+        "shard": {"all-gather": {"calls": 1, "bytes": 2, "seconds": 0.5}},
+        "data": {"broadcast": {"calls": 3}},
+    }
     both = added(found, other)
     assert both["shard"] == found["shard"] | other["shard"]
     assert added(both, other)["data"]["broadcast"] == {"calls": 6}

@@ -12,7 +12,7 @@ from zeromesh.trainer.integrations.transformers import _OptimizerPlaceholder, on
 
 
 def test_states_of_an_optimizer_that_zeromesh_has_not_written_are_refused() -> None:
-    placeholder = _OptimizerPlaceholder()
+    placeholder: Any = _OptimizerPlaceholder()
     with pytest.raises(CheckpointError, match="were not written by zeromesh"):
         placeholder.load_state_dict({"state": {}, "param_groups": []})
     assert placeholder.read is False

@@ -22,7 +22,7 @@ def placed(engine: Any = None, module: Any = None, **more: Any) -> Any:
     told: list[BaseException] = []
     watch = SimpleNamespace(operations_begun=3, may_hang=False)
     closed: list[int] = []
-    given = dict.fromkeys(("hub_form", "processing_class"))
+    given: Any = dict.fromkeys(("hub_form", "processing_class"))
     return PlacedModel(
         config=SimpleNamespace(ema=SimpleNamespace(decay=0.0), told=told, closed=closed),  # type: ignore[arg-type]
         mesh=SimpleNamespace(watch=watch, fail=told.append, call=lambda _: pytest.fail("a call of all ranks")),  # type: ignore[arg-type]

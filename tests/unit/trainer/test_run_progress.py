@@ -114,7 +114,8 @@ def test_figures_of_a_run_follow_from_its_counters(monkeypatch: pytest.MonkeyPat
 def test_inputs_say_where_they_come_from() -> None:
     assert UserInputs().reads_text
     for name in ("train_dataset", "eval_dataset", "processing_class"):
-        assert not UserInputs(**{name: [1]}).reads_text
+        given: Any = {name: [1]}
+        assert not UserInputs(**given).reads_text
     found = UserInputs(model=torch.nn.Identity(), collate=len, named=frozenset({"collate"})).names()
     assert (found["model"], found["collate"], found["train_dataset"]) == (
         "given",
