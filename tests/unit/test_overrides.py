@@ -43,7 +43,7 @@ def test_tensors_that_modules_have_cached_are_removed_and_others_are_not() -> No
         assert found() == []
         model(torch.ones(2))
         assert sorted(found()) == ["0.cache", "0.state"]
-    first = model[0]
+    first: Any = model[0]
     assert [first.state] == [None]
     assert not hasattr(first, "cache")
     assert (first.kept.tolist(), first.count) == ([2.0, 2.0], 3)
