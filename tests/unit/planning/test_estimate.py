@@ -76,7 +76,7 @@ def test_an_update_on_an_accelerator_waits_for_states_elsewhere(on_card: Subject
     if not away:
         assert wait == 0.0
         return
-    on_host, on_device = (card.update_seconds(away, on=on, ranks_on_host=2) for on in ("host", "device"))  # type: ignore[arg-type]
+    on_host, on_device = (card.update_seconds(away, on=on, ranks_on_host=2) for on in ("host", "device"))
     through = card.copy_seconds(4 * away) + card.copy_seconds(2 * away, to="device") + on_host
     moved = min(through, card.copy_seconds(24 * away) + on_device)
     if choice.tier == "file":
