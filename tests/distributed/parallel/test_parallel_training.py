@@ -1,5 +1,6 @@
 """The trainer over tensor and pipeline axes does what it does on one process, whatever else it is told to do."""
 
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -293,8 +294,9 @@ def test_what_cannot_be_is_said_before_training_and_by_all(
 @pytest.mark.parametrize("axes", ["tensor 2", "pipeline 2"])
 def test_ranks_that_compute_together_are_given_one_batch(workers: Workers, tmp_path: Path, axes: str) -> None:
     found = workers.run(2, "parallel_cases:refused", folder=str(tmp_path), own=True, **over(axes))
-    for rank, said in enumerate(found):
-        assert said.startswith(f"1 DataError: rank {1 - rank} got other data than rank {rank}")
+    # The rank that compares second may hear of the other's error first, which names the same.
+    assert any(said.startswith("1 DataError: ") for said in found)
+    assert all(re.search(r"^1 .*DataError: rank [01] got other data than rank [01]", said) for said in found), found
 
 
 def test_a_model_that_is_trained_may_be_called_where_it_is_all_there(workers: Workers, tmp_path: Path) -> None:
