@@ -1,0 +1,262 @@
+"""The optimizer of a user's own loop on a single rank: what its calls give, in which order they are allowed, and its settings."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from zeromesh.environment import read_environment
+from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.options import Precision, ScalerSettings, ZeroOptions
+from zeromesh.zero.autograd_engine import AutogradEngine
+from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
+
+HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings(initial_scale=8.0))
+GROWING = Precision(compute=torch.float16, loss_scale=ScalerSettings(initial_scale=8.0, growth_interval=1))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+
+
+class Loop:
+    """A partitioned net with its optimizer; `plain` is the optimizer that this one has replaced."""
+
+    def __init__(self, precision: Precision | None = None, factor: float = 1.0, accumulation: int = 1) -> None:
+        self.model = net()
+        self.plain = SGD(self.model.parameters(), lr=1.0)
+        settings = settings_of(self.plain, self.model.named_parameters())
+        options = ZeroOptions(precision=precision or Precision(), optimizer=settings, accumulation=accumulation)
+        mesh = Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5)
+        self.engine = AutogradEngine.build(self.model, mesh, options)
+        self.optimizer = ShardedOptimizer(self.plain, self.engine, factor)
+
+    def loss(self, size: float = 1.0) -> torch.Tensor:
+        x: torch.Tensor = self.model(torch.full((2, 8), size, dtype=self.engine.options.precision.compute))
+        return x.float().sum()
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([value.reshape(-1) for _, value in self.engine.state.parameters()])
+
+
+def test_a_scaled_loss_counts_for_one_step_alone() -> None:
+    loop = Loop(HALF)
+    optimizer = loop.optimizer
+    calls: list[Callable[[], object]] = [
+        optimizer.step,
+        lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: optimizer.gradient("0.weight"),
+    ]
+    for _ in range(2):
+        loop.loss().backward()
+        for call in calls:
+            with pytest.raises(PhaseError, match="float16 gradients need the loss scale"):
+                call()
+        optimizer.zero_grad()
+        optimizer.scale(loop.loss()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    plain = Loop()
+    loss = plain.loss()
+    assert plain.optimizer.scale(loss) is loss
+    loss.backward()
+    plain.optimizer.step()
+
+
+def test_what_overflows_is_skipped_and_halves_the_scale() -> None:
+    loop = Loop(HALF)
+    before = loop.weights()
+    for size, scale, skipped in ((6e4, 8.0, True), (1.0, 4.0, False), (6e4, 4.0, True)):
+        loss = loop.loss(1.0) * size
+        assert torch.equal(loop.optimizer.scale(loss), scale * loss)
+        loop.optimizer.scale(loss).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        assert loop.optimizer.skipped == skipped
+        after = loop.weights()
+        assert torch.equal(before, after) == skipped
+        before = after
+    assert loop.engine.loss_scale == 2.0
+
+
+@pytest.mark.parametrize("precision", [GROWING, Precision()])
+def test_norms_and_gradients_have_the_factor_and_no_scale(precision: Precision) -> None:
+    reference = net()
+    reference(torch.ones(2, 8)).sum().backward()
+    loop = Loop(precision, factor=0.5)
+    loop.optimizer.scale(loop.loss()).backward()
+
+    def gradient() -> Any:
+        return loop.optimizer.gradient("1.weight")
+
+    wanted: Any = reference[1].weight.grad
+    norm = 0.5 * float(nn.utils.get_total_norm([each.grad for each in reference.parameters() if each.grad is not None]))
+    assert torch.allclose(gradient(), 0.5 * wanted, rtol=1e-2)
+    assert float(loop.optimizer.clip_grad_norm_(2 * norm)) == pytest.approx(norm, rel=1e-2)
+    assert torch.allclose(gradient(), 0.5 * wanted, rtol=1e-2)
+    assert float(loop.optimizer.clip_grad_norm_(norm / 4)) == pytest.approx(norm, rel=1e-2)
+    assert float(loop.optimizer.clip_grad_norm_(norm / 16)) == pytest.approx(norm / 4, rel=1e-2)
+    assert torch.allclose(gradient(), 0.5 * wanted / 16, rtol=1e-2)
+    before = loop.weights()
+    loop.optimizer.step()
+    assert float((loop.weights() - before).norm()) == pytest.approx(norm / 16, rel=2e-2)
+
+
+def test_after_clipping_no_backward_is_added_until_gradients_are_forgotten() -> None:
+    loop = Loop()
+    loop.loss().backward()
+    loop.optimizer.clip_grad_norm_(1e-3)
+    with pytest.raises(PhaseError, match="the gradients of this step have been clipped"):
+        loop.loss().backward()
+    loop.optimizer.zero_grad()
+    loop.loss().backward()
+    assert float(loop.optimizer.clip_grad_norm_(1.0)) > 1.0
+    with pytest.raises(PhaseError, match="no gradients"):
+        loop.optimizer.zero_grad()
+        loop.optimizer.clip_grad_norm_(1.0)
+
+
+def test_all_ranks_update_outside_of_no_sync() -> None:
+    loop = Loop()
+    with ExitStack() as outer:
+        outer.enter_context(loop.optimizer.no_sync())
+        with pytest.raises(ZeroDivisionError), loop.optimizer.no_sync():
+            raise ZeroDivisionError
+        loop.loss().backward()
+        with pytest.raises(PhaseError, match=r"leave no_sync\(\)"):
+            loop.optimizer.step()
+    loop.loss().backward()
+    gradient = loop.optimizer.gradient("1.bias")
+    assert gradient is not None
+    assert gradient.tolist() == [4.0] * 4  # Two samples, twice.
+    loop.optimizer.step()
+
+
+def test_the_replaced_optimizer_does_not_step_and_its_schedulers_do_not_warn(recwarn: pytest.WarningsRecorder) -> None:
+    loop = Loop()
+    scheduler = torch.optim.lr_scheduler.StepLR(loop.plain, 1, 0.5)
+    with pytest.raises(PhaseError, match=r"call step\(\) of the optimizer that shard\(\) has returned"):
+        loop.plain.step()
+    with pytest.raises(PhaseError, match="states are divided among ranks"):
+        loop.optimizer.load_state_dict({})
+    loop.loss().backward()
+    loop.optimizer.step()
+    scheduler.step()
+    assert [group["lr"] for group in loop.optimizer.param_groups] == [0.5]
+    assert not [each for each in recwarn if "lr_scheduler" in str(each.message)]
+    assert [loop.optimizer.stands_for(each) for each in (loop.optimizer, loop.plain, None, Loop().plain)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_all_parts_of_a_chain_are_replaced() -> None:
+    model = net()
+    parts = SGD(model[0].parameters(), lr=1.0), SGD(model[1].parameters(), lr=1.0)
+    chain: Any = ChainedOptimizer(*parts)
+    engine: Any = None
+    optimizer = ShardedOptimizer(chain, engine, 1.0)
+    for each in (chain, *parts):
+        assert optimizer.stands_for(each)
+        with pytest.raises(PhaseError, match="the model is partitioned now"):
+            each.step()
+
+
+def two_groups(make: Callable[..., Optimizer], second: dict[str, Any], model: nn.Sequential) -> Optimizer:
+    return make([{"params": model[0].parameters()}, {"params": model[1].parameters(), **second}])
+
+
+@pytest.mark.parametrize(
+    ("make", "second", "name"),
+    [
+        (SGD, {}, "sgd"),
+        (SGD, {"momentum": 0.5}, "sgd"),
+        (SGD, {"momentum": 0.5, "nesterov": True, "maximize": True}, "sgd"),
+        (SGD, {"momentum": 0.5, "dampening": 0.5}, None),
+        (Adam, {}, "adam"),
+        (Adam, {"amsgrad": True}, None),
+        (Adam, {"decoupled_weight_decay": True}, None),
+        (AdamW, {}, "adamw"),
+        (Adagrad, {"lr_decay": 0.5}, "adagrad"),
+        (torch.optim.RMSprop, {}, None),
+    ],
+)
+def test_a_fused_update_is_taken_where_it_has_all_options(make: Any, second: dict[str, Any], name: str | None) -> None:
+    model = net()
+    optimizer = two_groups(make, second, model)
+    found = settings_of(optimizer, model.named_parameters())
+    assert (found.own_class is None) == (name is not None)
+    if name is not None:
+        assert (found.name, found.momentum) == (name, second.get("momentum", 0.0))
+    else:
+        assert found.own_class is not None
+        assert found.own_class.optimizer is optimizer
+        assert sorted(found.own_class.plans) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert found.members == (("0.weight", "0.bias"), ("1.weight", "1.bias"))
+
+
+def used(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    for each in parameters:
+        each.grad = torch.zeros_like(each)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "said"),
+    [
+        (SGD, lambda each, _: each.register_step_pre_hook(lambda *_: None), "step hooks, which would not run"),
+        (SGD, lambda each, _: each.register_step_post_hook(lambda *_: None), "step hooks, which would not run"),
+        (Adagrad, used, "Adagrad has states before its first step"),
+        (AdamW, used, "AdamW has states before its first step"),
+        (AdamW, lambda each, _: each.param_groups[1].update(differentiable=True), "differentiable=True"),
+        (Adagrad, lambda each, _: each.param_groups[1].update(initial_accumulator_value=1.0), "has states before"),
+    ],
+)
+def test_what_an_update_of_shards_would_lose_is_refused(make: Any, change: Callable[..., object], said: str) -> None:
+    model = net()
+    optimizer = two_groups(make, {}, model)
+    assert settings_of(optimizer, model.named_parameters()).own_class is None
+    change(optimizer, model.parameters())
+    with pytest.raises(ConfigError, match=said):
+        settings_of(optimizer, model.named_parameters())
+    with pytest.raises(ConfigError, match=r"has 2 parameters, such as one of shape \(6, 8\), that the model has not"):
+        settings_of(optimizer, model[1].named_parameters())
+
+
+def test_a_chain_steps_each_part_over_its_own_groups() -> None:
+    torch.manual_seed(1)
+    chained, apart = net(), net()
+    parts = [
+        [SGD(model[0].parameters(), lr=0.5, momentum=0.5), AdamW(model[1].parameters(), lr=0.25, weight_decay=0.5)]
+        for model in (chained, apart)
+    ]
+    chain = ChainedOptimizer(*parts[0])
+    assert chain.param_groups == [*parts[0][0].param_groups, *parts[0][1].param_groups]
+    x = torch.randn(3, 8)
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        chained.zero_grad()
+        loss = chained(x).square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    for _ in range(3):
+        apart.zero_grad()
+        loss = apart(x).square().sum()
+        loss.backward()
+        assert chain.step(closure) == float(loss.detach())
+        for each in parts[1]:
+            each.step()
+    for found, wanted in zip(chained.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(found, wanted)
+    del chain.param_groups[1:]
+    before = chained[1].weight.detach().clone()
+    chain.step()
+    assert torch.equal(chained[1].weight, before)
