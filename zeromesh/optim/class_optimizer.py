@@ -331,7 +331,7 @@ class _Trial:
         if any(each.shape != self._values[0].shape for each in self.plan.tensors.values()):
             return False
         try:
-            with torch.compiler.set_stance("force_eager"):
+            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 return self._equal(self._run([0], cut=True), self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False

@@ -44,6 +44,7 @@ def division(queries: int, keys: int, ranks: int) -> AttentionDivision:
 def test_heads_are_not_split() -> None:
     found = division(6, 3, 2)
     assert found.exclusive
+    assert division(4, 2, 2).exclusive
     assert pairs(found.by_head("q", 12)) == [[(0, 8)], [(8, 12)]]
     assert pairs(found.by_head("k", 6, keys=True)) == [[(0, 4)], [(4, 6)]]
     # Queries, then keys, then values; or after each pair of queries their key and their value.
@@ -116,7 +117,11 @@ def test_an_attention_says_how_many_heads_it_has() -> None:
             },
         ),
         # What has another value than the count is something else.
-        ({"num_heads": 6, "n_head": 5, "num_kv_heads": 4, "head_dim": 4, "inner_dim": 25}, False, {"num_heads": (4, 2)}),
+        (
+            {"num_heads": 6, "n_head": 5, "num_kv_heads": 4, "head_dim": 4, "inner_dim": 25},
+            False,
+            {"num_heads": (4, 2)},
+        ),
         ({"num_heads": 6, "split_size": 24}, False, {"num_heads": (4, 2), "split_size": (16, 8)}),
         ({"config": SimpleNamespace(num_attention_heads=6)}, True, {"config.num_attention_heads": (4, 2)}),
         ({"config": SimpleNamespace(num_attention_heads=6)}, False, {}),
@@ -171,6 +176,7 @@ class Block(nn.Module):
         self.attention.out = nn.Linear(8, 8)
         self.mlp = nn.ModuleDict({"up": nn.Linear(8, 20), "down": nn.Linear(20, 8)})
         self.gated = nn.ModuleDict({"both": nn.Linear(8, 40), "back": nn.Linear(20, 8)})
+        self.late = nn.ModuleDict({"only": nn.Linear(20, 8), "wide": nn.Linear(8, 20)})
         self.recurrent = nn.ModuleDict({"up": nn.Linear(8, 20), "down": nn.Linear(20, 8), "conv": nn.Conv1d(8, 8, 1)})
         self.classifier = nn.Linear(8, 3)
 
@@ -337,9 +343,10 @@ class TestColumnsAndRowsAlone:
             own.load_state_dict(other.state_dict())
         assert [(each.in_features, each.out_features) for each in (*ours, row)] == [(4, 6), (4, 6), (6, 4)]
         x = torch.randn(2, 3, 4)
-        found, wanted = ours[0](inner := x.clone().requires_grad_()) * ours[1](inner), plain[0](
-            outer := x.clone().requires_grad_()
-        ) * plain[1](outer)
+        found, wanted = (
+            ours[0](inner := x.clone().requires_grad_()) * ours[1](inner),
+            plain[0](outer := x.clone().requires_grad_()) * plain[1](outer),
+        )
         assert torch.allclose(row(found), last(wanted))
         row(found).sum().backward()
         last(wanted).sum().backward()

@@ -121,6 +121,15 @@ def test_after_clipping_no_backward_is_added_until_gradients_are_forgotten() -> 
     with pytest.raises(PhaseError, match="no gradients"):
         loop.optimizer.zero_grad()
         loop.optimizer.clip_grad_norm_(1.0)
+    norms = []
+    for _ in range(2):
+        loop.loss().backward()
+        norms.append(loop.engine.gradient_norm(1.0))
+    assert norms[1] == pytest.approx(2 * norms[0])
+    loop.optimizer.step()
+    for call in (loop.optimizer.step, lambda: loop.optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(PhaseError, match="has used the gradients up"):
+            call()
 
 
 def test_all_ranks_update_outside_of_no_sync() -> None:
