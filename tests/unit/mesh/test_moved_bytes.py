@@ -206,7 +206,7 @@ def test_shapes_are_sent_once_for_each_kind_of_message(monkeypatch: pytest.Monke
     ]  # fmt: skip
     for other in ([values[:1]], [values.double()], [values, values]):
         with pytest.raises(
-            CollectiveError, match="values are .* for inputs of the same shapes they were torch.float32"
+            CollectiveError, match=r"values are .* for inputs of the same shapes they were torch\.float32"
         ):
             channels.send(1, "a", other, "values")
     channels.send(1, "a", [values.detach()], "values")  # What is not sent back does not change a shape.

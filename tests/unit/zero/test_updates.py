@@ -123,6 +123,21 @@ def test_a_part_of_a_shard_is_updated_by_its_groups() -> None:
     assert nobody.steps == [1, 1, 0]
 
 
+def test_an_update_knows_how_many_came_before() -> None:
+    """With equal gradients each update of Adam is as large as its rate."""
+    options = ZeroOptions(optimizer=OptimizerSettings(name="adam"))
+    optimizer = BucketOptimizer(bucket_of([0], [True], (64,)), options, Tiers(device=CPU, ledger=Ledger()))
+    moments, master, group = (
+        torch.zeros(2, 64),
+        torch.zeros(64),
+        {"weight_decay": 0.0, "betas": (0.5, 0.75), "eps": 0.0},
+    )
+    for lr in (1.0, 2.0):
+        optimizer.begin()
+        optimizer.step(0, [master, torch.ones(64), *moments], [{**group, "lr": lr}])
+    assert torch.allclose(master, torch.full((64,), -3.0))
+
+
 def test_moments_rest_where_the_optimizer_does() -> None:
     tiers = Tiers(device=CPU, ledger=Ledger())
     optimizer = BucketOptimizer(bucket_of([0], [True], (64,)), ZeroOptions(), tiers)
