@@ -159,7 +159,7 @@ def test_ranks_with_other_weights_are_named_by_the_majority(model: Tied, monkeyp
         rows[:] = values
         with pytest.raises(WeightsDifferError, match=said):
             state.require_same_weights()
-    rows[:] = [{f"w{number}": str(rank) for number in range(10)} for rank in range(2)]
+    rows[:] = [*({f"w{number}": str(rank) for number in range(10)} for rank in range(2)), {}]
     with pytest.raises(WeightsDifferError) as raised:
         state.require_same_weights()
     assert str(raised.value).splitlines()[-2:] == ["w7: rank 0 has 0, rank 1 has 1", "and 2 more"]
