@@ -119,7 +119,7 @@ def test_what_a_checkpoint_has_of_each_parameter(model: Tied, compute: torch.dty
     # Batch norms stay in fp32.
     states = {"momentum_buffer", "ema", "model"}
     assert kinds == {
-        **dict.fromkeys(BUFFERS, {"model"}),
+        **{name: {"model"} for name in BUFFERS},
         "frozen": {"model"},
         "words.weight": states | {"master"} if narrow else states,
         "norm.weight": states,
