@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.kernels import chunked_cross_entropy as cross_entropy
 from zeromesh.kernels import cpu_matmul
@@ -146,6 +147,29 @@ def test_is_as_precise_as_plain(dtype: torch.dtype, chunk: int, widened: bool, m
         assert mine.dtype is dtype
         error, reference = (mine.double() - truth).norm(), (other.double() - truth).norm()
         assert error <= 1.2 * reference + 1e-6 * truth.norm()
+
+
+@pytest.mark.parametrize("change", [UNCHANGED, LogitChange(scale=0.3), LogitChange(scale=-2.0, cap=0.7)])
+@pytest.mark.parametrize("frozen", [(), (0,), (1, 2), (0, 1, 2)])
+def test_a_rank_with_the_whole_vocabulary_exchanges_nothing_new(
+    monkeypatch: pytest.MonkeyPatch, change: LogitChange, frozen: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(cross_entropy, "_ROW_ELEMENTS", 30)  # two rows of logits
+    case = leaves(11, 5, 13, bias=True, masked=0.3, dtype=torch.float64)
+    for number in frozen:
+        case[number].requires_grad_(False)  # type: ignore[union-attr]
+    whole: dict[str, Any] = {"exchange": Exchange(), "sizes": (13,)}
+    loss = chunked_cross_entropy(*case, seed=0.5, chunk_tokens=4, change=change, **whole)
+    if len(frozen) == 3:
+        torch.testing.assert_close(loss, plain(case, change), rtol=1e-12, atol=1e-12)
+    else:
+        check(loss, case, 0.5, change)
+    narrow = leaves(11, 5, 13, bias=True, masked=0.3, dtype=torch.bfloat16)
+    arguments: dict[str, Any] = {"seed": 1.0, "chunk_tokens": 4, "change": change}
+    losses = [chunked_cross_entropy(*narrow, **arguments, **more) for more in ({}, whole)]
+    torch.testing.assert_close(*losses)
+    for one, other in zip(*(gradients(each, narrow, 1.0) for each in losses), strict=True):
+        torch.testing.assert_close(one, other, rtol=0.02, atol=0.02)
 
 
 def test_logits_are_never_held_whole() -> None:

@@ -189,7 +189,7 @@ def test_names_and_memory_of_a_unit() -> None:
         "a", "b", "a parameter of unit 0",
     ]  # fmt: skip
     full = bucket.buffer.full
-    found = [unit.has_memory_of(each) for each in (bucket.parameters[1].data, full[-1:], torch.zeros(3))]
+    found = [unit.has_memory_of(each) for each in (bucket.parameters[0].data, full[-1:], torch.zeros(3))]
     assert found == [True, True, False]
     assert not unit.has_memory_of(other.buckets[0].parameters[0].data)
 
@@ -207,6 +207,10 @@ def test_changes_in_place_are_noticed_once() -> None:
     bucket.record_digests()
     first.data.add_(1)
     assert [bucket.changed_parameter() for _ in range(2)] == ["a", None]
+    with torch.no_grad():
+        second.add_(1)
+        first.add_(1)
+    assert bucket.changed_parameter() == "a"
     # Other memory is taken over into the buffer.
     first.data = torch.full((3,), 7.0)
     assert bucket.changed_parameter() == "a"
