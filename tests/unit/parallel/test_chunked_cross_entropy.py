@@ -156,6 +156,7 @@ def test_a_rank_with_the_whole_vocabulary_exchanges_nothing_new(
 ) -> None:
     monkeypatch.setattr(cross_entropy, "_ROW_ELEMENTS", 30)  # two rows of logits
     case = leaves(11, 5, 13, bias=True, masked=0.3, dtype=torch.float64)
+    case[3][:2] = torch.tensor([0, 12])
     for number in frozen:
         case[number].requires_grad_(False)  # type: ignore[union-attr]
     whole: dict[str, Any] = {"exchange": Exchange(), "sizes": (13,)}

@@ -26,7 +26,7 @@ from zeromesh.pipeline.schedule import (
 from zeromesh.pipeline.stages.model_anatomy import HIDDEN, Anatomy
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, Stub, meta_copy
 
-F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 SCHEDULE = PipelineSchedule(name="any", ranks=2, chunks=2, microbatches=1, actions=((), ()))
 """Stages 0 to 3 on ranks 0, 1, 0, 1."""
 
@@ -38,7 +38,7 @@ SCHEDULE = PipelineSchedule(name="any", ranks=2, chunks=2, microbatches=1, actio
         (1, 0, F, (1, 0, 2), (0, 1, 1)),
         (1, 1, F, None, (0, 1, 3)),
         (1, 1, B, (1, 0, 2), None),
-        (0, 1, I, (0, 1, 1), (1, 0, 2)),
+        (0, 1, INPUT, (0, 1, 1), (1, 0, 2)),
         (0, 0, B, None, (1, 0, 0)),
         (0, 1, W, None, None),
     ],
@@ -61,7 +61,7 @@ def test_results_go_to_the_next_stage_and_gradients_to_the_one_before(
 def test_schedules_count_their_stages_and_times() -> None:
     assert SCHEDULE.stages == 4
     assert str(SCHEDULE) == "pipeline schedule any of 2 ranks x 2 chunks"
-    assert UNIT_TIMES == {F: 1.0, B: 2.0, I: 1.0, W: 1.0}
+    assert UNIT_TIMES == {F: 1.0, B: 2.0, INPUT: 1.0, W: 1.0}
     nothing = Timeline(actions=((), ()), starts=((), ()), ends=((), ()))
     assert (nothing.duration, nothing.bubbles, nothing.bubble) == (0.0, (0.0, 0.0), 0.0)
     half = Timeline(actions=((), ()), starts=((0.0,), (1.0, 3.0)), ends=((4.0,), (2.0, 4.0)))
@@ -106,12 +106,12 @@ def test_a_gradient_is_taken_once() -> None:
 
 def test_factors_are_queued_for_one_backward_at_a_time() -> None:
     queue = WeightQueue()
-    with queue.deferring((0, 1)):
-        with (
-            pytest.raises(PhaseError, match=r"gradients of weights of \(0, 2\) are queued already"),
-            queue.deferring((0, 2)),
-        ):
-            pass
+    with (
+        queue.deferring((0, 1)),
+        pytest.raises(PhaseError, match=r"gradients of weights of \(0, 2\) are queued already"),
+        queue.deferring((0, 2)),
+    ):
+        pass
     with pytest.raises(PhaseError, match=r"of \(0, 1\) are queued already"), queue.deferring((0, 1)):
         pass
     queue.run((0, 1))

@@ -19,7 +19,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.setup import memory_check
 from zeromesh.units.build import kept_buckets, plan_layouts
 from zeromesh.units.plan import UnitPlan, plan_model
-from zeromesh.zero.memory_model import MemoryModel
+from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALLER = "make the model smaller (model.config), or use more hosts"
@@ -303,3 +303,11 @@ def test_bytes_are_those_of_a_model_counted_by_hand(parts: int, kind: str, chang
     assert found.trained == {torch.bfloat16: (896, 896 // parts)}
     if kind == "nccl":
         assert [found.host_terms[Purpose[name]] for name in ("MASTER", "MOMENTS", "GRADIENTS")] == [1792, 3584, 1792]
+
+
+def test_what_exceeds_a_room_is_named_first_of_the_device() -> None:
+    room = MemoryBytes(device=2, host=3, disk=4)
+    needs = [(2, 3, 4), (3, 4, 5), (0, 4, 5), (2, 3, 5)]
+    found = [MemoryBytes(device=device, host=host, disk=disk).beyond(room) for device, host, disk in needs]
+    assert found == ["", "device", "host", "disk"]
+    assert [MemoryBytes(device=device, host=3, disk=9).critical for device in (0, 2)] == [3, 2]

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from tests.support.stored_cases import Axis, in_threads
 from zeromesh.errors import LayoutError
-from zeromesh.flat.layout import Region
+from zeromesh.flat.layout import ParameterSpec, Region, build_layout
 from zeromesh.flat.redistribute import (
     FlatPlacement,
     Spans,
+    bucket_placement,
     join_regions,
     on_one_rank,
     one_after_another,
@@ -87,3 +88,11 @@ def test_columns_of_ranks_become_the_whole_tensor() -> None:
     local = [torch.cat([whole[:, each.start : each.end] for each in taken], 1).reshape(-1) for taken in columns]
     found, _ = in_threads(2, lambda rank: join_regions(local[rank.index], regions, rank, "test"))
     assert all(torch.equal(each, whole) for each in found)
+
+
+def test_a_bucket_is_in_shards_or_whole_on_all_ranks() -> None:
+    layout = build_layout("b", [ParameterSpec(fqn="p", shape=(70,), dtype=torch.float32, requires_grad=True)], 2)
+    first, second, whole = (Interval(start=a, end=b) for a, b in ((0, 64), (64, 128), (0, 128)))
+    assert bucket_placement(layout, 2, whole=False) == ((first,), (second,)) == one_after_another([64, 64])
+    assert bucket_placement(layout, 2, whole=True) == ((whole,), (whole,)) == replicated(128, 2)
+    assert on_one_rank(128, 2, 1) == ((), (whole,))
