@@ -396,6 +396,25 @@ def scheduled(mesh: Mesh, folder: str) -> None:
     assert rates == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3])
 
 
+def halving(mesh: Mesh, folder: str) -> None:
+    """A hook on rank 0 alone, which halves the gradients of its shards: all ranks compute the norm anew."""
+
+    def halve(trainer: Trainer, step: int) -> None:
+        assert trainer.engine is not None
+        for bucket in all_buckets(trainer.engine.units):
+            if bucket.grad is not None:
+                bucket.grad /= 2
+
+    norms: list[list[float]] = []
+    for number, hooks in enumerate(({}, {"on_pre_optimizer_step": halve} if mesh.rank == 0 else {})):
+        seen: list[float] = []
+        noting = calling(on_step_end=lambda *now, seen=seen: seen.append(now[2]["grad_norm"]), **hooks)
+        config = settings(folder, run={"name": f"run-{number}", "max_steps": 2}, zero={"stage": 2})
+        fitted(seeded(llama), config, sentences(), callbacks=[noting])
+        norms.append(seen)
+    assert norms[0][0] / 2 < norms[1][0] < norms[0][0]
+
+
 def ordered(mesh: Mesh, folder: str) -> None:
     """The seed of the data is one of its own: losses of two steps for each, with one seed of the run and one model."""
     found = []

@@ -32,6 +32,7 @@ test_a_run_does_what_a_plain_loop_does = tried(
         (1, "towers", {}),
         (2, "towers", {}),
         (2, "scheduled", {}),
+        (2, "halving", {}),
         (1, "ordered", {}),
         # Memory is given back when a trainer is closed.
         (1, "left_when_closed", {"sections": {}}),

@@ -106,3 +106,26 @@ def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert glibc_malloc.reuse_freed_memory() is False
     assert glibc_malloc.prevent_fragmentation() is False
+
+
+class FakeLibrary:
+    """Counts the calls of an allocator whose blocks are numbered."""
+
+    def __init__(self) -> None:
+        self.blocks: list[int] = []
+        self.freed: list[int] = []
+        self.trimmed: list[int] = []
+        self.malloc = lambda size: self.blocks.append(size) or len(self.blocks)
+        self.free = lambda block: self.freed.append(block)
+        self.malloc_trim = self.trimmed.append
+        self.gnu_get_libc_version = lambda: b"2.38"
+
+
+def test_reserved_blocks_have_one_in_use_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    libc = FakeLibrary()
+    glibc_malloc._reserve(libc)  # type: ignore[arg-type]
+    assert {number % 2 for number in libc.freed} == {1}, "every other block is freed"
+    assert 2 * len(libc.freed) == len(libc.blocks)
+    monkeypatch.setattr(glibc_malloc, "_glibc", lambda: libc)
+    assert glibc_malloc.prevent_fragmentation() is False, "which finds aligned blocks again"
+    assert libc.trimmed == [0], "free memory goes to the system"
