@@ -8,8 +8,8 @@ import pytest
 from tests.contract.harness import LAYOUTS, Layout, cases, check, short
 from tests.support.workers import Workers
 
-ALIKE = {"DeBERTa"}
-"""What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head."""
+ALIKE = {"DeBERTa", "Pvt"}
+"""What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head; GLPN, of the same stages."""
 
 
 def _parameters() -> list[Any]:

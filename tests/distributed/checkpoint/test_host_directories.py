@@ -89,7 +89,7 @@ def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
 
 @pytest.mark.parametrize(
     "disks",
-    [TWO, [1, 0, 1], full([0, 1]), full([0, 1, 1, 0, 1]), [2, 0, 1], full([0, 1, 2])],
+    [TWO, full([1, 0, 1]), full([0, 1]), full([0, 1, 1, 0, 1]), [2, 0, 1], full([0, 1, 2])],
     ids=lambda disks: "-".join(map(str, disks)),
 )
 def test_a_run_goes_on_from_parts(
@@ -114,8 +114,8 @@ def test_a_run_goes_on_from_parts(
     ("harm", "words"),
     [
         ("flip", "are not what rank"),
-        full("absent", "part 2 of 2 is missing"),
-        ("foreign", "are not parts of one checkpoint"),
+        ("absent", "part 2 of 2 is missing"),
+        full("foreign", "are not parts of one checkpoint"),
         full("whole", "is another checkpoint on rank"),
     ],
 )

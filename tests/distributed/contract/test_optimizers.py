@@ -495,8 +495,8 @@ def refused(mesh: Mesh, name: str) -> str:
 
 
 WHOLE = {"Muon", "Muon and AdamW", "Adafactor", "transformers", "Lamb"}
-ALIKE = {"Adam decoupled", "SGD dampened", "RAdam", "Adamax", "Adadelta", "Lion"}
-"""Element by element, with states such as those of another: AdamW, Adam, SGD, NAdam, RMSprop."""
+ALIKE = {"Adam decoupled", "SGD dampened", "RAdam", "Adamax", "Adadelta", "Lion", "AdamW", "RMSprop", "Muon"}
+"""Of states such as those of another: Adam, SGD, NAdam, Adagrad, and Muon beside AdamW."""
 
 
 @pytest.mark.parametrize(

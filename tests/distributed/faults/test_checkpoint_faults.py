@@ -109,7 +109,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_saved(
     [
         ("bit-flip", "are not what rank"),
         full("short-write", "are not what rank"),
-        ("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
+        full("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
     ],
 )
 @pytest.mark.parametrize("site", ["mid-write", full("after-rename")])
@@ -204,7 +204,7 @@ def test_saves_that_always_fail_end_the_run(fresh: Any) -> None:
 
 
 def test_a_rank_that_hangs_in_a_save_is_named(fresh: Any) -> None:
-    sections = {"parallel": {"timeout_seconds": 2.0}}
+    sections = {"parallel": {"timeout_seconds": 1.0}}
     outcomes = fresh("struck", stuck=(1,), fault="hang@mid-write:1:2", sections=sections)
     assert outcomes[0].error == "CollectiveError"
     assert "rank 1" in outcomes[0].message
@@ -268,7 +268,7 @@ def kill_later(marker: Path, pid: int, seconds: float, *signals: signal.Signals)
 
 
 @pytest.mark.parametrize(
-    ("number", "error", "words"), [(signal.SIGTERM, "SystemExit", "143"), (signal.SIGINT, "KeyboardInterrupt", "")]
+    ("number", "error", "words"), [(signal.SIGTERM, "SystemExit", "143"), full(signal.SIGINT, "KeyboardInterrupt", "")]
 )
 def test_a_signal_to_one_rank_saves_and_ends_all(
     workers: Workers, tmp_path: Path, resumed: Any, number: signal.Signals, error: str, words: str

@@ -86,7 +86,7 @@ FAULTS = (
     # Rank 0 keeps the store.
     *rows(3, lambda where, rank: (Fault(kind="kill", rank=rank, where=where), APART, ()), PLACES, [0, 1]),
     *rows(1, lambda where: (Fault(kind="exit", where=where), {}, (GONE,)), ["backward"]),
-    *rows(3, stopped, TRANSPORTS, [2, 3]),
+    *rows(4, stopped, TRANSPORTS, [2, 3]),
     *rows(1, lambda options: (Fault(kind="stop"), options, ()), [APART]),
     *rows(5, swapped, TRANSPORTS, [0, 2, 3]),
     *rows(2, partial(swapped, hosts=1), ["gloo"], [2, 0, 3]),
@@ -97,7 +97,7 @@ FAULTS = (
     *rows(1, partial(erred, hosts=1), ["gloo"], ["forward"]),
 )
 PAUSES = (
-    *rows(3, slow, TRANSPORTS, [2, 3]),
+    *rows(4, slow, TRANSPORTS, [2, 3]),
     *rows(1, partial(slow, hosts=1), ["gloo"], [3]),
     *rows(1, lambda where: (Fault(kind="sleep", seconds=1.0, where=where), {}, ()), ["backward"]),
 )

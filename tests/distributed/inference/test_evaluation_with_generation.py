@@ -46,7 +46,8 @@ ROWS: list[Any] = [
         if "pipeline" not in layout
         for model in ("llama", "t5")
     ),
-    *(row("samples_prompts", layout) for layout in (SHARDED, "pipeline", "tensor")),
+    *(row("samples_prompts", layout) for layout in (SHARDED, "pipeline")),
+    row("samples_prompts", "tensor", FULL),
     row("refuses", "alone"),
     row("tokenized", "alone"),
 ]

@@ -34,7 +34,7 @@ test_over_transformers = tried(
     [
         row(2, "as_original", stage=1),
         row(2, "as_original", FULL, stage=3),
-        row(2, "as_original", stage=3, adapted=True),
+        row(2, "as_original", FULL, stage=3, adapted=True),
         row(2, "twice"),
         row(2, "generating"),
         row(2, "generating_together"),

@@ -74,10 +74,18 @@ class Asker(Callback):
 ALL = ["greedy", "sampling", "beams", "uncached"]
 STAGED = ["greedy", "sampling", "uncached"]
 LAYOUTS: list[Any] = [
-    (2, "llama", 3, {"tensor": 2}, ["sampling", "beams"]),
+    (2, "llama", 3, {"tensor": 2, "sequence": True}, ["sampling", "beams"]),
+    pytest.param(2, "llama", 3, {"tensor": 2}, ["sampling", "beams"], marks=pytest.mark.full),
     (2, "gpt2", 3, {"pipeline": 2}, ["sampling", "uncached"]),
     pytest.param(2, "llama", 3, {}, ["beams"], marks=pytest.mark.full),
-    (4, "gpt2", 2, {"pipeline": 2, "tensor": 2, "sequence": True}, ["sampling", "greedy"]),
+    pytest.param(
+        4,
+        "gpt2",
+        2,
+        {"pipeline": 2, "tensor": 2, "sequence": True},
+        ["sampling", "greedy"],
+        marks=pytest.mark.full,
+    ),
     (2, "t5", 3, {"tensor": 2}, ["greedy"]),
     pytest.param(
         *(2, "llama-deep", 2, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, ["greedy"]),

@@ -82,7 +82,7 @@ CASES = [
     ),
 ]
 QUICK = {
-    ("", "sequence 2", 2), ("", "zero bubble", 3), ("", "pipeline 2 x tensor 2", 3), ("ragged", "pipeline 2", 3),
+    ("", "sequence 2", 2), ("", "pipeline 2 x tensor 2", 3), ("ragged", "pipeline 2", 3),
     ("experts", "pipeline 2", 3), ("its own base model", "pipeline 2", 3), ("recomputed", "zero bubble", 3),
     ("float16", "tensor 2", 3),
 }  # fmt: skip
@@ -205,7 +205,7 @@ def test_initial_weights_and_a_second_run_do_not_depend_on_axes(workers: Workers
 
 
 LAYOUTS = ("data 2", "tensor 2", "pipeline 2", "pipeline 2 x tensor 2")
-ORDERS = (("tensor 2", "pipeline 2", "llama"), ("pipeline 2", "data 2", "gpt2"))
+ORDERS = (("tensor 2", "pipeline 2", "llama"),)
 
 
 @pytest.mark.parametrize(

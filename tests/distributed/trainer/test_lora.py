@@ -66,7 +66,8 @@ test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
 test_adapters_on_ranks = tried(
     "lora_cases",
     [
-        *(row(2, "of_experts", stage=stage) for stage in (2, 3)),
+        row(2, "of_experts", pytest.mark.full, stage=2),
+        row(2, "of_experts", stage=3),
         *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
         row(2, "prompted", stage=3),
         *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
