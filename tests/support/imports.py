@@ -4,6 +4,7 @@ import peft  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch.distributed
+import transformers.optimization  # noqa: F401
 from transformers import (  # noqa: F401
     BertForSequenceClassification,
     GPT2LMHeadModel,
@@ -16,5 +17,9 @@ import zeromesh.trainer.cli.main
 import zeromesh.trainer.trainer  # noqa: F401
 from tests.conformance import cases  # noqa: F401
 from tests.support import trainer_cases  # noqa: F401
+from zeromesh.trainer.models.flops import peak_flops
 
 torch.set_num_threads(1)
+# Products of matrices prepare themselves at the first one, and how fast this machine takes them is found out once.
+for dtype in (torch.float32, torch.float64, torch.bfloat16):
+    peak_flops(torch.device("cpu"), dtype)

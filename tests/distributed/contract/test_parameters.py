@@ -278,7 +278,7 @@ def test_hooks_on_meta_are_refused(workers: Workers) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["gradual", "resting", "adapters", "later"])
+@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("gradual", "adapters")), "resting", "later"])
 def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Path, name: str) -> None:
     first, second, third = Layout(stage=3, kept=False), Layout(stage=1, ranks=1), Layout(stage=2, transport="gloo")
     for layout, stop in ((first, 3), (second, 5), (third, 6)):
@@ -291,7 +291,8 @@ def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Pa
     [
         ("changed_inside_backward", {}, 1e-12),
         ("changed_in_bfloat16", {}, 0.0),
-        *(("changed_over_axes", {axis: 2}, 1e-9) for axis in ("tensor", "pipeline", "replicate")),
+        *(("changed_over_axes", {axis: 2}, 1e-9) for axis in ("tensor", "pipeline")),
+        pytest.param("changed_over_axes", {"replicate": 2}, 1e-9, marks=pytest.mark.full),
     ],
 )
 def test_runs_whose_flags_change_end_alike(

@@ -183,7 +183,7 @@ def test_averages_are_those_of_torch(
         assert {name: value for name, value in found.items() if not value < 1e-9} == {}
 
 
-@pytest.mark.parametrize("flagged", [False, True], ids=["plain", "flags change"])
+@pytest.mark.parametrize("flagged", [pytest.param(False, marks=pytest.mark.full), True], ids=["plain", "flags change"])
 def test_averages_go_on_in_another_layout(workers: Workers, tmp_path: Path, flagged: bool) -> None:
     layouts = (Layout(stage=3, kept=False), 2), (Layout(stage=1, ranks=1), 4), (Layout(stage=2, transport="gloo"), 6)
     for layout, stop in layouts:
@@ -192,7 +192,7 @@ def test_averages_go_on_in_another_layout(workers: Workers, tmp_path: Path, flag
             assert {name: value for name, value in found.items() if not value < 1e-9} == {}
 
 
-@pytest.mark.parametrize("axis", [pytest.param("replicate", marks=pytest.mark.full), "tensor", "pipeline"])
+@pytest.mark.parametrize("axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("replicate", "pipeline")), "tensor"])
 def test_averages_are_saved(workers: Workers, tmp_path: Path, axis: str) -> None:
     for found in workers.run(2, "test_weight_average:averaged_models", folder=str(tmp_path), **{axis: 2}):
         assert {name: value for name, value in found.items() if not value < 1e-9} == {}

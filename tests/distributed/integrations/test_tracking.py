@@ -285,7 +285,7 @@ def test_rows_of_a_file_of_wandb_that_is_gone_are_sent(
         tracker.finish()
         if process == gone:
             shutil.rmtree((tmp_path / "wandb" / "latest-run").resolve())
-        time.sleep(1)  # The names of folders have seconds.
+        time.sleep(1.01 - time.time() % 1)  # The names of folders have seconds, and the next one is another.
     assert [row["_step"] for row in wandb_rows(tmp_path)] == left
 
 

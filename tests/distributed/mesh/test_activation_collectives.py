@@ -169,7 +169,7 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
     if unread:
         time.sleep(0.5)
     elif fault == "late":
-        time.sleep(2.5 * last)
+        time.sleep(1.8 * last)
     elif fault == "other shares":
         return float(exchange.reduce_scatter_async(tensor, 0, sizes=[3, 1] if last else None).wait().sum())
     if last and fault == "other collective":

@@ -39,7 +39,7 @@ def each(sections: dict[str, Any], *marks: pytest.MarkDecorator, name: str, **mo
     ("sections", "more"),
     [
         # All accumulate two microbatches and clip, but where they say otherwise.
-        each({"zero": {"stage": 0}}, name="stage 0"),
+        each({"zero": {"stage": 0}}, FULL, name="stage 0"),
         each({"zero": {"stage": 1}}, FULL, name="stage 1"),
         each({"zero": {"stage": 2}}, FULL, name="stage 2"),
         each({"zero": {"stage": 3}}, FULL, name="stage 3"),
