@@ -238,11 +238,10 @@ class Watchdog:
         ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
         if not ahead:
             return None
-        name = next(iter(ahead.values()))
         where = f" in {self._calls[-1][1]}" if self._calls else ""
         return CollectiveError(
-            f"{name} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did not: it waits for "
-            f"{what}{where} ({_at_step(self._step)})"
+            f"{next(iter(ahead.values()))} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did "
+            f"not: it waits for {what}{where} ({_at_step(self._step)})"
         )
 
     def _late_peers(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
@@ -292,12 +291,10 @@ class Watchdog:
                 if not work.is_completed():
                     piece = self.SLICE
                     return False
-            else:
-                return True
-            try:  # The work has failed, or completed just after the timeout.
-                work.wait(piece)
-            except RuntimeError as error:
-                raise self.broken_transport(error, peers, what) from error
+                try:  # The work has failed, or completed just after the timeout.
+                    work.wait(piece)
+                except RuntimeError as error:
+                    raise self.broken_transport(error, peers, what) from error
             return True
 
         self._wait(arrived, peers, what)
@@ -315,7 +312,7 @@ class Watchdog:
         since = time.monotonic_ns()
         self.ring.add(status_board.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
-        patience: Patience | None = None
+        patience = Patience(self, peers, what, late)
         missing = behind() if behind is not None else []
         try:
             while not done():
@@ -329,8 +326,11 @@ class Watchdog:
                     continue
                 look_at = now + 0.05
                 self.raise_if_broken()
-                patience = patience or Patience(self, peers, what, late)
-                patience.check_peers()
+                try:
+                    patience.check_peers()
+                except CollectiveError:  # A peer that has done its part before leaves its error to the next wait.
+                    if self.may_hang or not done():
+                        raise
                 if now >= say_at:  # Reading rows of other hosts costs requests to the store.
                     say_at = now + 0.5
                     found = self._missing(peers, what) if behind is None else behind()

@@ -244,11 +244,12 @@ def changed_over_axes(mesh: Mesh, folder: str) -> float:
     return compare(seeded(llama).double(), config, data, plain, callbacks=callbacks, gradients=False)[0]["parameters"]
 
 
+FULL = pytest.mark.full
 LAYOUTS = [
     Layout(stage=3, kept=False, transport="gloo"),
     Layout(stage=1, transport="shared"),
-    pytest.param(Layout(stage=3, kept=True, transport="shared"), marks=pytest.mark.full),
-    pytest.param(Layout(stage=0, transport="gloo"), marks=pytest.mark.full),
+    pytest.param(Layout(stage=3, kept=True, transport="shared"), marks=FULL),
+    pytest.param(Layout(stage=0, transport="gloo"), marks=FULL),
 ]
 
 
@@ -278,7 +279,9 @@ def test_hooks_on_meta_are_refused(workers: Workers) -> None:
     )
 
 
-@pytest.mark.parametrize("name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("gradual", "adapters")), "resting", "later"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.full) for name in ("gradual", "adapters")), "resting", "later"]
+)
 def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Path, name: str) -> None:
     first, second, third = Layout(stage=3, kept=False), Layout(stage=1, ranks=1), Layout(stage=2, transport="gloo")
     for layout, stop in ((first, 3), (second, 5), (third, 6)):
@@ -292,7 +295,7 @@ def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Pa
         ("changed_inside_backward", {}, 1e-12),
         ("changed_in_bfloat16", {}, 0.0),
         *(("changed_over_axes", {axis: 2}, 1e-9) for axis in ("tensor", "pipeline")),
-        pytest.param("changed_over_axes", {"replicate": 2}, 1e-9, marks=pytest.mark.full),
+        pytest.param("changed_over_axes", {"replicate": 2}, 1e-9, marks=FULL),
     ],
 )
 def test_runs_whose_flags_change_end_alike(

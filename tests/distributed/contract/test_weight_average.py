@@ -192,7 +192,9 @@ def test_averages_go_on_in_another_layout(workers: Workers, tmp_path: Path, flag
             assert {name: value for name, value in found.items() if not value < 1e-9} == {}
 
 
-@pytest.mark.parametrize("axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("replicate", "pipeline")), "tensor"])
+@pytest.mark.parametrize(
+    "axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("replicate", "pipeline")), "tensor"]
+)
 def test_averages_are_saved(workers: Workers, tmp_path: Path, axis: str) -> None:
     for found in workers.run(2, "test_weight_average:averaged_models", folder=str(tmp_path), **{axis: 2}):
         assert {name: value for name, value in found.items() if not value < 1e-9} == {}

@@ -109,7 +109,9 @@ def test_a_kill_anywhere_loses_nothing_that_was_saved(
     [
         ("bit-flip", "are not what rank"),
         full("short-write", "are not what rank"),
-        full("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
+        full(
+            "truncate", "were written|are not what rank"
+        ),  # what others write behind the cut makes the file long again
     ],
 )
 @pytest.mark.parametrize("site", ["mid-write", full("after-rename")])

@@ -332,6 +332,19 @@ class TestWatch:
         with pytest.raises(CollectiveError, match="rank 1 failed with ValueError: bad sample"):
             watch_of(first, 0).wait(lambda: False, [0, 1], "a sum")
 
+    def test_a_peer_that_has_done_its_part_and_then_failed_leaves_its_error_to_the_next_wait(
+        self, boards: Boards, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What has arrived is there: the rank may find the cause by itself, as its peer did."""
+        first, second = boards
+        watch_of(second, 1).fail(ValueError("bad sample"))
+        watch, read = watch_of(first, 0), Mock(side_effect=first.read)
+        monkeypatch.setattr(first, "read", read)
+        watch.wait(lambda: bool(read.called), [0, 1], "a sum", polls=0)
+        assert not watch.may_hang
+        with pytest.raises(CollectiveError, match="rank 1 failed with ValueError: bad sample"):
+            watch.wait(lambda: False, [0, 1], "the next sum")
+
     def test_ranks_that_go_through_other_events_are_named(self, watches: Watches) -> None:
         first, second = watches
         for watch in (first, second):
