@@ -14,8 +14,8 @@ from tests.support.architectures import ARCHITECTURES
 from tests.support.workers import Workers
 
 STAGES = (1, 2, 3)
-ALIKE = {"mistral", "qwen3", "phi", "opt"}
-"""Decoders whose blocks have the parts of others': those of Llama, GPT-NeoX and GPT-2."""
+ALIKE = {"gpt2", "gemma", "mistral", "qwen3", "phi", "opt"}
+"""Decoders whose blocks have the parts of Llama's or GPT-NeoX's, or which the matrix trains too."""
 EXACT = 1e-9
 """Relative. Sums are taken in another order; some gradients are zero but for rounding, and count as parts of the largest."""
 

@@ -106,7 +106,10 @@ ACCUMULATED = Layout(accumulation=2)
             for name in ("adam", "sgd", "adagrad")
         ),
         *(  # Optimizers inside backward.
-            (choice, size, small("llama", 4, **BF16), Layout(accumulation=accumulation, in_backward=True), {})
+            pytest.param(
+                *(choice, size, small("llama", 4, **BF16), Layout(accumulation=accumulation, in_backward=True), {}),
+                marks=() if (choice == ALL) == (size == accumulation) else pytest.mark.full,
+            )
             for choice in (ALL, "optimizer=file:0.5")
             for size in (1, 2)
             for accumulation in (1, 2)

@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
     "ner": ("run_ner.py", {"model_name_or_path": "bert", "learning_rate": 2e-2, **JSON}, 8, DO),
 }  # fmt: skip
 """Each: the script, its arguments, samples of a rank in a microbatch on one rank, and what it is to do."""
-SHORT = {("clm", 2), ("classification", 2), ("ner", 1)}
+SHORT = {("clm", 2), ("classification", 1)}
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def tracked(
     said = io.StringIO()
     with (
         noted(),
-        patch("zeromesh.trainer.monitoring.tracking._FINISH_SECONDS", 2.0 if stops else 30.0),
+        patch("zeromesh.trainer.monitoring.tracking._FINISH_SECONDS", 1.0 if stops else 30.0),
         contextlib.redirect_stdout(said),
         Trainer(llama(), config, sentences(), sentences(5, seed=4), callbacks=watching) as trainer,
     ):

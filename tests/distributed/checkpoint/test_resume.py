@@ -50,7 +50,8 @@ def full(*values: Any) -> Any:
     [
         full(2, 0, {}, "llama"),
         full(2, 1, {}, "llama"),
-        (3, 2, {}, "gpt2"),
+        full(3, 2, {}, "gpt2"),
+        (2, 2, {}, "gpt2"),
         full(2, 3, {}, "gpt2"),
         full(1, 3, {}, "llama"),
         (2, 3, {"precision": BF16}, "llama"),

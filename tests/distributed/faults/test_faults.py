@@ -84,7 +84,7 @@ FAULTS = (
     # One survivor may fail first, and the other names it with its reason.
     *rows(1, lambda transport: (Fault(kind="kill", rank=0), {"size": 3, "transport": transport}, (GONE,)), TRANSPORTS),
     # Rank 0 keeps the store.
-    *rows(3, lambda where, rank: (Fault(kind="kill", rank=rank, where=where), APART, ()), PLACES, [0, 1]),
+    *rows(4, lambda where, rank: (Fault(kind="kill", rank=rank, where=where), APART, ()), PLACES, [0, 1]),
     *rows(1, lambda where: (Fault(kind="exit", where=where), {}, (GONE,)), ["backward"]),
     *rows(4, stopped, TRANSPORTS, [2, 3]),
     *rows(1, lambda options: (Fault(kind="stop"), options, ()), [APART]),

@@ -113,6 +113,6 @@ test_what_is_around_callbacks_is_the_same = tried(
         pytest.param(
             1, "tensorboard", {}, marks=pytest.mark.skipif(find_spec("tensorboard") is None, reason="no TensorBoard")
         ),
-        (1, "wandb_offline", {}),
+        pytest.param(1, "wandb_offline", {}, marks=FULL),
     ],
 )

@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rank-stabilised": ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, {}),
 }
 """Changes of adapters, and of the model below them."""
-SHORT = ("linear layers", "head", "whole tied embedding")
+SHORT = ("linear layers", "whole tied embedding")
 
 
 def variant(name: str, stage: int) -> Any:

@@ -107,7 +107,7 @@ def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
 @pytest.mark.parametrize(
     ("size", "activations", "mode"),
     [
-        (2, "file", "block"),
+        pytest.param(2, "file", "block", marks=FULL),
         (1, {"tier": "file", "fraction": 0.5}, "selective"),
         pytest.param(2, "host", "block", marks=FULL),
     ],

@@ -44,7 +44,7 @@ from zeromesh.intervals import Interval
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile
 
-FEW = settings(max_examples=12)
+FEW = settings(max_examples=8)
 randoms = st.integers(0, 2**32).map(random.Random)
 F32, BF16 = torch.float32, torch.bfloat16
 
