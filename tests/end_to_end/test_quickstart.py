@@ -38,21 +38,15 @@ def shortened(here: Path, **more: Any) -> list[str]:
 
 
 RANKS = {"tensor.yaml": (2, 4), "pipeline.yaml": (2, 4), "hybrid.yaml": (2, 4), "tensor-pipeline-data.yaml": (4, 8)}
-"""Ranks for configurations that cannot do with one: those of each run of the tests, and those of the whole matrix."""
+"""Ranks for configurations that cannot do with one."""
 OFTEN = {
-    "quickstart.yaml",
-    "finetune.yaml",
-    "chat.yaml",
-    "lora.yaml",
-    "offload.yaml",
-    "tensor.yaml",
-    "pipeline.yaml",
-    "deepspeed.json",
+    **dict.fromkeys(("quickstart.yaml", "offload.yaml", "tensor.yaml", "pipeline.yaml"), 2),
+    **dict.fromkeys(("finetune.yaml", "chat.yaml", "lora.yaml", "deepspeed.json"), 1),
 }
 TRIED = [
-    pytest.param(name, size, marks=() if name in OFTEN and not number else pytest.mark.full)
+    pytest.param(name, size, marks=() if OFTEN.get(name) == size else pytest.mark.full)
     for name in CONFIGS
-    for number, size in enumerate(RANKS.get(name, (2, 1)))
+    for size in RANKS.get(name, (2, 1))
 ]
 
 

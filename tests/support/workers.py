@@ -28,8 +28,8 @@ _START_SECONDS = 60.0
 _FIRST_PORT, _PORTS = 10_000, 20_000
 _TRIED = itertools.count(os.getpid() * 251)
 """Processes that test at the same time begin at different ones."""
-_KEPT_POOLS = 4
-"""Workers that wait cost a few percent of a core each: the threads of their process groups poll."""
+_KEPT_POOLS = 6
+"""They take memory, and a fresh one imports and prepares much at its first case."""
 
 
 class CaseError(AssertionError):
@@ -101,10 +101,14 @@ class _Worker:
 
 
 class Pool:
-    """The workers of one layout. After a case that ended badly it is closed."""
+    """The workers of one layout. After a case that ended badly it is closed.
 
-    def __init__(self, source: Source, options: PoolOptions) -> None:
+    With `rests` they are stopped between cases: threads of their process groups poll, and twenty take an eighth of a core.
+    """
+
+    def __init__(self, source: Source, options: PoolOptions, *, rests: bool = False) -> None:
         self.options = options
+        self._rests = rests
         self.open = True
         self._workers: list[_Worker] = []
         port = str(_free_port())
@@ -159,6 +163,7 @@ class Pool:
             CaseError: when it did not end in time; the pool is then closed.
         """
         for worker in self._workers:
+            _signal(worker.pid, signal.SIGCONT)
             if worker.connection is not None:
                 worker.connection.send_bytes(json.dumps({"case": case, "arguments": arguments}).encode())
         waited = {worker.connection: rank for rank, worker in enumerate(self._workers) if rank not in stuck}
@@ -175,6 +180,8 @@ class Pool:
                     found[rank] = Outcome(rank=rank, **json.loads(connection.recv_bytes()))  # type: ignore[union-attr]
                 except (EOFError, ConnectionResetError):
                     found[rank] = Outcome(rank=rank, error="died", traceback=self._tail(rank))
+        for worker in self._workers if self._rests else ():
+            _signal(worker.pid, signal.SIGSTOP)
         return [found[rank] for rank in sorted(found)]
 
     def _hung(
@@ -227,7 +234,7 @@ class Workers:
         options = PoolOptions(size=size, device=device or self._device, **axes)
         pool = self._pools.pop(options, None)
         if pool is None or not pool.open:
-            pool = Pool(self._source, options)
+            pool = Pool(self._source, options, rests=not options.hosts)  # Hosts tell by their clocks who is gone.
         self._pools[options] = pool  # The latest is last.
         while len(self._pools) > _KEPT_POOLS:
             self._pools.pop(next(iter(self._pools))).close()
