@@ -8,8 +8,19 @@ import pytest
 from tests.contract.harness import LAYOUTS, Layout, cases, check, short
 from tests.support.workers import Workers
 
-ALIKE = {"DeBERTa", "Pvt"}
-"""What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head; GLPN, of the same stages."""
+ALIKE = {
+    *(
+        "DeBERTa",
+        "Pvt",
+        "spectral norm in bfloat16",
+        "parametrized spectral norm in float64",
+        "a scripted part of a block",
+    ),
+    *("blocks return a object", "frozen blocks return a dataclass", "lists in a list", "sparse embedding bag"),
+    *("blocks recomputed together", "weights clamped in forward"),
+}
+"""What others show as well: DeBERTa-v2, with the same head, and DeBERTa with its first head; GLPN, of the same stages; the other
+dtype or the other kind of the norm; all scripted, objects with slots, lists in lists, embeddings, gated blocks, rolled weights."""
 
 
 def _parameters() -> list[Any]:

@@ -47,7 +47,13 @@ test_a_divided_model_is_the_whole_one = tried(
     "tensor_cases",
     [
         *(
-            row(ranks, "equals", *marks, models=models, sequence=sequence, checkpointing=checkpointing)
+            row(
+                *(ranks, "equals"),
+                *(marks or [FULL] * (models is OTHERS and not sequence)),
+                models=models,
+                sequence=sequence,
+                checkpointing=checkpointing,
+            )
             for ranks, models, checkpointing, *marks in DIVIDED
             for sequence in BOTH
         ),
