@@ -40,7 +40,7 @@ FLOORS = {
     "zeromesh": ENGINE,
     "trainer": ENGINE
     | {"transformers", "huggingface_hub", "datasets", "pyarrow", "accelerate", "lightning", "wandb", "peft"}
-    | {"pydantic", "pydantic_core", "yaml", "jinja2", "rich", "shtab", "plotly", "packaging"}
+    | {"pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "rich", "shtab", "plotly", "packaging"}
     | {"clearml", "comet_ml", "swanlab"}  # which are there where a person tracks by them
     | {"fastapi", "starlette", "uvicorn", "h11"}  # which are there where a person serves a model
     | {"PIL"}  # which is there where a person trains on pictures

@@ -111,7 +111,7 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
     """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase. Raises
     `ConfigError` without plotly."""
-    from zeromesh.trainer.tools.html_report.page import document, table_of  # Importing plotly takes a while.
+    from zeromesh.trainer.tools.html_report.page import Part, Table, document  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)
     estimates = [row.estimate for row in plan.rows[:shown]]
@@ -119,8 +119,11 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
         (number, str(each.layout), human_bytes(each.device_bytes), human_seconds(each.seconds))
         for number, each in enumerate(estimates, start=1)
     ]
-    table = table_of(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3))
-    sections = {"Layouts, the fastest first": table, "Memory and time": charts}
+    table = Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3))
+    sections: dict[str, list[Part]] = {
+        "Layouts, the fastest first": [("", "table", table)],
+        "Memory and time": [("", "charts", charts)],
+    }
     title = f"{plan.subject} on {counted(plan.ranks, 'rank')} of {plan.machine}"
     return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.critical)}.")
 

@@ -344,7 +344,7 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     page = plan_picture(plan, shown=3)
     for row in plan.rows[:3]:
         assert f"<td>{row.estimate.layout}</td>" in page
-    assert "default-src &#x27;none&#x27;" in page
+    assert "default-src 'none'" in page
 
 
 @pytest.mark.skipif(find_browser() is None, reason="there is no Chromium on this machine")

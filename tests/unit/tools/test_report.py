@@ -20,7 +20,7 @@ from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.html_report import page
 from zeromesh.trainer.tools.html_report.charts import MOST_POINTS, charts_of, moving_average, thinned_indices
-from zeromesh.trainer.tools.html_report.page import element, page_of
+from zeromesh.trainer.tools.html_report.page import Table, document, markup, page_of
 from zeromesh.trainer.tools.html_report.runs import read_runs
 
 ALL_CHARTS = {
@@ -88,9 +88,12 @@ def test_a_smooth_curve_stays_between_the_extremes_and_on_a_straight_line(values
 
 def test_texts_become_no_markup() -> None:
     """What cannot be seen or written is replaced."""
-    made = element("p", "<b>&", element("i", 'a"b'), title='"><script>', hidden=True, lang=None)
-    assert made == '<p title="&quot;&gt;&lt;script&gt;" hidden>&lt;b&gt;&amp;<i>a&quot;b</i></p>'
-    assert element("p", "a\x00b\u202ec\ud800d") == "<p>a\ufffdb\ufffdc\ufffdd</p>"
+    table = Table(["<b>&", markup('<i title="{}">{}</i>', '"><script>', 'a"b\x00')], [["a\x00b\u202ec\ud800d", None]])
+    made = document('"><script>', {"": [("<", "table", table)]}, [], "")
+    assert '<th>&lt;b&gt;&amp;</th><th><i title="&#34;&gt;&lt;script&gt;">a&#34;b\ufffd</i></th>' in made
+    assert "<td>a\ufffdb\ufffdc\ufffdd</td><td></td>" in made
+    assert "<title>&#34;&gt;&lt;script&gt; - zeromesh</title>" in made
+    assert "<h3>&lt;</h3>" in made
 
 
 def test_a_run_has_a_chart_of_everything_that_its_lines_have(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.report_runs import write_lines, write_run
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.tools.html_report import page
 from zeromesh.trainer.tools.html_report.charts import Chart, Line, chart_of, charts_of, moving_average, thinned_indices
-from zeromesh.trainer.tools.html_report.page import page_of, table_of
+from zeromesh.trainer.tools.html_report.page import Table, document, page_of
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, read_runs, settings_of
 
 
@@ -115,11 +115,11 @@ def test_a_mesh_has_its_ranks_and_what_failed(tmp_path: Path) -> None:
 
 
 def test_a_table_aligns_its_numbers() -> None:
-    assert table_of(["a"], []) is None
-    assert table_of(["a", "b"], [["x", 1]], numbers=(1,)) == (
+    table = Table(["a", "b"], [["x", 1]], numbers=(1,))
+    assert (
         '<div class="scroll"><table><thead><tr><th>a</th><th class="number">b</th></tr></thead>'
         '<tbody><tr><td>x</td><td class="number">1</td></tr></tbody></table></div>'
-    )
+    ) in document("", {"": [("", "table", table)]}, [], "")
 
 
 def test_keys_that_differ_between_runs(tmp_path: Path) -> None:
