@@ -74,8 +74,6 @@ class Callback:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunState:
-    """The progress and best results of a run."""
-
     step: int
     max_steps: int
     epoch: float

@@ -96,5 +96,4 @@ def run_init(options: argparse.Namespace) -> int:
 
 
 def examples() -> dict[str, Path]:
-    """Return the example files by their names without the suffix."""
     return {path.stem: path for path in _EXAMPLES.iterdir()}

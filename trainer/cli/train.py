@@ -390,7 +390,6 @@ def print_config(options: argparse.Namespace) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return 2 for an error in the user's input, else 1."""
     return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
 
 

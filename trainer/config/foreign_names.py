@@ -11,8 +11,6 @@ import yaml
 
 
 class Fate(StrEnum):
-    """The treatment of a DeepSpeed setting."""
-
     MAPPED = "mapped"
     IDLE = "no effect"
     REFUSED = "refused"

@@ -43,7 +43,6 @@ def allowed(field: FieldInfo) -> str:
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """Return the words that a field allows, if any."""
     kinds = [field.annotation, *get_args(field.annotation)]
     return [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
 
@@ -126,5 +125,4 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
 
 
 def join_choices(words: list[str]) -> str:
-    """Join words as a choice: `a, b or c`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"

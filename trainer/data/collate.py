@@ -176,8 +176,6 @@ def check_batch(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRules:
-    """The rules by which samples become a checked batch."""
-
     collate: Collate | None = None
     vocab_size: int | None = None
     causal: bool = False
@@ -217,7 +215,6 @@ class BatchRules:
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
 
     def drop_fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a sample without the fields that the collator must not get."""
         named, library, known = self.named, is_library(self.collate), self.fields is not None
         if named is None or self.unused is False:
             return dict(sample)

@@ -299,8 +299,6 @@ _ROW_NOTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureDataset:
-    """A map-style dataset of pictures and their class numbers."""
-
     files: Sequence[tuple[Path, int]]
     processor: Any
     mode: str  # Pillow's, such as RGB

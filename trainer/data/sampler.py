@@ -111,7 +111,6 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """Microbatches that every rank runs in a step."""
         return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
 
     def rounds_of(self, step: int) -> int:
@@ -125,7 +124,6 @@ class BatchPlan:
         return f"global {self.global_size} = {factors}" + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        """Return the `accumulation` microbatches of one rank in step `step` (from 0)."""
         return tuple(self.microbatch(step, data_rank, index) for index in range(self.accumulation))
 
     def microbatch(self, step: int, data_rank: int, index: int) -> Microbatch:

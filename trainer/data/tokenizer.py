@@ -141,7 +141,6 @@ class PretrainedTokenizer:
             raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def require_bounded_template(self) -> None:
-        """Call `require_bounded` for the tokenizer's chat template, if it has one."""
         if getattr(self.tokenizer, "chat_template", None):
             apply = partial(self.tokenizer.apply_chat_template, tokenize=False)
             require_bounded(str(self.tokenizer.chat_template), lambda messages, tools: apply(messages, tools=tools))

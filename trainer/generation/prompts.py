@@ -21,8 +21,6 @@ _SHOWN_PROBLEMS = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    """A prompt of a file, and its identifier."""
-
     prompt: Mapping[str, Any]
     """The line's mapping with one of `KEYS`, and fields of `GenerationConfig`."""
     id: str | int

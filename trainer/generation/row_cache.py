@@ -94,8 +94,6 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """The key-value cache of all rows, with the layout that the module describes."""
-
     length_without_layers = True
     """The length is known to stubs of other pipeline stages without entries in their layers."""
 

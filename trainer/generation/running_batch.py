@@ -111,7 +111,6 @@ class RunningBatch:
 
     @property
     def busy(self) -> bool:
-        """True if any request has not ended."""
         return bool(self._rows)
 
     @property
@@ -242,7 +241,6 @@ class RunningBatch:
         return sum(row.budget for row in self._rows) + chunks
 
     def progress(self) -> list[Progress]:
-        """Return the progress of all requests since the last call."""
         rows, self._ended, news = [*self._ended, *self._joining, *self._running], [], []
         for row in rows:
             if row.finish or len(row.logprobs) > row.reported:

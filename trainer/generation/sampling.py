@@ -68,7 +68,6 @@ def _without_nan(probabilities: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits converted to float32; float64 logits are returned unchanged."""
     return logits if logits.dtype is torch.float64 else logits.float()
 
 

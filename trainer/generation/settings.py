@@ -202,7 +202,6 @@ def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequ
 
 
 def ends_of(settings: GenerationConfig) -> list[int]:
-    """Return the ids of the end-of-text tokens in generation settings."""
     ends = settings.eos_token_id
     return [ends] if isinstance(ends, int) else list(ends or ())
 

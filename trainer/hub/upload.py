@@ -108,5 +108,4 @@ def push(
 
 
 def _described(error: Exception, token: str | None) -> str:
-    """Describe an error, with the token and other secrets replaced."""
     return describe_error(error, Redaction([*filter(None, [token]), *secret_values()]))

@@ -257,7 +257,6 @@ class RunContext:
         self.events.call("on_log", self.progress.step, values)
 
     def log_evaluation(self, values: Values) -> None:
-        """Log the values of an evaluation, and call `on_evaluate`."""
         self.log_values(values)
         self.events.control.should_evaluate = False
         self.events.call("on_evaluate", self.progress.step, values)

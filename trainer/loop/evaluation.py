@@ -152,7 +152,6 @@ def _named_metrics(metrics: Any, prefix: str) -> Values:
 
 
 def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
-    """Return the console line of the latest evaluation."""
     loss, targets = values["eval_loss"], run.progress.evaluated_targets
     text = f"step {run.progress.step}: evaluation loss {loss:.4f}"
     text += " with averaged weights" if run.config.ema.evaluate else ""

@@ -41,8 +41,6 @@ _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
 
 @dataclass(kw_only=True)
 class Loss:
-    """The computation of a model's loss, and the count of its targets."""
-
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
     count: Callable[[Mapping[str, Any]], int | None]
     """Count the targets of a batch from its labels; None if only forward counts them. Raises `DataError` without labels."""

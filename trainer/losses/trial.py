@@ -30,8 +30,6 @@ _DOCUMENT_TOLERANCE = 1e-8  # relative, between a document's outputs alone and p
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The results of the trial of a language model's loss on a small copy."""
-
     causal: bool | None
     """True if the loss is a mean over shifted labels, False if over unshifted ones; None if neither was found."""
     route: Route | None = None

@@ -60,7 +60,6 @@ _OF_A_SET = re.compile(r"eval_(.+)_runtime")
 
 
 def step_row(line: Mapping[str, Any]) -> TrackedRow:
-    """Return the row of a step, from its line in `metrics.jsonl`."""
     values: dict[str, float] = {}
     for (name, *keys), value in leaves(line):
         if isinstance(value, int | float) and name not in ("step", "time"):
@@ -211,12 +210,10 @@ class Tracking:
         return {"id": self.ident, "run": run} if self.ident else {}
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Send the figures of a step, given its line in `metrics.jsonl`."""
         if self._senders:
             self._enqueue(step_row(line))
 
     def log_evaluation(self, line: Mapping[str, Any]) -> None:
-        """Send the figures of an evaluation, given its line in `evaluations.jsonl`."""
         if self._senders:
             self._enqueue(evaluation_row(line))
 

@@ -99,8 +99,6 @@ class Chunk:
 
 
 class Estimator:
-    """Estimates the memory and the seconds of layouts of one subject on one machine."""
-
     def __init__(self, subject: Subject, machine: Machine, host: int) -> None:
         self.subject, self.machine, self.host = subject, machine, host
         self.device = torch.device(machine.device.kind)

@@ -60,7 +60,6 @@ class Layout:
         return STAGES[self.stage].parameters is Placement.SHARDED
 
     def values_by_key(self) -> dict[str, Any]:
-        """Return the configuration keys of this layout, with their values."""
         values = {key: getattr(self, field) for key, field in FIELDS.items()}
         for key, value in values.items():
             if isinstance(value, TierChoice):

@@ -44,8 +44,6 @@ _ROUNDS, _COUNT = 15, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
-    """The sizes of the measured operations."""
-
     dtypes: tuple[str, ...]
     products: tuple[tuple[int, int, int], ...]
     """The shapes `(rows, inner, columns)` of matrix products."""

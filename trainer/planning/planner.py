@@ -92,8 +92,6 @@ class Plan:
 
 
 class Planner:
-    """Plans the layouts of one subject on one machine."""
-
     def __init__(
         self, subject: Subject, machine: Machine, *, host: int | None = None, fixed: Mapping[str, Any] | None = None
     ) -> None:

@@ -94,7 +94,6 @@ class Tracker:
         self.sent, _ = self._read_last_row()
 
     def log(self, row: TrackedRow) -> None:
-        """Send a row."""
         self._record_row(row.position)
         if row.values:
             self.tracker.log(dict(row.values), step=row.position.step)
@@ -311,8 +310,6 @@ def _swanlab(run: TrackedRun) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    """A row of the table of trackers."""
-
     arguments: Callable[[TrackedRun], dict[str, Any]] = lambda run: {}
     """The keyword arguments of accelerate's class."""
     make: type[Tracker] = Tracker

@@ -187,8 +187,6 @@ class Observer(Recorder):
 
 @dataclass(kw_only=True)
 class Verification:
-    """The passes of one verification on this rank."""
-
     make: Callable[..., Any]
     """Creates a trainer from the arguments of `zeromesh.Trainer`."""
     mesh: Mesh

@@ -40,7 +40,6 @@ _DRIVER = Path("/proc/driver/nvidia/version")  # This file exists in a container
 
 
 def machine() -> Iterator[Finding]:
-    """Judge cores, memory, shared memory and the limits of a process."""
     cores = available_cores()
     shares = [each.split() for each in group_settings("cpu.max")]
     quota = min((int(used) / int(period) for used, period in shares if used.isdecimal()), default=cores)

@@ -75,7 +75,6 @@ def report_lines(part: str, findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def packages() -> Iterator[Finding]:
-    """Judge Python, zeromesh and each of its dependencies."""
     yield Finding("python", f"{platform.python_implementation()} {platform.python_version()}")
     yield Finding("zeromesh", f"{zeromesh.__version__} in {Path(zeromesh.__file__).parent}")
     try:
@@ -102,7 +101,6 @@ def requirement(text: str) -> Finding:
 
 
 def launch() -> Iterator[Finding]:
-    """Judge the launcher of this process, and the environment variables that affect runs."""
     try:
         environment = read_environment()
         ranks = environment.local_world_size
@@ -129,7 +127,6 @@ def launch() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    """Judge the connections between ranks of this host, and of several hosts."""
     present = interfaces()
     for variable in (INTERFACE, "NCCL_SOCKET_IFNAME"):
         if (value := setting(variable)) is not None:
