@@ -17,17 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from zeromesh.environment import (
-    BEGAN,
-    IMPORTED,
-    INTERFACE,
-    available_cores,
-    command_start_time,
-    kept_environment,
-    python_arguments,
-    read_environment,
-    setting,
-)
+from zeromesh import environment
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
@@ -44,7 +34,7 @@ from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_me
 
 FORWARDED = (
     "OMP_NUM_THREADS",
-    INTERFACE,
+    environment.INTERFACE,
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE", "NCCL_DEBUG"),
     *("HF_HOME", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "WANDB_MODE"),
 )
@@ -71,11 +61,11 @@ def run_launch(options: argparse.Namespace) -> int:
         raise ConfigError(f"--ssh {options.ssh!r} cannot be read: {error}") from error
     if not ssh:
         raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
-    variables = {name: value for name in FORWARDED if (value := setting(name)) is not None}
+    variables = {name: value for name in FORWARDED if (value := environment.setting(name)) is not None}
     problems = []
     for entry in options.env or ():
         name, given, value = entry.partition("=")
-        here = value if given else setting(name)
+        here = value if given else environment.setting(name)
         if not re.fullmatch(r"[A-Za-z_]\w*", name):
             problems.append(f"--env {name!r} is no variable's name; allowed is NAME or NAME=VALUE")
         elif here is None:
@@ -88,10 +78,10 @@ def run_launch(options: argparse.Namespace) -> int:
     plan = LaunchPlan(
         hosts=hosts,
         # `zeromesh train` parses the arguments of a host's launcher.
-        command=(sys.executable, *python_arguments("zeromesh", words)),
+        command=(sys.executable, *environment.python_arguments("zeromesh", words)),
         ssh=ssh,
         directory=os.getcwd(),
-        python_path=setting("PYTHONPATH"),
+        python_path=environment.setting("PYTHONPATH"),
         variables=variables,
         silence_seconds=options.host_timeout,
         port=options.port,
@@ -183,7 +173,7 @@ def run_train(options: argparse.Namespace) -> int:
     _convert_start_arguments(options)
     if options.attached is not None:
         # One host of a `zeromesh launch`: messages go to that command, and this process ends when it is gone.
-        with kept_environment({BEGAN: str(options.began)}):
+        with environment.kept_environment({environment.BEGAN: str(options.began)}):
             ended = run_attached(_worker_arguments(options), options.attached, say)
         return ended if isinstance(ended, int) else ended.exit_code
     processes, starts = ranks_of(options)
@@ -202,7 +192,7 @@ def run_train(options: argparse.Namespace) -> int:
         check_mesh(config, processes)
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
         return report(_launch(options, processes))
-    if not options.worker and read_environment().rank == 0:
+    if not options.worker and environment.read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
@@ -210,7 +200,7 @@ def run_train(options: argparse.Namespace) -> int:
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     from zeromesh.launch.rendezvous import launch_workers
 
-    arguments = python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+    arguments = environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
     return launch_workers(arguments, processes=processes, notify=say, **keywords)
 
 
@@ -236,25 +226,27 @@ def run_script(options: argparse.Namespace) -> int:
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
     if options.command == "run":
-        return python_arguments("zeromesh", ("run", "--worker", "--", options.script, *options.arguments))
+        return environment.python_arguments("zeromesh", ("run", "--worker", "--", options.script, *options.arguments))
     how = ("--worker", "--tune") if options.tune else ("--worker",)
-    return python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
+    return environment.python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them. A scheduler's single
     task may start workers; several tasks are the ranks themselves."""
-    environment, nproc = read_environment(), options.nproc
-    if nproc is not None and nproc > (most := max(64, 8 * available_cores())):
-        raise ConfigError(f"--nproc {nproc}: this host has {available_cores()} cores; allowed are up to {most} ranks")
-    if environment.launcher != "torchrun" and environment.world_size == 1:
-        return nproc or 1, not options.worker and (nproc or 1) > 1
-    if nproc is not None and nproc != environment.local_world_size:
+    launch, nproc = environment.read_environment(), options.nproc
+    if nproc is not None and nproc > (most := max(64, 8 * environment.available_cores())):
         raise ConfigError(
-            f"--nproc {nproc}: {environment.launcher} has started {counted(environment.local_world_size, 'process')} on this "
+            f"--nproc {nproc}: this host has {environment.available_cores()} cores; allowed are up to {most} ranks"
+        )
+    if launch.launcher != "torchrun" and launch.world_size == 1:
+        return nproc or 1, not options.worker and (nproc or 1) > 1
+    if nproc is not None and nproc != launch.local_world_size:
+        raise ConfigError(
+            f"--nproc {nproc}: {launch.launcher} has started {counted(launch.local_world_size, 'process')} on this "
             "host, which are the ranks; leave --nproc out"
         )
-    return environment.world_size, False
+    return launch.world_size, False
 
 
 def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
@@ -271,7 +263,7 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting)
-    with kept_environment({BEGAN: str(options.began)}):
+    with environment.kept_environment({environment.BEGAN: str(options.began)}):
         return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)
 
 
@@ -286,7 +278,7 @@ def report(result: WorkersFailed | int) -> int:
 
 
 def _fit(config: TrainerConfig, began: float) -> int:
-    launched, imported = command_start_time(), float(setting(IMPORTED) or 0)
+    launched, imported = environment.command_start_time(), float(environment.setting(environment.IMPORTED) or 0)
     times = StartTimes(began if launched is None else launched)
     if launched is not None:
         times.end("launch", at=began - imported)
