@@ -70,7 +70,7 @@ def check_same(left: dict[tuple[str, str], torch.Tensor], right: dict[tuple[str,
         ("llama", SHORT, "bfloat16"),
         pytest.param("gpt2", SHORT, "bfloat16", marks=FULL),
         pytest.param("moe", (TENSOR, PIPELINE, DATA), "bfloat16", marks=FULL),
-        ("llama-odd", (TENSOR, TENSOR_PIPELINE, TENSOR), "bfloat16"),
+        pytest.param("llama-odd", (TENSOR, TENSOR_PIPELINE, TENSOR), "bfloat16", marks=FULL),
         *(
             pytest.param(f"{model}-deep", LONG, precision, marks=FULL)
             for model in ("llama", "llama-1kv", "gpt2", "gemma", "moe", "qwen3")

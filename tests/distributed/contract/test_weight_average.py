@@ -139,7 +139,7 @@ def skipped(mesh: Mesh, folder: str) -> float:
     def look(trainer: Any, step: int) -> None:
         seen.append({name: value.clone() for name, value in trainer.state_dict()})
 
-    config = {**Case(name="own", build=Stack).settings(folder, Layout(stage=3)), "ema": {"decay": 0.5}}
+    config = {**Case(name="own", build=Stack, steps=4).settings(folder, Layout(stage=3)), "ema": {"decay": 0.5}}
     with Trainer(
         seeded(Stack).double(), config, samples(), compute_loss=loss, callbacks=[after_steps(look)]
     ) as trainer:
@@ -149,7 +149,7 @@ def skipped(mesh: Mesh, folder: str) -> float:
 
 
 def begun_later(mesh: Mesh, folder: str) -> float:
-    case = Case(name="own", build=Stack)
+    case = Case(name="own", build=Stack, steps=4)
     config = {**case.settings(folder, Layout(stage=2)), "checkpoint": {"every_steps": 2}}
     fitted(seeded(Stack).double(), config, samples(), compute_loss=cross_entropy, callbacks=[stopping(2)])
     seen: list[dict[str, torch.Tensor]] = []

@@ -265,7 +265,7 @@ def wandb_here() -> Iterator[None]:
     ("processes", "gone", "left"),
     [
         # It was removed after `wandb sync`, and that of an earlier process was not, which knows of no later row.
-        pytest.param([(1, 3), (4, 3), (7, 3)], 1, [0, 1, 2, 6, 7, 8], id="the latest"),
+        pytest.param([(1, 3), (4, 3), (7, 3)], 1, [0, 1, 2, 6, 7, 8], id="the latest", marks=pytest.mark.full),
         # It was removed, and the process after it was killed before its first row.
         pytest.param([(1, 3), (4, 0), (4, 1)], 0, [3], id="one before a file without rows"),
     ],
@@ -316,7 +316,7 @@ def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None
         missed_rows(tmp_path, RowPosition(0), 9)
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_training_goes_on_when_the_service_of_wandb_is_killed_or_stuck(
     workers: Workers, tmp_path: Path, stops: bool
 ) -> None:

@@ -159,7 +159,10 @@ def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("killed", "was ended by SIGKILL"), ("hangs", "a data worker took more than 2 seconds for one microbatch")],
+    [
+        ("killed", "was ended by SIGKILL"),
+        pytest.param("hangs", "a data worker took more than 2 seconds for one microbatch", marks=pytest.mark.full),
+    ],
 )
 def test_data_that_fails_on_one_rank_ends_all(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
     """The other rank is patient with one that waits for its data, and learns why it has failed. Samples are not lost."""
