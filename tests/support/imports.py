@@ -17,9 +17,5 @@ import zeromesh.trainer.cli.main
 import zeromesh.trainer.trainer  # noqa: F401
 from tests.conformance import cases  # noqa: F401
 from tests.support import trainer_cases  # noqa: F401
-from zeromesh.trainer.models.flops import peak_flops
 
 torch.set_num_threads(1)
-# Products of matrices prepare themselves at the first one, and how fast this machine takes them is found out once.
-for dtype in (torch.float32, torch.float64, torch.bfloat16):
-    peak_flops(torch.device("cpu"), dtype)
