@@ -48,7 +48,7 @@ SIMULATED := tests/unit/offload tests/conformance tests/distributed/checkpoint t
 # Most tests wait: for disks, for timeouts, for each other's ranks. Two processes share the files out.
 test: lint
 	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 1
-	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --max-worker-restart 1 --device sim --share 13 $(SIMULATED)
+	$(BIN)/python -m pytest -m 'not full' --steps 4 --numprocesses 2 --max-worker-restart 1 --device sim --share 19 $(SIMULATED)
 
 test-all: lint
 	$(BIN)/python -m pytest --device sim --steps 4 -m 'not full' $(SIMULATED)
