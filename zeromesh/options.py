@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError
+from zeromesh.flat.codec import Codec
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.settings import keys
@@ -141,6 +142,14 @@ class Precision(keys.PrecisionKeys):
         )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedWeights:
+    """The codec of frozen matrices, and patterns of the names of those that are not encoded."""
+
+    codec: Codec
+    skip: tuple[str, ...] = ()
+
+
 STAGING_SHARE = 64
 """The fraction 1/64 of an accelerator's memory for the buffers of the update stream: 1.25 GiB of 80 GiB."""
 
@@ -182,6 +191,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: keys.AverageSettings | None = None
+    weights: EncodedWeights | None = None
     accumulation: int = 1
     clip_norm: float = 0.0
     optimizer_in_backward: bool = False

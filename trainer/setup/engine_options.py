@@ -9,9 +9,11 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
+from zeromesh.flat.codec import BLOCKS, Codec
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
+from zeromesh.trainer.config.sections.model import WeightsSection
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
@@ -48,10 +50,19 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             staging_bytes=None if offload.staging == "auto" else offload.staging,
         ),
         average=config.ema if config.ema.decay else None,
+        weights=encoded_weights(config.model.weights),
         accumulation=accumulation,
         optimizer_in_backward=optimizer.in_backward,
         **config.run.model_dump(include={each.name for each in fields(StepKeys)}),
     )
+
+
+def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
+    """Return the engine's option of a section, None for none."""
+    if section is None:
+        return None
+    block, nested = section.block or BLOCKS[section.codec], section.nested and section.codec != "fp8"
+    return EncodedWeights(codec=Codec(name=section.codec, block=block, nested=nested), skip=section.skip)
 
 
 def with_exempt_names(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:

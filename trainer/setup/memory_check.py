@@ -38,7 +38,9 @@ class HostMemory:
         self.directories = options.offload.files.directories
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         self.offloaded_inputs = inputs if options.offload.activations.tier == "file" else 0
-        plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts)
+        plan = plan_model(
+            model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts, options.weights
+        )
         layouts = plan_layouts(plan, self.shards)
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]

@@ -83,6 +83,10 @@ class GatherBuffer:
             self._memory = ReleasableBuffer(count, dtype, device, spare=spare, lead=request.lead)
             self.full = self._memory.full
 
+    def transient_nbytes(self, share: float) -> int:
+        """Return the bytes that this process has only between `gather` and `release`, where it counts `share` of shared pages."""
+        return 0 if self.persistent else int(share * self.full.nbytes)
+
     def make_views(self, places: Sequence[Interval]) -> list[torch.Tensor]:
         """Return flat views of `full`, valid for the buffer's life even while the buffer has no memory."""
         if self._memory is not None:

@@ -34,6 +34,7 @@ from math import prod
 import torch
 
 from zeromesh.errors import LayoutError
+from zeromesh.flat.codec import Codec
 from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
 from zeromesh.mesh.mesh_shape import Axis
 
@@ -285,6 +286,8 @@ class ParameterSpec:
     part: ParameterPart | None = None
     """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
     copies: StageCopies | None = None
+    codec: Codec | None = None
+    """The codec of a frozen parameter that is kept encoded; None: it is kept as it is computed with."""
     numel: int = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)
     """The name of the parameter in checkpoints and for users."""
@@ -319,9 +322,9 @@ class ParameterSpec:
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
-    def bucket_key(self) -> tuple[torch.dtype, bool, object, object]:
+    def bucket_key(self) -> tuple[torch.dtype, bool, object, object, object]:
         """A key that is equal for parameters that may lie in one bucket."""
-        return self.dtype, self.requires_grad, self.holders, self.shared_by
+        return self.dtype, self.requires_grad, self.holders, self.shared_by, self.codec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -358,7 +361,7 @@ class BucketLayout:
     padded: int = field(init=False)
     shard_length: int = field(init=False)
     first: ParameterSpec = field(init=False, repr=False)
-    """The first parameter; all others have its dtype, `requires_grad` and ranks."""
+    """The first parameter; all others have its dtype, `requires_grad`, codec and ranks."""
 
     def __post_init__(self) -> None:
         end = 0
@@ -379,6 +382,15 @@ class BucketLayout:
     def nbytes(self) -> int:
         """Bytes of the gathered parameters, including padding."""
         return self.padded * self.first.dtype.itemsize
+
+    def rest_nbytes(self, length: int) -> int:
+        """Return the bytes of a shard of `length` elements at rest, and on its way to other ranks."""
+        codec = self.first.codec
+        return length * self.first.dtype.itemsize if codec is None else round_up(codec.nbytes(length), ALIGNMENT)
+
+    def travelling_nbytes(self, shards: int) -> int:
+        """Return the bytes of all `shards` shards of a bucket, as they are gathered."""
+        return shards * self.rest_nbytes(self.padded // shards)
 
     def shard(self, index: int) -> Interval:
         return shard_interval(self.padded, self.parts, index)
@@ -418,7 +430,9 @@ class BucketLayout:
 
 
 def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
-    """Lay out parameters one after the other, grouped by optimizer group, otherwise in order."""
+    """Lay out parameters one after the other, grouped by optimizer group, otherwise in order. Blocks of a codec are not cut."""
+    specs = list(specs)
+    alignment = max([alignment, *(spec.codec.block for spec in specs if spec.codec is not None)])
     slots, end = [], 0
     for spec in sorted(specs, key=lambda spec: spec.group):
         start = round_up(end, alignment)

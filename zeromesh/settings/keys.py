@@ -76,6 +76,7 @@ Seed = Annotated[Whole, Ge(0), Lt(2**63), Allowed("an integer >= 0 and < 2**63")
 Text = Annotated[str, MinLen(1), Predicate(lambda text: "\0" not in text)]
 Names = Listed[tuple[Text, ...]]
 Balance = Literal["parameters", "flops"]
+CodecName = Literal["nf4", "fp4", "int8", "fp8"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
 UpdateOn = Literal["auto", "host", "device"]

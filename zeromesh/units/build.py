@@ -8,14 +8,27 @@ from math import prod
 import torch
 from torch import nn
 
+from zeromesh.comm.decoding_buffer import DecodingBuffer
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choose_transport
 from zeromesh.errors import LayoutError
+from zeromesh.flat.codec import Codec
+from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
+from zeromesh.offload import (
+    FileSettings,
+    Ledger,
+    Purpose,
+    SparePages,
+    Tier,
+    TieredPart,
+    TieredTensor,
+    Tiers,
+    allocate_lasting,
+)
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
@@ -90,7 +103,9 @@ def build_units(
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
+        None
+        if kept or layout.first.codec is not None
+        else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
@@ -98,8 +113,15 @@ def build_units(
     leads = [_page_offset(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
     if options.offload.in_place:
         leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
+    shards = 1 if options.placements.optimizer is Placement.REPLICATED else mesh.shard.size
     requests = [
-        BufferRequest(name=layout.name, padded=layout.padded, dtype=layout.first.dtype, persistent=kept, lead=lead)
+        BufferRequest(
+            name=layout.name,
+            padded=layout.padded if layout.first.codec is None else layout.travelling_nbytes(shards),
+            dtype=layout.first.dtype if layout.first.codec is None else torch.uint8,
+            persistent=kept,
+            lead=lead,
+        )
         for (layout, kept), lead in zip(pairs, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
@@ -107,17 +129,26 @@ def build_units(
     else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
         transport = open_transport("local", mesh.shard, mesh.device, requests, *ring)
         reduction = open_transport(kind, mesh.shard, mesh.device, (), *ring)
-    kept_bytes = sum(layout.nbytes for layout, kept in pairs if kept)
+    kept_bytes = sum(request.padded * request.dtype.itemsize for request in requests if request.persistent)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
-    units = []
+    units, spare = [], SparePages()
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
-        buckets = [_build_bucket(model, layout, *next(built), mesh, options, source, tiers) for layout in unit_layouts]
+        buckets = []
+        for layout in unit_layouts:
+            buffer, runs = next(built)
+            if options.weights is not None and layout.first.codec is not None:
+                codec = options.weights.codec
+                buffer, weights = _encode_weights(layout, codec, buffer, mesh, options, source, tiers, spare)
+            else:
+                weights = _read_weights(layout, buffer, runs, mesh, options, source, tiers)
+            buckets.append(_build_bucket(model, layout, buffer, weights, mesh, options, source, tiers))
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
+    releases = releases or any(layout.first.codec is not None for layout in flat)
     return BuiltUnits(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
 
 
@@ -167,7 +198,8 @@ def kept_buckets(
     kept = [[alone and rests for rests in unit] for unit in at_rest]
     # A unit near the end of forward comes first in backward: keeping it saves a gather soon. The root is always last.
     for number in [*range(len(units) - 1, 0, -1), 0]:
-        size = sum(each.nbytes for each, stays in zip(units[number], kept[number], strict=True) if not stays)
+        unkept = (each for each, stays in zip(units[number], kept[number], strict=True) if not stays)
+        size = sum(each.travelling_nbytes(each.parts) for each in unkept)
         if size <= budget:
             budget -= size
             kept[number] = [True] * len(kept[number])
@@ -185,32 +217,79 @@ def _build_bucket(
     model: nn.Module,
     layout: BucketLayout,
     buffer: GatherBuffer,
-    stored: list[TieredPart] | None,
+    weights: tuple[TieredTensor, TieredTensor | None],
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
     tiers: Tiers,
 ) -> Bucket:
     interval = _rank_interval(layout, mesh, options)
-    if stored is not None:
-        master, copy = tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
-    else:
-        master, copy = _allocate_weights(layout, buffer, interval.length, options, tiers)
-        for piece in layout.pieces(interval):
-            _fill_piece(master, piece, source)
-        if copy is not None:
-            copy.copy_from(master)
     for slot in layout.slots:
         source.release(slot.spec.name)
     parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
     for parameter in parameters:
         _move_parameter(parameter, mesh.device)
-    bucket = Bucket(layout, parameters, buffer, interval, master, copy)
+    bucket = Bucket(layout, parameters, buffer, interval, *weights)
     buffer.end_write()
     bucket.hide_values()
     if bucket.trainable:
         _allocate_gradients(bucket, options, tiers)
     return bucket
+
+
+def _read_weights(
+    layout: BucketLayout,
+    buffer: GatherBuffer,
+    stored: list[TieredPart] | None,
+    mesh: Mesh,
+    options: ZeroOptions,
+    source: ParameterSource,
+    tiers: Tiers,
+) -> tuple[TieredTensor, TieredTensor | None]:
+    """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""
+    interval = _rank_interval(layout, mesh, options)
+    if stored is not None:
+        return tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
+    master, copy = _allocate_weights(layout, buffer, interval.length, options, tiers)
+    for piece in layout.pieces(interval):
+        _fill_piece(master, piece, source)
+    if copy is not None:
+        copy.copy_from(master)
+    return master, copy
+
+
+def _encode_weights(
+    layout: BucketLayout,
+    codec: Codec,
+    gathered: GatherBuffer,
+    mesh: Mesh,
+    options: ZeroOptions,
+    source: ParameterSource,
+    tiers: Tiers,
+    spare: SparePages,
+) -> tuple[GatherBuffer, tuple[TieredTensor, TieredTensor | None]]:
+    """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
+    interval, dtype, what = _rank_interval(layout, mesh, options), layout.first.dtype, f"weights of {layout.name}"
+    nbytes, choice = layout.rest_nbytes(interval.length), options.offload.parameters
+    if gathered.persistent:
+        gathered.begin_write()
+        encoded = TieredTensor.of(gathered.own())
+    else:
+        encoded = tiers.allocate(nbytes, torch.uint8, choice, Purpose.PARAMETERS, what)
+    parts = [Interval(start=0, end=layout.padded)]
+    if interval.length < layout.padded:
+        parts = [layout.shard(index) for index in range(layout.parts)]
+    tables: list[torch.Tensor] = []
+    shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
+    pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
+    for slot in layout.slots:
+        parameter = encoded_part(slot.spec, codec, source)
+        tables.append(parameter.tables.to(mesh.device))
+        if slot.spec.fqn in pieces:
+            shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())
+    buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, spare)
+    own = EncodedShard.of(layout, interval, tables)
+    return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
 
 
 def _runs_in_files(
@@ -253,6 +332,9 @@ def _reads(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) ->
     if options.offload.in_place and options.offload.parameters.tier == "file":
         return
     for layout in layouts:
+        if layout.first.codec is not None:  # Every rank reads these whole.
+            yield from ((slot.spec.name, 0, prod(slot.spec.region.shape)) for slot in layout.slots)
+            continue
         for piece in layout.pieces(_rank_interval(layout, mesh, options)):
             for rows, interval, _ in _selections(piece):
                 hull = rows.hull(interval)

@@ -6,6 +6,7 @@ docs/architecture.md says which modules are units.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from inspect import getattr_static
 
 import torch
@@ -15,7 +16,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from zeromesh.errors import LayoutError
+from zeromesh.flat.encoded_shard import codec_of_part
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
+from zeromesh.options import EncodedWeights
 
 ROOT = ""
 _LEAST_ELEMENTS = 4096
@@ -60,11 +63,13 @@ def plan_model(
     compute_dtype: torch.dtype,
     group_of: Callable[[str], int] = lambda fqn: 0,
     cuts: ModelCuts | None = None,
+    weights: EncodedWeights | None = None,
 ) -> list[UnitPlan]:
     """Divide `model` into units: the root first, the others in module order. Every parameter is in exactly one.
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
+    Frozen matrices of linear layers are kept as `weights` encodes them.
     Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
     """
     cuts = cuts or ModelCuts()
@@ -73,6 +78,7 @@ def plan_model(
     if not names:
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     dtypes = _dtypes(model, names, compute_dtype)
+    encoded = set() if weights is None else encoded_names(model, weights)
     ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
@@ -81,6 +87,7 @@ def plan_model(
         name = fqns[0] if copies is None else copies.name
         owners = {next((each for each in modules if fqn.startswith(f"{each}.")), ROOT) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
+        part, codec = cuts.parts.get(name), weights.codec if weights is not None and fqns[0] in encoded else None
         members[unit].append(
             ParameterSpec(
                 fqn=fqns[0],
@@ -89,14 +96,34 @@ def plan_model(
                 dtype=dtypes[fqns[0]],
                 requires_grad=parameter.requires_grad,
                 group=group_of(name),
-                part=cuts.parts.get(name),
+                part=part,
                 copies=copies,
+                codec=codec if codec is None or part is None else codec_of_part(codec, part.region, name),
             )
         )
     least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.
     for module in [module for module in modules if sum(spec.numel for spec in members[module]) < least]:
         members[ROOT] += members.pop(module)
     return [UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()]
+
+
+def encoded_names(model: nn.Module, weights: EncodedWeights) -> set[str]:
+    """Return the first names of the parameters that are encoded: frozen matrices of linear layers, but neither the output embedding
+    nor what is tied to another parameter, as those that bitsandbytes and transformers replace."""
+    heads = _names_of(model, "get_output_embeddings")
+    return {
+        fqn
+        for parameter, (fqn, *others) in names_by_parameter(model)
+        if not (others or parameter.requires_grad or fqn.rpartition(".")[0] in heads)
+        and fqn.endswith(".weight")
+        and is_linear(model.get_submodule(fqn.removesuffix(".weight")))
+        and not any(fnmatchcase(fqn, pattern) for pattern in weights.skip)
+    }
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return True for a linear layer of torch, or GPT-2's with a transposed weight."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -284,7 +284,7 @@ class Unit:
         for bucket in self.buckets:
             bucket.unit_index = index
         self._ledger = ledger
-        self._transient = int(share * sum(bucket.nbytes for bucket in self.buckets if not bucket.buffer.persistent))
+        self._transient = sum(bucket.buffer.transient_nbytes(share) for bucket in self.buckets)
         self.adopt_requires_grad()
 
     def adopt_requires_grad(self) -> None:

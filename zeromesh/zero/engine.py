@@ -107,7 +107,7 @@ class ZeroEngine:
         tiers = tiers or open_tiers(mesh, options)
         try:
             rules = GroupRules(options.optimizer)
-            plan = plan_model(model, options.precision.compute, rules.group_of, cuts)
+            plan = plan_model(model, options.precision.compute, rules.group_of, cuts, options.weights)
             specs = chain.from_iterable(unit.specs for unit in plan)
             stage_names = [name for spec in specs for name in (spec.name, *spec.other_names)]
             names = chain.from_iterable(mesh.pipeline.gather_json(stage_names, "names of all parameters"))

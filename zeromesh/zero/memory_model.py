@@ -66,11 +66,17 @@ class MemoryModel:
         """Each layout, True if its parameters stay gathered, and the number of alike buckets."""
         self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
         share = 1.0 / parts if transport == "shared" and not self._replicated else 1.0
-        root, *others = [int(share * sum(layout.nbytes for layout, stays in unit if not stays)) for unit in pairs]
+        whole = 1 if self._replicated else parts
+        root, *others = [
+            sum(int(_transient_nbytes(layout, whole, stays=stays, share=share)) for layout, stays in unit)
+            for unit in pairs
+        ]
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
         """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
-        self.kept_bytes = sum(count * layout.nbytes for layout, stays, count in self._buckets if stays)
+        self.kept_bytes = sum(
+            count * layout.travelling_nbytes(whole) for layout, stays, count in self._buckets if stays
+        )
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
@@ -110,7 +116,10 @@ class MemoryModel:
         for layout, stays, count in self._buckets:
             for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                    placed[purpose] += choice.numel_on(tier, self._length(layout)) * dtype.itemsize * count
+                    numel = self._length(layout)
+                    if layout.first.codec is not None:
+                        numel, dtype = layout.rest_nbytes(numel), torch.uint8
+                    placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
@@ -166,3 +175,11 @@ class MemoryModel:
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
         # The last of the root's shards is in flight itself, so its largest is not counted twice.
         return sum(root) + flying - min(largest, *root) if root else flying
+
+
+def _transient_nbytes(layout: BucketLayout, shards: int, *, stays: bool, share: float) -> float:
+    """Return the bytes of a bucket around its use alone: what is gathered, of which `share` counts where ranks share pages, and
+    what is decoded from that."""
+    if layout.first.codec is None:
+        return 0 if stays else share * layout.nbytes
+    return layout.nbytes + (0 if stays else share * layout.travelling_nbytes(shards))

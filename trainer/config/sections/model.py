@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.settings.keys import Allowed, Count, Fraction, Positive, Text
+from zeromesh.settings.keys import Allowed, CodecName, Count, Fraction, Names, Positive, Text
 from zeromesh.trainer.config.sections.base import Named, NamedFunction, PythonName, Section, Texts
 
 Head = Literal[
@@ -60,6 +60,26 @@ class LoraSection(Section):
     """Suffixes of the names of layers that get adapters, or all-linear; null: PEFT's defaults for the architecture."""
 
 
+class WeightsSection(Section):
+    """The codec of frozen matrices of linear layers, which are decoded around their use; as bitsandbytes encodes them."""
+
+    codec: CodecName
+    """The codec: 4 bits of normal floats (nf4) or of floats (fp4), or 8 bits (int8, fp8)."""
+    block: (
+        Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], Allowed("a power of 2 from 32 to 4096")] | None
+    ) = None
+    """Elements with one scale; null: 64 with 4 bits, 256 for int8, 128 for fp8."""
+    nested: bool = True
+    """Keep scales in 8 bits too (double quantization), but those of fp8, and of a matrix that a tensor axis divides."""
+    skip: Names = ()
+    """Patterns of the names of parameters that are not encoded, such as `*.lm_head.*`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_codec_name(cls, data: Any) -> Any:
+        return {"codec": data} if isinstance(data, str) else data
+
+
 class ModelSection(Section):
     """The model to train. A model that is given to `Trainer` itself replaces `source` and `config`."""
 
@@ -80,6 +100,10 @@ class ModelSection(Section):
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
     """Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none."""
+    weights: Annotated[
+        WeightsSection | None, Allowed("null, nf4, fp4, int8, fp8, or a mapping such as {codec: nf4}")
+    ] = None
+    """Keep frozen matrices encoded, as for QLoRA: nf4, fp4, int8 or fp8, or a mapping; null: in the compute dtype."""
     attention: Attention | None = None
     """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
     or as the model was given."""

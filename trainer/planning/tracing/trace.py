@@ -108,7 +108,7 @@ class Tracer:
             divided = self._divide(TracedExchange(tensor), False, undo)
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
-            found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts)
+            found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts, zero.weights)
         units = {unit.module: unit for unit in found}
         stands = {stand for _, stand in self._blocks}
         lists: dict[str, list[UnitPlan]] = {}

@@ -1,0 +1,66 @@
+"""`DecodingBuffer`: gathers the bytes of encoded shards, and decodes them into memory that lives around a unit's use."""
+
+from collections.abc import Sequence
+
+import torch
+
+from zeromesh.comm.transport import GatherBuffer
+from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor
+from zeromesh.intervals import Interval
+from zeromesh.offload import ReleasableBuffer, SparePages, TieredTensor
+
+
+class DecodingBuffer(GatherBuffer):
+    """A buffer for a frozen bucket of `dtype` whose `shards`, those of all ranks, `gathered` gathers as bytes."""
+
+    def __init__(
+        self, gathered: GatherBuffer, shards: Sequence[EncodedShard], dtype: torch.dtype, spare: SparePages
+    ) -> None:
+        self._gathered, self._shards = gathered, shards
+        self._decoded = ReleasableBuffer(sum(each.length for each in shards), dtype, gathered.full.device, spare=spare)
+        self.full = self._decoded.full
+        self.persistent = False
+        self._has_memory = self._is_current = False
+
+    def transient_nbytes(self, share: float) -> int:
+        return self.full.nbytes + self._gathered.transient_nbytes(share)
+
+    def make_views(self, places: Sequence[Interval]) -> list[torch.Tensor]:
+        return self._decoded.make_views([(place.start, place.end) for place in places])
+
+    def end_write(self) -> None:
+        self._gathered.end_write()
+
+    def begin_write(self) -> None:
+        self._gathered.begin_write()
+
+    def gather(self, shard: TieredTensor) -> None:
+        if not self._has_memory:
+            self._decoded.take()
+            self._has_memory = True
+        if isinstance(shard, EncodedTensor) and not self._is_current:
+            self._gathered.gather(shard.encoded)
+
+    def wait(self) -> None:
+        self._gathered.wait()
+        if not self._has_memory or self._is_current:
+            return
+        values = torch.split(self.full, [each.length for each in self._shards])
+        encoded = torch.split(self._gathered.full, [each.nbytes for each in self._shards])
+        for shard, data, out in zip(self._shards, encoded, values, strict=True):
+            shard.decode(data, out)
+        self._is_current = True
+        self._gathered.end_read()
+        self._gathered.release()
+
+    def release(self) -> None:
+        if self._has_memory:
+            self.wait()
+            self._decoded.give_back()
+            self._has_memory = self._is_current = False
+
+    def poll(self) -> None:
+        self._gathered.poll()
+
+    def order_gather(self) -> None:
+        self._gathered.order_gather()

@@ -1,0 +1,225 @@
+"""Codecs of frozen weights: how elements are held as codes with a scale for each block of them, and read again.
+
+The values are those of bitsandbytes 0.50, bit by bit (QLoRA: Dettmers et al. 2023, arXiv:2305.14314; 8-bit blocks: Dettmers et al.
+2022, arXiv:2110.02861). bitsandbytes' own kernels are used where it is installed; without it torch's operations give the same bits.
+
+    elements    e e e e e e e e | ...          codes     one byte for two elements of nf4 and fp4, one for each of int8 and fp8
+    blocks      one scale each  | ...          scales    float32, or nested: one byte, for which 256 blocks share a float32
+
+The whole parameter is encoded at once, in the dtype that it is computed with, so a rank's part of it has the same codes in every
+layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.settings.keys import CodecName
+
+GROUP = 256
+"""Blocks whose nested scales share a float32."""
+_GRID = 65_535
+"""The steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code."""
+_CHUNK = 1 << 20
+"""Elements that are encoded or decoded at a time."""
+_LARGEST_FP8 = 448.0
+_NF4 = (
+    (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
+    + (-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
+    + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
+)
+_FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+"""The values of positive codes, in 12ths; those of negative codes follow."""
+BLOCKS: dict[CodecName, int] = {"nf4": 64, "fp4": 64, "int8": 256, "fp8": 128}
+"""The codecs, and the elements of a block by default."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedParameter:
+    """A whole parameter, flattened: `codes` `[bytes]` and `scales` `[blocks]`, uint8 if nested, else float32; `tables` is float32
+    `[groups + 1]`, of which the last is the subtracted mean, and empty if scales are not nested."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    tables: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Codec:
+    """A codec with `block` elements for each scale. Raises `LayoutError` for a block that codes do not fill in whole bytes."""
+
+    name: CodecName
+    block: int
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        if self.block < 2 or self.block % 2:
+            raise LayoutError(f"a codec has blocks of an even number of elements, not of {self.block}")
+
+    @property
+    def codes_in_byte(self) -> int:
+        return 2 if self.name in ("nf4", "fp4") else 1
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.nested else torch.float32
+
+    def code_bytes(self, numel: int) -> int:
+        return -(-numel // self.codes_in_byte)
+
+    def blocks(self, numel: int) -> int:
+        return -(-numel // self.block)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of the codes and the scales of `numel` elements, whole blocks."""
+        return self.code_bytes(numel) + self.blocks(numel) * self.scale_dtype.itemsize
+
+    def table_length(self, numel: int) -> int:
+        """Return the number of float32 that the blocks of `numel` elements of one parameter share."""
+        return -(-self.blocks(numel) // GROUP) + 1 if self.nested else 0
+
+    def encode(self, values: Callable[[int, int], torch.Tensor], numel: int) -> EncodedParameter:
+        """Encode a flat parameter of `numel` elements, of which `values(start, end)` returns a part, 1-D, in the dtype in which it
+        is computed with, on the CPU; it is asked for whole blocks."""
+        codes = torch.empty(self.code_bytes(numel), dtype=torch.uint8)
+        absmax = torch.empty(self.blocks(numel))
+        step = max(_CHUNK // self.block, 1) * self.block
+        for start in range(0, numel, step):
+            end = min(start + step, numel)
+            found, most = self._encode_blocks(values(start, end))
+            codes[start // self.codes_in_byte :][: found.numel()] = found
+            absmax[start // self.block :][: most.numel()] = most
+        if not self.nested:
+            return EncodedParameter(codes=codes, scales=absmax, tables=torch.empty(0))
+        mean = absmax.mean()
+        scales, groups = _quantize_int8(absmax - mean, GROUP)
+        return EncodedParameter(codes=codes, scales=scales, tables=torch.cat([groups, mean[None]]))
+
+    def _encode_blocks(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the scales of consecutive blocks, of which the last may be shorter."""
+        if self.name == "int8":
+            return _quantize_int8(values, self.block)
+        flat, whole = values.float(), values.numel() // self.block * self.block
+        blocks, rest = flat[:whole].view(-1, self.block), flat[whole:]
+        absmax = torch.cat([blocks.abs().amax(1), *([rest.abs().amax()[None]] if rest.numel() else [])])
+        if self.name == "fp8":
+            scales = (absmax / _LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
+            spread = scales.repeat_interleave(self.block)[: flat.numel()]
+            return (flat / spread).to(torch.float8_e4m3fn).view(torch.uint8), scales
+        if bnb := _bitsandbytes():
+            packed, found = bnb.quantize_4bit.default(values, self.block, self.name, torch.uint8)
+            return packed.view(-1), found
+        scaled = [(blocks * (1.0 / absmax[: len(blocks)].clamp(min=1e-38))[:, None]).view(-1)]
+        if rest.numel():
+            absmax[-1] = absmax[-1].clamp(min=1e-38)
+            scaled.append(rest / absmax[-1])
+        scaled += [torch.zeros(1)] if flat.numel() % 2 else []
+        bounds, order = _bounds(self.name)
+        found = order[torch.bucketize(torch.cat(scaled).clamp(-1, 1), bounds)]
+        return (found[::2] << 4) | found[1::2], absmax
+
+    def scale_values(self, scales: torch.Tensor, tables: torch.Tensor, first: int = 0) -> torch.Tensor:
+        """Return the float32 scales of consecutive blocks of one parameter, of which the first is block `first`."""
+        if not self.nested:
+            return scales
+        groups = torch.arange(first, first + scales.numel(), device=scales.device).div_(GROUP, rounding_mode="floor")
+        return _int8_values(scales.device)[scales.int()] * tables[groups] + tables[-1]
+
+    def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill `out`, 1-D of whole blocks but for the last, from codes and the float32 scales of its blocks."""
+        step = max(_CHUNK // self.block, 1) * self.block
+        for start in range(0, out.numel(), step):
+            part = out[start : start + step]
+            self._decode_blocks(
+                codes[start // self.codes_in_byte :][: self.code_bytes(part.numel())],
+                scales[start // self.block :][: self.blocks(part.numel())],
+                part,
+            )
+
+    def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
+        count = out.numel()
+        even = self.codes_in_byte == 1 or not count % 2
+        bnb = _bitsandbytes() if out.dtype in (torch.float32, torch.bfloat16, torch.float16) and even else None
+        if bnb and self.codes_in_byte == 2:
+            out.copy_(bnb.dequantize_4bit.default(codes, scales, self.block, self.name, [count], out.dtype).view(-1))
+            return
+        if self.name == "fp8":
+            values = codes.view(torch.float8_e4m3fn).float()
+        elif self.name == "int8":
+            values = _int8_values(codes.device)[codes.int()]
+        else:
+            both = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
+            values = _levels(self.name, codes.device)[both.int()]
+        whole = count // self.block * self.block
+        if whole:
+            out[:whole].view(-1, self.block).copy_(
+                values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
+            )
+        if whole < count:
+            out[whole:].copy_(values[whole:] * scales[-1])
+
+
+@cache
+def _bitsandbytes() -> Any:
+    """Return bitsandbytes' operators; None where it is not installed."""
+    try:
+        import_module("bitsandbytes")
+    except ImportError:
+        return None
+    return torch.ops.bitsandbytes
+
+
+@cache
+def _levels(name: str, device: torch.device) -> torch.Tensor:
+    """Return the values of the 16 codes."""
+    if name == "nf4":
+        return torch.tensor(_NF4, device=device)
+    positive = torch.tensor(_FP4, device=device) / 12.0
+    return torch.cat([positive, -positive])
+
+
+@cache
+def _bounds(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the midpoints between the values of codes, ascending, and the codes in the order of their values."""
+    levels = _levels(name, torch.device("cpu"))
+    order = levels.argsort()
+    return (levels[order[:-1]] + levels[order[1:]]) / 2, order.to(torch.uint8)
+
+
+@cache
+def _int8_values(device: torch.device) -> torch.Tensor:
+    """Return the values of the 256 codes of bitsandbytes' dynamic 8-bit type, ascending: seven decades, each divided evenly by as
+    many fractions as bits are left (Dettmers 2015, arXiv:1511.04561)."""
+    values = [0.0, 1.0]
+    for decade in range(7):
+        bounds = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        means = (10.0 ** (decade - 6)) * ((bounds[:-1] + bounds[1:]) / 2.0)
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), device=device)
+
+
+@cache
+def _int8_codes() -> torch.Tensor:
+    """Return the nearest code of each of the values to which bitsandbytes rounds before, from -1 to 1."""
+    levels = _int8_values(torch.device("cpu"))
+    grid = -1.0 + (2.0 * torch.arange(_GRID + 1, dtype=torch.float32)) / _GRID
+    return torch.bucketize(grid, 0.5 * (levels[:-1] + levels[1:])).to(torch.uint8)
+
+
+def _quantize_int8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of values, 1-D, and the largest magnitude of each block."""
+    if bnb := _bitsandbytes():
+        codes, absmax = bnb.quantize_blockwise.default(values, _int8_values(values.device), block)
+        return codes, absmax
+    count = values.numel()
+    blocks = torch.nn.functional.pad(values.float(), (0, -count % block)).view(-1, block)
+    absmax = blocks.abs().amax(1)
+    scaled = (blocks * (1.0 / absmax)[:, None]).view(-1)[:count].clamp(-1, 1)
+    # One rounding of the product and the sum, as of a fused multiply-add.
+    places = (((scaled + 1.0) * 0.5).double() * _GRID + 0.5).float().nan_to_num(0.0).int()
+    return torch.where(absmax.repeat_interleave(block)[:count] == 0, 0, _int8_codes()[places]), absmax

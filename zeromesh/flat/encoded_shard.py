@@ -1,0 +1,201 @@
+"""Shards of frozen parameters that rest, are offloaded and travel as a codec's bytes, and are decoded where they are read.
+
+    shard       | codes of all elements         | scales of all blocks    |  and `tables`, which every rank has whole
+
+Parameters begin at whole blocks of a bucket, and shards are cut there, so no block has elements on two ranks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, prod
+from typing import Protocol
+
+import torch
+
+from zeromesh.errors import LayoutError
+from zeromesh.flat.codec import Codec, EncodedParameter
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, Region, ShardPiece, StridedRows
+from zeromesh.intervals import ALIGNMENT, Interval, round_up
+from zeromesh.offload import DONE, TieredTensor, Transfer
+
+_LEAST_BLOCK = 8
+"""The fewest elements of a block of a part, whose scale is a float32: a part with smaller ones would take as much as in 16 bits."""
+_CPU = torch.device("cpu")
+
+
+class ReadsElements(Protocol):
+    def read(self, fqn: str, start: int, end: int) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedShard:
+    """The bytes of a shard of `length` elements, and how they are decoded. Elements of no parameter are zero."""
+
+    codec: Codec
+    length: int
+    pieces: Sequence[tuple[Interval, int, torch.Tensor]]
+    """The elements of each parameter's part, the number of its first block in the parameter, and the parameter's tables."""
+
+    @classmethod
+    def of(cls, layout: BucketLayout, interval: Interval, tables: Sequence[torch.Tensor]) -> "EncodedShard":
+        """Describe elements `interval` of a bucket; `tables` are those of its parameters."""
+        codec, numbers = codec_of(layout), {slot.spec.fqn: number for number, slot in enumerate(layout.slots)}
+        pieces = [
+            (piece.in_shard, piece.in_parameter.start // codec.block, tables[numbers[piece.spec.fqn]])
+            for piece in layout.pieces(interval)
+        ]
+        return cls(codec=codec, length=interval.length, pieces=pieces)
+
+    @property
+    def nbytes(self) -> int:
+        return round_up(self.codec.nbytes(self.length), ALIGNMENT)
+
+    def decode(self, encoded: TieredTensor | torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
+        """Fill `out`, 1-D, with the elements from `start` on, from the bytes of the shard, uint8."""
+        wanted, block = Interval(start=start, end=start + out.numel()), self.codec.block
+        if sum(where.intersect(wanted).length for where, *_ in self.pieces) < out.numel():
+            out.zero_()
+        for where, first_block, tables in self.pieces:
+            part = where.intersect(wanted)
+            if not part.length:
+                continue
+            begin = part.start // block * block
+            end = min(round_up(part.end, block), where.end)
+            target = out[part.start - start : part.end - start]
+            whole = target
+            if (begin, end) != (part.start, part.end):
+                whole = torch.empty(end - begin, dtype=out.dtype, device=out.device)
+            codes, scales = self._codes_and_scales(encoded, begin, end, out.device)
+            first = first_block + (begin - where.start) // block
+            self.codec.decode(codes, self.codec.scale_values(scales, tables, first), whole)
+            if whole is not target:
+                target.copy_(whole[part.start - begin : part.end - begin])
+
+    def _codes_and_scales(
+        self, encoded: TieredTensor | torch.Tensor, begin: int, end: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes and the scales of elements [begin, end), which begin at a block."""
+        codec, at, size = self.codec, self.codec.code_bytes(self.length), self.codec.scale_dtype.itemsize
+        places = (
+            (codec.code_bytes(begin), codec.code_bytes(end)),
+            (at + codec.blocks(begin) * size, at + codec.blocks(end) * size),
+        )
+        if isinstance(encoded, torch.Tensor):
+            codes, scales = (encoded[first:last] for first, last in places)
+        else:
+            codes, scales = (encoded.slice(first, last).load(device) for first, last in places)
+        return codes, scales.view(codec.scale_dtype)
+
+    def store(
+        self, piece: ShardPiece, parameter: EncodedParameter, write: Callable[[int, torch.Tensor], object]
+    ) -> None:
+        """Pass the bytes of a part of a parameter to `write(begin, bytes)`, by their places in the shard."""
+        codec, inside, here = self.codec, piece.in_parameter, piece.in_shard
+        write(
+            codec.code_bytes(here.start), parameter.codes[codec.code_bytes(inside.start) : codec.code_bytes(inside.end)]
+        )
+        scales = parameter.scales[codec.blocks(inside.start) : codec.blocks(inside.end)]
+        at = codec.code_bytes(self.length) + codec.blocks(here.start) * scales.itemsize
+        write(at, scales.view(torch.uint8))
+
+
+class EncodedTensor(TieredTensor):
+    """A flat tensor, `[numel]` of `dtype`, that rests on its tiers as the bytes of a shard, and is decoded into what it is read
+    into. It takes no other values than its own."""
+
+    def __init__(self, dtype: torch.dtype, shard: EncodedShard, encoded: TieredTensor, at: Interval) -> None:
+        """The tensor is the elements `at` of a shard whose bytes are `encoded`, uint8."""
+        super().__init__(dtype, ())
+        self.numel, self.encoded, self._shard, self._at = at.length, encoded, shard, at
+
+    @property
+    def nbytes(self) -> int:
+        return self.encoded.nbytes
+
+    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        return None if self.numel else torch.empty(0, dtype=self.dtype, device=device)
+
+    def slice(self, start: int, end: int) -> "EncodedTensor":
+        if not 0 <= start <= end <= self.numel:
+            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
+        at = Interval(start=self._at.start + start, end=self._at.start + end)
+        return EncodedTensor(self.dtype, self._shard, self.encoded, at)
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        target = out if out.dtype == self.dtype else torch.empty(out.numel(), dtype=self.dtype, device=out.device)
+        self._shard.decode(self.encoded, target, self._at.start + start)
+        if target is not out:
+            out.copy_(target)
+        return DONE
+
+    def write(self, start: int, data: torch.Tensor) -> Transfer:
+        own = torch.empty_like(data)
+        self.read(start, own)
+        if not torch.equal(own, data):
+            raise LayoutError(
+                "frozen weights that are kept encoded differ from those to load; start from the model whose weights these are, "
+                "or with model.weights null"
+            )
+        return DONE
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        self._require_all(out.numel())
+        self.read(0, out)
+
+    def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
+        raise LayoutError("weights that are kept encoded are frozen, and cannot be replaced")
+
+
+def codec_of(layout: BucketLayout) -> Codec:
+    """Return the codec of a bucket that has one."""
+    if (codec := layout.first.codec) is None:
+        raise LayoutError(f"bucket {layout.name} has no codec")
+    return codec
+
+
+def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
+    """Return the codec of a rank's part of a parameter: with smaller blocks where a cut falls inside one, and a float32 scale for
+    each. Raises `LayoutError` where no block fits."""
+    if region.is_whole:
+        return codec
+    rows, block = region.rows(), codec.block
+    if rows is not None:
+        ends = [end for column in rows.columns for end in (column.start, column.end) if end < rows.width]
+        block = gcd(block, *ends, *([rows.width] if rows.count > 1 else []))
+    if rows is None or block < _LEAST_BLOCK:
+        raise LayoutError(
+            f"{name} of {list(region.shape)} is cut inside blocks of {codec.block} elements, of which parts of at least "
+            f"{_LEAST_BLOCK} must be on one rank; set parallel.tensor to a number that divides its sizes into such parts, or "
+            "exclude it by model.weights.skip"
+        )
+    return replace(codec, block=block, nested=False)
+
+
+def encoded_part(spec: ParameterSpec, codec: Codec, source: ReadsElements) -> EncodedParameter:
+    """Encode a parameter whole, and return what of it this rank holds, in the blocks of the parameter's own codec."""
+    region, part = spec.region, spec.codec
+
+    def values(start: int, end: int) -> torch.Tensor:
+        return source.read(spec.name, start, end).to(device=_CPU, dtype=spec.dtype)
+
+    whole, rows = codec.encode(values, prod(region.shape)), region.rows()
+    if part is None or region.is_whole or rows is None:
+        return whole
+    numel, block = rows.count * rows.width, part.block
+    scales = codec.scale_values(whole.scales, whole.tables).repeat_interleave(codec.block // block)
+    codes = whole.codes
+    if codec.codes_in_byte == 2:
+        codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)
+    found = torch.empty(region.numel, dtype=torch.uint8)
+    rows.take(codes[:numel], 0, Interval(start=0, end=region.numel), found)
+    coarse = StridedRows(
+        count=rows.count,
+        width=-(-rows.width // block),
+        columns=tuple(Interval(start=each.start // block, end=-(-each.end // block)) for each in rows.columns),
+    )
+    count = part.blocks(region.numel)
+    kept = torch.empty(count)
+    coarse.take(scales, 0, Interval(start=0, end=count), kept)
+    if codec.codes_in_byte == 2:
+        found = torch.nn.functional.pad(found, (0, found.numel() % 2))
+        found = (found[::2] << 4) | found[1::2]
+    return EncodedParameter(codes=found, scales=kept, tables=torch.empty(0))
