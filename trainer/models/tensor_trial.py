@@ -17,7 +17,8 @@ from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
-from zeromesh.tensor.plan.planner import TensorPlan, plan_tensor
+from zeromesh.tensor.plan.layer_plan import TensorPlan
+from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.tensor.plan.recognition import divides_by_shape, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part

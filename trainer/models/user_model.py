@@ -59,10 +59,10 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
     """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
     one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
-    if divides and is_adapted(model):
+    if mesh.pipeline > 1 and is_adapted(model):
         raise ConfigError(
-            "a model with adapters is shared out over data axes alone: set parallel.tensor and parallel.pipeline to 1; "
-            "zero.stage: 3 shares out its frozen weights"
+            "a model with adapters is not cut into pipeline stages: set parallel.pipeline to 1; zero.stage: 3 shares out its "
+            "frozen weights"
         )
     if divides and (hooked := hooked_parameters(model)):
         raise ConfigError(

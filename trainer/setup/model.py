@@ -245,7 +245,8 @@ def divide_model(
     that would compute something else under tensor parallelism, and `LayoutError` for one that cannot be divided."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
-        require_equal_when_divided(model, parallel.plan or {}, sequence=parallel.sequence)
+        base = pretrained_of(model) or model
+        require_equal_when_divided(base, parallel.plan or {}, sequence=parallel.sequence)
     return divide(model, mesh, parallel, example)
 
 

@@ -25,7 +25,8 @@ from zeromesh.overrides import override
 from zeromesh.tensor import autograd_collectives, layers
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.plan.attention_split import forward_source
-from zeromesh.tensor.plan.planner import WHOLE, LayerPlan, Style, TensorPlan, inside, parts_of
+from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
+from zeromesh.tensor.plan.planner import parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 from zeromesh.units.plan import block_modules
 

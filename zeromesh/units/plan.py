@@ -122,8 +122,8 @@ def encoded_names(model: nn.Module, weights: EncodedWeights) -> set[str]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return True for a linear layer of torch, or GPT-2's with a transposed weight."""
-    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+    """Return True for a linear layer: torch's, one that is divided over tensor ranks, or GPT-2's with a transposed weight."""
+    return hasattr(module, "in_features") or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -14,8 +14,6 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from enum import Enum
 from fnmatch import translate
 from typing import Any
 
@@ -24,6 +22,7 @@ from torch import nn
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced
+from zeromesh.tensor.plan.adapters import base_modules, with_adapters, without_adapters
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
@@ -34,96 +33,15 @@ from zeromesh.tensor.plan.attention_split import (
     linear_sizes,
     shifted,
 )
+from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.tensor.plan.recognition import EXTRA_RULES, FUSED, KEYS, QUERIES, divides_by_shape, recognise_styles
 from zeromesh.units.plan import block_modules
-
-
-class Style(Enum):
-    """The division of one module, by transformers' name where it has one."""
-
-    COLUMN = "colwise"  # Outputs are divided: by heads in an attention, by features elsewhere.
-    COLUMN_GATHERED = "colwise_gather_output"  # As COLUMN, then outputs are gathered.
-    SLICED = "colwise_sliced"  # Whole, and each rank computes some outputs. No rule names it.
-    ROW = "rowwise"  # Inputs are divided, outputs summed.
-    ROW_SPLIT = "rowwise_split_input"  # As ROW, of an input that is whole on every rank.
-    EMBEDDING = "embedding_rowwise"  # An embedding, by tokens.
-    EMBEDDING_FEATURES = "embedding_heads"  # An embedding of which each feature belongs to a head.
-    HEAD = "head"  # The output embedding, by tokens. No rule names it.
-    EXPERTS = "moe_tp_experts"  # Experts, each divided along its intermediate features.
-    PARTIAL = "replicated_with_grad_allreduce"  # Whole, used on divided activations, so that gradients are partial.
-    LATENT = "mla_kv_a_proj"  # Whole; divided heads use its last outputs (rotary keys) directly.
-    SINKS = "local_params"  # An attention with parameters (sinks) of one element per head.
-
-
-WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS)
-"""The styles that leave the matrices of a module whole."""
-
-
-def inside(name: str, modules: Iterable[str]) -> bool:
-    """Return True if a module or parameter lies inside one of `modules`, whose names may end with a dot."""
-    return any(name.startswith(f"{module}.") for module in modules)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerPlan:
-    """The division of one module. Raises `LayoutError` when a rank would have none of it."""
-
-    module: str
-    style: Style
-    shares: Shares = ()
-    """The intervals of features that each rank has; empty for `PARTIAL` and `LATENT`."""
-
-    def __post_init__(self) -> None:
-        if 0 in self.sizes:
-            rank = self.sizes.index(0)
-            raise LayoutError(
-                f"{self.module}: too small to be divided among {len(self.shares)} ranks (rank {rank} has nothing)"
-            )
-
-    @property
-    def parent(self) -> str:
-        """The FQN of the enclosing module; column layers with the same one may share an input."""
-        return self.module.rpartition(".")[0]
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The number of features of each rank."""
-        return tuple(sum(interval.length for interval in share) for share in self.shares)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorPlan:
-    """The division of a model among `size` ranks."""
-
-    size: int
-    layers: tuple[LayerPlan, ...]
-    patches: tuple[tuple[str, str, tuple[int, ...]], ...]
-    """Attributes that a module's code reads: FQN, attribute, which may begin with `config.`, and its value on each rank."""
-    attentions: Mapping[str, AttentionDivision]
-    """The divided heads, by the FQN of the module whose children project queries, keys and values."""
-    stacks: tuple[tuple[str, ...], ...]
-    """The FQNs of repeated blocks, grouped by stack, in order."""
-    notes: tuple[str, ...]
-
-    def in_block(self, name: str) -> bool:
-        """Return True if a module or parameter is inside one of the repeated blocks."""
-        return any(inside(name, stack) for stack in self.stacks)
-
-    def in_experts(self, name: str) -> bool:
-        """Return True if a module or parameter is inside a block of experts: router, experts, shared experts."""
-        return inside(name, (layer.parent for layer in self.layers if layer.style is Style.EXPERTS))
-
-    def whole_sequence_modules(self) -> tuple[str, ...]:
-        """Return the FQNs of modules in blocks that need the whole sequence, since code around column layers reads its length."""
-        gathered = (layer.parent for layer in self.layers if layer.style is Style.COLUMN_GATHERED)
-        return tuple(name for name in dict.fromkeys((*self.attentions, *gathered)) if self.in_block(name))
-
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 """The styles of linear layers whose outputs or inputs are divided evenly."""
 _STYLES = (
-    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD)),
+    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.BY_OUTPUT)),
     *("packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "replicate", *_SYNONYMS),
 )
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
@@ -138,21 +56,24 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     """Plan how to divide `model`, which may be on the meta device, among `size` ranks. `rules` are the user's, FQN pattern ->
     style, which take precedence over all others. Raises `LayoutError` when there is no plan for the model; when a rule of the user
     matches nothing or has an unknown style; when a module cannot be divided so (more ranks than heads, say)."""
-    planner = _Planner(model, size)
+    base, prefix = without_adapters(model)
+    planner = _Planner(base, size)
     planner.choose(rules or {})
     planner.embeddings()
     planner.attention_layers()
     planner.parameters_of_attentions()
     planner.other_layers()
     planner.check_ties()
-    return planner.plan()
+    return with_adapters(planner.plan(), base, prefix)
 
 
 class _Planner:
     """Builds a `TensorPlan` step by step; `styles` has the style of each module that is not in `layers` yet, by FQN."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
-        self.model, self.size, self.modules = model, size, dict(model.named_modules())
+        self.model, self.size, self.modules = model, size, base_modules(model)
+        self.names = {id(module): name for name, module in model.named_modules() if name in self.modules}
+        """The name of each module, and of PEFT's layer around one."""
         self.styles: dict[str, str] = {}
         self.layers: dict[str, LayerPlan] = {}
         self.attentions: dict[str, AttentionDivision] = {}
@@ -180,10 +101,11 @@ class _Planner:
         library: Mapping[str, str] = {} if by_shape else (getattr(self.model, "tp_plan", None) or {})
         self.styles = recognise_styles(self.model) if by_shape else {}
         if not rules and not builtin and not library and not self.styles:
-            of = {id(module): name for name, module in self.modules.items()}
             parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
             found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
-            held = [*dict.fromkeys(f"{_without_numbers([of[id(each)]])} ({type(each).__name__})" for each in found)]
+            held = [
+                *dict.fromkeys(f"{_without_numbers([self.names[id(each)]])} ({type(each).__name__})" for each in found)
+            ]
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
                 f"hold {some(held) or 'nothing that is known'}; give rules "
@@ -211,12 +133,13 @@ class _Planner:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
         for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
             try:
-                target = getattr(self.model, getter, lambda: None)()
+                found = getattr(self.model, getter, lambda: None)()
             except (NotImplementedError, AttributeError):
                 continue
-            name = next((name for name, module in self.modules.items() if module is target), "")
-            if target is None or not name or self.styles.pop(name, "") == "replicate":
+            name = self.names.get(id(found), "")
+            if found is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
+            target: Any = self.modules[name]
             if _divisible_embedding(target) or is_transposed(target) is False:
                 self._divide(name, style, target.weight.shape[0])
             else:
@@ -398,10 +321,9 @@ class _Planner:
         if sliced := [layer.module for layer in layers if layer.style is Style.SLICED]:
             shown = f"{_without_numbers(sliced)}, since ranks share key-value heads"
             self.notes.append(f"whole on all tensor ranks, though each computes its part alone: {shown}")
-        names = {id(module): name for name, module in self.modules.items()}
         stacks: dict[str, list[str]] = {}
         for block in block_modules(self.model):
-            name = names[id(block)]
+            name = self.names[id(block)]
             stacks.setdefault(name.rpartition(".")[0], []).append(name)
         divided = [layer.module for layer in layers if layer.style not in (Style.EMBEDDING, Style.HEAD)]
         return TensorPlan(
