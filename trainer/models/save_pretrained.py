@@ -15,6 +15,7 @@ from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorS
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted, is_peft_model, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -74,7 +75,8 @@ def save_model(
 
 def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> dict[str, Tensor]:
     """Return the whole tensors of `adapter_names` on rank 0's CPU, an empty dict elsewhere; all ranks call it, as `save_model`."""
-    names = adapter_names(model)
+    with stubs_removed(model):
+        names = adapter_names(model)
     tensors = iter(_stored_tensors(model).items()) if state is None else chain(state.parameters(names), state.buffers())
     gathered = {}
     for name, tensor in tensors:
@@ -87,9 +89,10 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
     # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
     own = {"save_embedding_layers": False} if is_peft_model(model) else {}
-    ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
-    with peft_reading(model, tensors := adapter | ties):
-        model.save_pretrained(directory, state_dict=tensors, **own)
+    with stubs_removed(model):
+        ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
+        with peft_reading(model, tensors := adapter | ties):
+            model.save_pretrained(directory, state_dict=tensors, **own)
 
 
 @contextmanager

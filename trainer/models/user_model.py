@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
@@ -59,11 +59,6 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
     """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
     one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
-    if mesh.pipeline > 1 and is_adapted(model):
-        raise ConfigError(
-            "a model with adapters is not cut into pipeline stages: set parallel.pipeline to 1; zero.stage: 3 shares out its "
-            "frozen weights"
-        )
     if divides and (hooked := hooked_parameters(model)):
         raise ConfigError(
             f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "

@@ -59,6 +59,9 @@ class DecodingBuffer(GatherBuffer):
             self._decoded.give_back()
             self._has_memory = self._is_current = False
 
+    def end_read(self) -> None:
+        self._gathered.end_read()
+
     def poll(self) -> None:
         self._gathered.poll()
 

@@ -141,9 +141,6 @@ class EncodedTensor(TieredTensor):
         self._require_all(out.numel())
         self.read(0, out)
 
-    def copy_from(self, other: TieredTensor | torch.Tensor) -> None:
-        raise LayoutError("weights that are kept encoded are frozen, and cannot be replaced")
-
 
 def codec_of(layout: BucketLayout) -> Codec:
     """Return the codec of a bucket that has one."""

@@ -144,6 +144,15 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
                 )
 
 
+def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model that PEFT has wrapped, and the beginning of the names of its modules; the model itself without a wrapper."""
+    get_base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
+    if get_base is None:
+        return model, ""
+    inner = get_base()
+    return inner, next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
+
+
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return every parameter once, with all of its names in the order of the model."""
     names: dict[int, tuple[nn.Parameter, list[str]]] = {}

@@ -22,7 +22,7 @@ from zeromesh.overrides import override
 from zeromesh.pipeline.stages.model_anatomy import Anatomy, body_inputs, refusal
 from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, meta_copy
 from zeromesh.settings.keys import Balance
-from zeromesh.units.plan import names_by_parameter
+from zeromesh.units.plan import names_by_parameter, without_adapters
 
 if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
@@ -148,7 +148,7 @@ class Stages:
         """The globals that hold the load-balancing loss function of a transformers model with experts, which the last stage
         computes from the router logits of all layers: those of earlier stages travel with the hidden state."""
         if self.count > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
-            self._balance = inspect.unwrap(type(model).forward).__globals__
+            self._balance = inspect.unwrap(type(without_adapters(model)[0]).forward).__globals__
             if _BALANCE not in self._balance:
                 cure = "set output_router_logits to false to train without"
                 raise refusal(model, f"it is not known how it balances its experts; {cure}")

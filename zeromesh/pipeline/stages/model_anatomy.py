@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import LayoutError, summary
 from zeromesh.overrides import cached_tensors_removed, override
+from zeromesh.units.plan import without_adapters
 
 HIDDEN = "hidden state"
 """The placeholder of the hidden state among the leaves of a block's output structure (`Anatomy.outputs`)."""
@@ -56,7 +57,7 @@ def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anato
         if getattr(config, name, None):
             raise refusal(model, f"{reason} (config.{name})")
     # The base model of transformers, or the model itself.
-    base = getattr(model, "base_model", None)
+    base = getattr(without_adapters(model)[0], "base_model", None)
     body = next((name for name, module in model.named_modules() if module is base), "")
     batch = dict(example) if example is not None else {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
     inputs = body_inputs(model, model.get_submodule(body), batch)

@@ -12,6 +12,8 @@ tensor ranks hold shares of the sequence between blocks, inject and capture have
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +60,24 @@ class Stub(nn.Module):
             if foreign is None:
                 raise
             return getattr(foreign[0], name)
+
+
+@contextmanager
+def stubs_removed(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model has the modules of other stages, with meta parameters, in place of their stubs."""
+    stubs = [
+        (parent._modules, leaf, child)
+        for parent in model.modules()
+        for leaf, child in parent.named_children()
+        if isinstance(child, Stub)
+    ]
+    for children, leaf, stub in stubs:
+        children[leaf] = stub._foreign[0]
+    try:
+        yield
+    finally:
+        for children, leaf, stub in stubs:
+            children[leaf] = stub
 
 
 class BlockStub(Stub):

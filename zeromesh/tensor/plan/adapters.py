@@ -6,7 +6,7 @@
 
 The gradients of what is whole are equal on all ranks, since column layers sum the gradient of their input."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +19,6 @@ BASE = "base_layer"
 _OUTPUTS = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED)
 _INPUTS = (Style.ROW, Style.ROW_SPLIT)
 _ADVICE = "set parallel.tensor: 1, or choose other targets"
-
-
-def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model that PEFT has wrapped, and the beginning of the names of its modules; the model itself without a wrapper."""
-    get_base: Callable[[], nn.Module] | None = getattr(model, "get_base_model", None)
-    if get_base is None:
-        return model, ""
-    inner = get_base()
-    return inner, next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
 
 
 def base_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -22,7 +22,7 @@ from torch import nn
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced
-from zeromesh.tensor.plan.adapters import base_modules, with_adapters, without_adapters
+from zeromesh.tensor.plan.adapters import base_modules, with_adapters
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
@@ -35,7 +35,7 @@ from zeromesh.tensor.plan.attention_split import (
 )
 from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.tensor.plan.recognition import EXTRA_RULES, FUSED, KEYS, QUERIES, divides_by_shape, recognise_styles
-from zeromesh.units.plan import block_modules
+from zeromesh.units.plan import block_modules, without_adapters
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
