@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +14,11 @@ import torch
 from zeromesh.checkpoint.format import manifest as manifests
 from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
-from zeromesh.checkpoint.io.file_slices import TensorShard, record_of
+from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard, record_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some
+from zeromesh.flat.encoded_shard import ReadElements
 from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.formatting import human_bytes
@@ -55,6 +57,8 @@ class FrozenWeights:
         self._wanted = how == "reference" or (how == "auto" and is_adapted(engine.model))
         self._reader: CheckpointReader | None = None
         """Reader of the source under the engine's weight names, with checksums; None before the first checkpoint."""
+        self._unlike: list[str] | None = None
+        """The encoded parameters that the source does not have as here; None before the first checkpoint."""
         self._unchanged: dict[tuple[str, int], tuple[int, ...]] = {}
         """Shards that equal the source, by name and first element: their digest, and inode, size and times of the file."""
 
@@ -67,10 +71,18 @@ class FrozenWeights:
         kept: tuple[TensorSpec, ...] = ()
         try:
             reader = self._reader = self._reader or self._open(frozen)
-            shards = [each for each in state.shards_to_write() if each.spec.kind == MODEL and each.spec.name in frozen]
+            encoded = state.encoded() & frozen
+            shards = [
+                each
+                for each in state.shards_to_write()
+                if each.spec.kind == MODEL and each.spec.name in frozen and each.spec.name not in encoded
+            ]
 
             def differing() -> list[str]:
-                return [shard.spec.name for shard in shards if not self._is_same(reader, shard)]
+                if self._unlike is None:
+                    missing = [name for name in encoded if reader.tensor(MODEL, name) is None]
+                    self._unlike = missing + state.unlike_encoded(encoded.difference(missing), elements_of(reader))
+                return [*self._unlike, *(shard.spec.name for shard in shards if not self._is_same(reader, shard))]
 
             rows = mesh.world.all_or_raise("comparison of frozen weights", differing, CheckpointError)
             others = frozen.intersection(chain(*rows))
@@ -125,6 +137,23 @@ class FrozenWeights:
                 return False
             self._unchanged[key] = now
         return True
+
+
+def elements_of(reader: CheckpointReader) -> ReadElements:
+    """Return a function that reads elements of tensors in the source of frozen weights, verified; it keeps the last tensor alone.
+    Each rank may read others, also where the ranks of a reader read together."""
+    local = CheckpointReader(reader.directory, checked=False, manifest=reader.manifest)
+    local.source = reader.source
+
+    @lru_cache(1)
+    def whole(name: str) -> torch.Tensor:
+        if (tensor := local.tensor(MODEL, name)) is None:
+            raise CheckpointError(f"{reader.directory}: there is no {name}")
+        values = torch.empty(tensor.numel, dtype=tensor.dtype)
+        local.read([PlacedValues.stored(tensor, 0, TieredTensor.of(values))])
+        return values
+
+    return lambda name, start, end: whole(name)[start:end]
 
 
 def _source_tensors(

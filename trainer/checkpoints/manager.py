@@ -15,10 +15,10 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, ZeromeshError
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.checkpoints.frozen import NO_REFERENCES, FrozenWeights, source_directory
+from zeromesh.trainer.checkpoints.frozen import NO_REFERENCES, FrozenWeights, elements_of, source_directory
 from zeromesh.trainer.checkpoints.trainer_state import (
     EVALUATED,
     NAME,
@@ -392,7 +392,23 @@ def _fill(
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     with engine.loading(averaged_updates=count if averaged else 0):
         shards = [each for each in engine.checkpoint_state.shards_to_read() if loads(each.spec)]
-        fill_shards(engine.mesh, reader, tensors, shards)
+        away = {each.name for each in reader.manifest.tensors if reader.manifest.is_elsewhere(each.path)}
+        encoded = engine.checkpoint_state.encoded() & away
+        fill_shards(engine.mesh, reader, tensors, [each for each in shards if each.spec.name not in encoded])
+        require_same_encoded(reader, engine, encoded)
+
+
+def require_same_encoded(reader: CheckpointReader, engine: ZeroEngine, names: set[str]) -> None:
+    """Raise `LayoutError` on all ranks unless the source of a checkpoint's frozen weights gives an engine's encoded ones."""
+
+    def compare() -> None:
+        if unlike := engine.checkpoint_state.unlike_encoded(names, elements_of(reader)):
+            raise LayoutError(
+                f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here; give the "
+                "model whose adapters these are"
+            )
+
+    engine.mesh.world.all_or_raise("comparison of encoded weights", compare, CheckpointError, kept=LayoutError)
 
 
 _NO_METRIC = float("inf")

@@ -7,7 +7,6 @@ Parameters begin at whole blocks of a bucket, and shards are cut there, so no bl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
-from typing import Protocol
 
 import torch
 
@@ -22,8 +21,8 @@ _LEAST_BLOCK = 8
 _CPU = torch.device("cpu")
 
 
-class ReadsElements(Protocol):
-    def read(self, fqn: str, start: int, end: int) -> torch.Tensor: ...
+ReadElements = Callable[[str, int, int], torch.Tensor]
+"""Returns elements [start, end) of a flattened parameter by its name, 1-D."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +126,17 @@ class EncodedTensor(TieredTensor):
             out.copy_(target)
         return DONE
 
+    def differs(self, piece: ShardPiece, parameter: EncodedParameter) -> bool:
+        """Return True if a part of a parameter has other bytes here than `parameter`, which was encoded from other values."""
+        unlike: list[bool] = []
+
+        def compare(begin: int, data: torch.Tensor) -> None:
+            own = self.encoded.slice(begin, begin + data.numel()).load(_CPU)
+            unlike.append(not torch.equal(own, data))
+
+        self._shard.store(piece, parameter, compare)
+        return any(unlike)
+
     def write(self, start: int, data: torch.Tensor) -> Transfer:
         own = torch.empty_like(data)
         self.read(start, own)
@@ -167,12 +177,12 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
     return replace(codec, block=block, nested=False)
 
 
-def encoded_part(spec: ParameterSpec, codec: Codec, source: ReadsElements) -> EncodedParameter:
+def encoded_part(spec: ParameterSpec, codec: Codec, source: ReadElements) -> EncodedParameter:
     """Encode a parameter whole, and return what of it this rank holds, in the blocks of the parameter's own codec."""
     region, part = spec.region, spec.codec
 
     def values(start: int, end: int) -> torch.Tensor:
-        return source.read(spec.name, start, end).to(device=_CPU, dtype=spec.dtype)
+        return source(spec.name, start, end).to(device=_CPU, dtype=spec.dtype)
 
     whole, rows = codec.encode(values, prod(region.shape)), region.rows()
     if part is None or region.is_whole or rows is None:

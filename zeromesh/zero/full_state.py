@@ -14,6 +14,7 @@ from torch import nn
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
+from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
@@ -70,6 +71,23 @@ class CheckpointState:
             s.spec.name for each in self._buckets for s in each.layout.slots if s.spec.fqn not in each.ever_trained
         ]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
+
+    def encoded(self) -> set[str]:
+        """Return the names of this rank's parameters that are kept encoded."""
+        return {s.spec.name for each in self._buckets for s in each.layout.slots if s.spec.codec is not None}
+
+    def unlike_encoded(self, names: Container[str], source: ReadElements) -> list[str]:
+        """Return those of the encoded parameters `names` of which this rank has other bytes than `source` gives when encoded."""
+        if self._options.weights is None:
+            return []
+        found, codec = [], self._options.weights.codec
+        for bucket in self._buckets:
+            if not isinstance(own := bucket.master, EncodedTensor):
+                continue
+            for piece in bucket.layout.pieces(bucket.interval):
+                if piece.spec.name in names and own.differs(piece, encoded_part(piece.spec, codec, source)):
+                    found.append(piece.spec.name)
+        return found
 
     def shards_to_write(self) -> list[TensorShard]:
         """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, and the first rank of
