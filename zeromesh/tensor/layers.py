@@ -135,6 +135,17 @@ def run_sharded_experts(
     return autograd_collectives.all_reduce_output(out, None, exchange)
 
 
+def norms_over_ranks(
+    layer: Any, adapter: str, exchange: Exchange, weight: torch.Tensor, *, scaling: float, **_: Any
+) -> torch.Tensor:
+    """Return the norms [out] of the rows of `weight` [out, this rank's inputs] plus the product of an adapter of PEFT's `layer`,
+    over the inputs of all ranks, without gradients (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
+    down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    whole = (weight.t() if layer.fan_in_fan_out else weight) + scaling * (up @ down).to(weight.dtype)
+    squares = whole.detach().square().sum(1)
+    return exchange.all_reduce_async(squares).wait().sqrt()
+
+
 def project_latent(
     forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
 ) -> torch.Tensor:

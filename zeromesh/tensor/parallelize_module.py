@@ -103,6 +103,10 @@ class Parallelized:
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
             self._set(module, "num_embeddings", tokens.length)
             self._set(module, "forward", partial(layers.lookup_sharded_embedding, module.forward, tokens, exchange))
+        elif style is Style.NORMS:
+            adapted, _, adapter = layer.module.partition(".lora_magnitude_vector.")
+            around: Any = self._model.get_submodule(adapted)
+            self._set(module, "get_weight_norm", partial(layers.norms_over_ranks, around, adapter, exchange))
         elif style is Style.HEAD:
             return layers.ColumnParallelLinear(module, SharedInput(exchange), sizes=layer.sizes)
         if style in (*WHOLE, Style.EXPERTS, Style.EMBEDDING, Style.EMBEDDING_FEATURES):

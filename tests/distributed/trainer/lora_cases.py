@@ -88,11 +88,18 @@ def of_experts(mesh: Mesh, folder: str, stage: int) -> None:
     assert all(value <= 1e-7 for value in found.values()), found
 
 
-def variant(mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+def variant(
+    mesh: Mesh,
+    folder: str,
+    stage: int,
+    base: Mapping[str, Any],
+    changes: Mapping[str, Any],
+    axes: Mapping[str, int] | None = None,
+) -> None:
     """One of PEFT's kinds of adapters: against a plain loop, and what plain PEFT makes of what is saved."""
     path, mine, other = Path(folder) / "adapter", adapted(base, **changes), adapted(base, **changes)
-    keys = {"stage": stage, "gathered_budget": 0}
-    training = differences(folder, "variant", (mine, other), sentences(), after=lambda t: t.save(path), zero=keys)
+    sections = {"zero": {"stage": stage, "gathered_budget": 0}, "parallel": axes or {}}
+    training = differences(folder, "variant", (mine, other), sentences(), after=lambda t: t.save(path), **sections)
     plain = seeded(lambda: llama(**base)).double()
     assert all(value <= 1e-9 for value in training.values()), training
     require_like(in_peft(plain, path, logits(mine.double())))

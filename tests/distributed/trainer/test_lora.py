@@ -2,6 +2,7 @@
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ TIED = {"tie_word_embeddings": True}
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "linear layers": ({}, {}),
     "head": ({"target_modules": ["q_proj", "lm_head"]}, {}),
+    "magnitudes of rows": ({"use_dora": True}, {}),
     "magnitudes": ({"target_modules": ["q_proj", "lm_head"], "use_dora": True}, {}),
     "whole modules": ({"modules_to_save": ["lm_head", "norm"]}, {}),
     "whole tied embedding": ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, TIED),
@@ -52,16 +54,24 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 SHORT = ("linear layers", "whole tied embedding")
 
 
-def variant(name: str, stage: int) -> Any:
+def variant(name: str, stage: int, **axes: int) -> Any:
     changes, base = VARIANTS[name]
     marks = () if name in SHORT and stage == 3 else (pytest.mark.full,)
+    given = {"stage": stage, "base": base, "changes": changes, "axes": axes}
+    words = [f"{axis} {size}" for axis, size in axes.items()]
     return pytest.param(
-        2, "variant", {"stage": stage, "base": base, "changes": changes}, marks=marks, id=f"{name} {stage}"
+        max(prod(axes.values()), 2), "variant", given, marks=marks, id=" ".join([name, str(stage), *words])
     )
 
 
 test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
-    "lora_cases", [variant("linear layers", 1), *(variant(name, 3) for name in VARIANTS)]
+    "lora_cases",
+    [
+        variant("linear layers", 1),
+        *(variant(name, 3) for name in VARIANTS),
+        *(variant(name, 3, **axes) for name in VARIANTS for axes in ({"tensor": 2}, {"pipeline": 2})),
+        variant("linear layers", 2, tensor=2, pipeline=2),
+    ],
 )
 test_adapters_on_ranks = tried(
     "lora_cases",

@@ -48,6 +48,11 @@ def _wrapped(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     return None
 
 
+def is_wrapped(module: nn.Module) -> bool:
+    """Return True for a layer of PEFT's that computes something beside the layer inside, other than a trained copy of that."""
+    return _wrapped(module) is not None and type(module).__name__ != "ModulesToSaveWrapper"
+
+
 def with_adapters(plan: TensorPlan, model: nn.Module, prefix: str) -> TensorPlan:
     """Return the plan of a model without its adapters as that of the model with them, whose names begin with `prefix`. Raises
     `LayoutError` for adapters that cannot be divided."""
@@ -81,8 +86,9 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         yield replace(layer, module=f"{layer.module}.{'lora_A' if inputs else 'lora_B'}.{adapter}")
         if not getattr(module, "use_dora", {}).get(adapter):
             continue
-        if layer.style is not Style.COLUMN:
-            raise LayoutError(
-                f"{layer.module}: DoRA takes norms over all inputs of a layer, which ranks divide here; {_ADVICE}"
-            )
-        yield replace(layer, module=f"{layer.module}.lora_magnitude_vector.{adapter}", style=Style.BY_OUTPUT)
+        name = f"{layer.module}.lora_magnitude_vector.{adapter}"
+        yield (
+            replace(layer, module=name, style=Style.NORMS)
+            if inputs
+            else replace(layer, module=name, style=Style.BY_OUTPUT)
+        )

@@ -24,9 +24,10 @@ class Style(Enum):
     LATENT = "mla_kv_a_proj"  # Whole; divided heads use its last outputs (rotary keys) directly.
     SINKS = "local_params"  # An attention with parameters (sinks) of one element per head.
     BY_OUTPUT = "by_output"  # Parameters with an element per output of a column layer. No rule names it.
+    NORMS = "norms"  # PEFT's magnitudes (DoRA) of a row layer, whose norms are over the inputs of all ranks. No rule names it.
 
 
-WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS, Style.BY_OUTPUT)
+WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS, Style.BY_OUTPUT, Style.NORMS)
 """The styles that leave the matrices of a module whole."""
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced
-from zeromesh.tensor.plan.adapters import base_modules, with_adapters
+from zeromesh.tensor.plan.adapters import base_modules, is_wrapped, with_adapters
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     Shares,
@@ -41,7 +41,7 @@ _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_spl
 _EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 """The styles of linear layers whose outputs or inputs are divided evenly."""
 _STYLES = (
-    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.BY_OUTPUT)),
+    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.BY_OUTPUT, Style.NORMS)),
     *("packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "replicate", *_SYNONYMS),
 )
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
@@ -140,6 +140,9 @@ class _Planner:
             if found is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
             target: Any = self.modules[name]
+            if is_wrapped(found):
+                self.notes.append(f"{name} is whole on all tensor ranks, as it has adapters")
+                continue
             if _divisible_embedding(target) or is_transposed(target) is False:
                 self._divide(name, style, target.weight.shape[0])
             else:
@@ -370,7 +373,7 @@ def parts_of(model: nn.Module, plan: TensorPlan, rank: int, *, sequence: bool) -
 
 
 def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...], rank: int) -> ParameterPart | None:
-    if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED):
+    if layer.style in (Style.PARTIAL, Style.LATENT, Style.SLICED, Style.NORMS):
         return None
     transposed = bool(is_transposed(module))
     if layer.style is Style.EXPERTS:
