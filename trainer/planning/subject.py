@@ -25,7 +25,7 @@ from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
-from zeromesh.trainer.setup.engine_options import engine_options, with_exempt_names
+from zeromesh.trainer.setup.engine_options import engine_options, options_for_model
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.plan import ROOT, UnitPlan
 
@@ -48,7 +48,7 @@ class Subject:
         self.config, self.device = config, device
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
-        self.zero = with_exempt_names(engine_options(config, accumulation=1), config, model)
+        self.zero = options_for_model(engine_options(config, accumulation=1), config, model)
         meshes = [MeshShape(tensor=tensor, shard=shard) for tensor, shard in product((1, 2), (1, 2))]
         self._refused_meshes = {
             (mesh.tensor, mesh.shard): _refusal_of(partial(require_layout_fits, model, mesh, trains=True))[0]

@@ -16,6 +16,7 @@ from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import WeightsSection
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.units.plan import encoded_names
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -65,8 +66,15 @@ def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
     return EncodedWeights(codec=Codec(name=section.codec, block=block, nested=nested), skip=section.skip)
 
 
-def with_exempt_names(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
-    """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay."""
+def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
+    """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay. Raises `ConfigError` if
+    `model.weights` encodes none of the model's parameters."""
+    if options.weights is not None and not encoded_names(model, options.weights):
+        raise ConfigError(
+            f"{options.weights.codec.name} is for frozen matrices of linear layers, and this model has none; set model.lora, or "
+            "freeze what is not trained (requires_grad_(False)), or set this to null",
+            where="model.weights",
+        )
     if config.optimizer.exempt == "none":
         return options
     names = tuple(biases_and_norms(model))

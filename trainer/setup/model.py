@@ -47,7 +47,7 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import with_exempt_names
+from zeromesh.trainer.setup.engine_options import options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
@@ -75,7 +75,7 @@ def build_trained_model(
     built = build_whole_model(inputs.model, config, data.tokenizer)
     model = built.model
     _adapt_to_data(model, config, data, console)
-    options, described = with_exempt_names(options, config, model), description_of(model)
+    options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:
         changes = undone.enter_context(ExitStack())
         changes.callback(keep_attributes(model))

@@ -10,11 +10,12 @@ The whole parameter is encoded at once, in the dtype that it is computed with, s
 layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +28,7 @@ _GRID = 65_535
 """The steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code."""
 _CHUNK = 1 << 20
 """Elements that are encoded or decoded at a time."""
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST_FP8 = 448.0
 _NF4 = (
     (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
@@ -37,6 +39,21 @@ _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 """The values of positive codes, in 12ths; those of negative codes follow."""
 BLOCKS: dict[CodecName, int] = {"nf4": 64, "fp4": 64, "int8": 256, "fp8": 128}
 """The codecs, and the elements of a block by default."""
+
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def in_own_dtypes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function compute in the dtypes that it names, also where a mode of torch functions widens those of a model."""
+
+    @wraps(function)
+    def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
+        with torch._C.DisableTorchFunction():
+            return function(*arguments, **options)
+
+    return call
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,7 +108,8 @@ class Codec:
         step = max(_CHUNK // self.block, 1) * self.block
         for start in range(0, numel, step):
             end = min(start + step, numel)
-            found, most = self._encode_blocks(values(start, end))
+            part = values(start, end)
+            found, most = self._encode_blocks(part if part.dtype in _KERNEL_DTYPES else part.float())
             codes[start // self.codes_in_byte :][: found.numel()] = found
             absmax[start // self.block :][: most.numel()] = most
         if not self.nested:
@@ -144,7 +162,7 @@ class Codec:
     def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         count = out.numel()
         even = self.codes_in_byte == 1 or not count % 2
-        bnb = _bitsandbytes() if out.dtype in (torch.float32, torch.bfloat16, torch.float16) and even else None
+        bnb = _bitsandbytes() if out.dtype in _KERNEL_DTYPES and even else None
         if bnb and self.codes_in_byte == 2:
             out.copy_(bnb.dequantize_4bit.default(codes, scales, self.block, self.name, [count], out.dtype).view(-1))
             return
@@ -167,6 +185,8 @@ class Codec:
 @cache
 def _bitsandbytes() -> Any:
     """Return bitsandbytes' operators; None where it is not installed."""
+    # It warns that it lacks a package for products of codes, which are not made here.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import_module("bitsandbytes")
     except ImportError:

@@ -11,7 +11,7 @@ from math import gcd, prod
 import torch
 
 from zeromesh.errors import LayoutError
-from zeromesh.flat.codec import Codec, EncodedParameter
+from zeromesh.flat.codec import Codec, EncodedParameter, in_own_dtypes
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, Region, ShardPiece, StridedRows
 from zeromesh.intervals import ALIGNMENT, Interval, round_up
 from zeromesh.offload import DONE, TieredTensor, Transfer
@@ -48,6 +48,7 @@ class EncodedShard:
     def nbytes(self) -> int:
         return round_up(self.codec.nbytes(self.length), ALIGNMENT)
 
+    @in_own_dtypes
     def decode(self, encoded: TieredTensor | torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
         """Fill `out`, 1-D, with the elements from `start` on, from the bytes of the shard, uint8."""
         wanted, block = Interval(start=start, end=start + out.numel()), self.codec.block
@@ -177,6 +178,7 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
     return replace(codec, block=block, nested=False)
 
 
+@in_own_dtypes
 def encoded_part(spec: ParameterSpec, codec: Codec, source: ReadElements) -> EncodedParameter:
     """Encode a parameter whole, and return what of it this rank holds, in the blocks of the parameter's own codec."""
     region, part = spec.region, spec.codec

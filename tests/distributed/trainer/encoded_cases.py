@@ -1,0 +1,82 @@
+"""Models whose frozen weights are kept encoded, against plain ones with the values that the codes stand for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers as tf
+
+from tests.distributed.trainer.lora_cases import adapted, base_of
+from tests.support.architecture_cases import differences
+from tests.support.plain import error_of
+from tests.support.trainer_cases import digest, sentences, settings
+from zeromesh import Trainer
+from zeromesh.errors import ZeromeshError
+from zeromesh.flat.codec import BLOCKS, Codec
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.settings.keys import CodecName
+
+
+def rounded(model: Any, name: CodecName, *, nested: bool = True) -> Any:
+    """The model with the values of a codec in the frozen matrices of its linear layers, but the head's."""
+    codec = Codec(name=name, block=BLOCKS[name], nested=nested and name != "fp8")
+    for key, parameter in model.named_parameters():
+        linear = hasattr(model.get_submodule(key.rpartition(".")[0]), "in_features")
+        if parameter.requires_grad or not linear or "lm_head" in key or not key.endswith("weight"):
+            continue
+        flat = parameter.data.view(-1)
+        encoded = codec.encode(lambda start, end, flat=flat: flat[start:end], flat.numel())
+        codec.decode(encoded.codes, codec.scale_values(encoded.scales, encoded.tables), flat)
+    return model
+
+
+def trained(
+    mesh: Mesh,
+    folder: str,
+    stage: int,
+    weights: CodecName = "nf4",
+    axes: Mapping[str, int] | None = None,
+    offload: Mapping[str, Any] | None = None,
+    **model: Any,
+) -> None:
+    """Losses, gradients' norms, adapters and evaluation, as of a plain loop over the decoded values."""
+    sections = {
+        "zero": {"stage": stage, "gathered_budget": 0},
+        "parallel": axes or {},
+        "model": {"weights": weights, **model},
+        "offload": offload or {},
+    }
+    found = differences(folder, "encoded", (adapted(), rounded(adapted(), weights)), sentences(), **sections)
+    assert all(value <= 1e-9 for value in found.values()), found
+
+
+def moved(
+    mesh: Mesh, folder: str, steps: int, stage: int, axes: Mapping[str, int] | None = None, frozen: str = "auto"
+) -> dict[str, Any]:
+    """A run over a directory of weights, on from the last checkpoint of another layout."""
+    base = base_of(mesh, folder, torch.bfloat16)
+    config = settings(
+        folder,
+        model={"source": str(base), "weights": "nf4", "lora": {"rank": 2}},
+        run={"name": "moved", "max_steps": steps},
+        schedule={"name": "constant_with_warmup"},
+        checkpoint={"every_steps": 2, "resume": "auto", "frozen": frozen},
+        zero={"stage": stage},
+        parallel=axes or {},
+    )
+    with Trainer(None, config, sentences()) as trainer:
+        losses = trainer.fit().losses
+        return {"losses": losses, "digest": digest(dict(trainer.state_dict()))}
+
+
+def another_base(mesh: Mesh, folder: str) -> str:
+    """The error of a checkpoint that is continued over other weights."""
+    if mesh.rank == 0:
+        torch.manual_seed(99)
+        model = tf.AutoModelForCausalLM.from_pretrained(Path(folder) / "base")
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter)
+        model.save_pretrained(Path(folder) / "base")
+    mesh.world.barrier("other base")
+    return error_of(lambda: moved(mesh, folder, 6, 3, frozen="whole"), ZeromeshError)
