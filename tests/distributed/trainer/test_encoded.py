@@ -1,4 +1,4 @@
-"""Frozen weights that rest as a codec's bytes: the values are the same in every layout, on every tier, before and after a reshard."""
+"""Frozen weights that rest as a codec's bytes have the same values in every layout, on every tier, and after a reshard."""
 
 from pathlib import Path
 from typing import Any

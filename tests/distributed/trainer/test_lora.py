@@ -19,7 +19,6 @@ from tests.support.trainer_cases import LLAMA, llama, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
@@ -27,7 +26,6 @@ from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import _excluded_modules, adapter_names, add_lora, is_adapted, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.small_copy import InFloat64
-from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
@@ -179,13 +177,6 @@ def test_weights_that_requires_grad_freezes_are_named_where_that_is_asked_for(
 
 
 # Without processes
-
-
-@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
-def test_adapters_are_not_divided(axis: str) -> None:
-    shape = MeshShape.resolve(2, **{axis: 2})
-    with pytest.raises(ConfigError, match="shared out over data axes alone"):
-        require_layout_fits(adapted(), shape, trains=True)
 
 
 def built(**changes: Any) -> BuiltModel:

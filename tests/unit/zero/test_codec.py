@@ -1,6 +1,6 @@
 """Codecs of frozen weights: the bits are those of bitsandbytes, with it and without it, whole and in parts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import prod
 from typing import Any
@@ -109,6 +109,10 @@ def bucket(codec: Codec, shapes: Sequence[tuple[int, ...]], parts: int) -> Bucke
     return build_layout("bucket", specs, parts, 64)
 
 
+def _writer(data: torch.Tensor) -> Callable[[int, torch.Tensor], object]:
+    return lambda begin, part: data[begin : begin + part.numel()].copy_(part)
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int) -> None:
@@ -118,8 +122,7 @@ def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int)
     layout = bucket(codec, shapes, parts)
     encoded = [encode(codec, each) for each in given.values()]
     whole = {
-        name: decode(codec, each, given[name].numel(), torch.float32)
-        for name, each in zip(given, encoded, strict=True)
+        name: decode(codec, each, given[name].numel(), torch.float32) for name, each in zip(given, encoded, strict=True)
     }
     for index in range(parts):
         interval = layout.shard(index)
@@ -127,7 +130,7 @@ def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int)
         data = torch.full((shard.nbytes,), 255, dtype=torch.uint8)
         for piece in layout.pieces(interval):
             number = int(piece.spec.fqn[1:])
-            shard.store(piece, encoded[number], lambda begin, part: data[begin : begin + part.numel()].copy_(part))
+            shard.store(piece, encoded[number], _writer(data))
         wanted = torch.zeros(interval.length)
         for piece in layout.pieces(interval):
             inside, here = piece.in_parameter, piece.in_shard

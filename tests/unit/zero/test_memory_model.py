@@ -163,7 +163,11 @@ def test_what_is_pinned_is_said() -> None:
 
 
 def _layout(nbytes: int) -> Any:
-    return SimpleNamespace(nbytes=nbytes, first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16))
+    return SimpleNamespace(
+        parts=1,
+        travelling_nbytes=lambda shards: nbytes,
+        first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16),
+    )
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class LoraSection(Section):
 class WeightsSection(Section):
     """The codec of frozen matrices of linear layers, which are decoded around their use; as bitsandbytes encodes them."""
 
-    codec: CodecName
+    codec: CodecName = "nf4"
     """The codec: 4 bits of normal floats (nf4) or of floats (fp4), or 8 bits (int8, fp8)."""
     block: (
         Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], Allowed("a power of 2 from 32 to 4096")] | None
