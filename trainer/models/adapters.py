@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from zeromesh.errors import ConfigError, some
+from zeromesh.flat.codec import Codec, EncodedParameter
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import Head, LoraSection
@@ -205,6 +206,10 @@ class AdaptedSource(ParameterSource):
     def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         source, name = self._source_of(fqn)
         return source.file_position(name, start, dtype)
+
+    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
+        source, name = self._source_of(fqn)
+        return source.encoded(name, codec)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name in self._inside)

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,19 +22,19 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
-from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, library_errors, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.config.sections.base import REPOSITORY
-from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection
+from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection, WeightsSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
+from zeromesh.trainer.weights.quantized_files import QuantizedFiles, open_files
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
 from zeromesh.zero.hooks import on_registration
@@ -54,7 +54,7 @@ def pin_sources(
     model, data = config.model, config.data
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
-        model = model.model_copy(update={"revision": commit})
+        model = _with_stored_codec(model.model_copy(update={"revision": commit}))
         if model.trust_remote_code:
             directory = directory_of(config.model.source or "", commit)
             turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
@@ -75,6 +75,16 @@ def pin_sources(
         named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
     data = data.model_copy(update={"tokenizer": named})
     return config.model_copy(update={"model": model, "data": data})
+
+
+def _with_stored_codec(model: ModelSection) -> ModelSection:
+    """Return the section with the codec of a directory in 4 bits, for adapters over it, unless `weights` names another."""
+    directory = directory_of(model.source or "", model.revision)
+    if model.weights is not None or model.lora is None or not (directory / "config.json").is_file():
+        return model
+    with closing(open_files(directory)) as files:
+        found = files.section() if isinstance(files, QuantizedFiles) else None
+    return model if found is None else model.model_copy(update={"weights": WeightsSection(**found)})
 
 
 def directory_of(
@@ -168,7 +178,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
     nearest names, and for a missing source, with what was tried."""
     made, automatic, directory = read_configuration(section, tokenizer)
-    files = None if directory is None else TensorFiles(directory)
+    files = None if directory is None else open_files(directory)
 
     def stored_names(model: Any) -> frozenset[str]:
         matched, canonical = match(model, files.entries if files is not None else {}), canonical_names(model)
@@ -326,8 +336,6 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         raise ConfigError(f"{directory} has no config.json; {cure}", where="model.source")
     with _library_errors("model.source", f"{directory / 'config.json'}: "):
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-    if getattr(stored, "quantization_config", None) is not None:
-        raise ConfigError(f"{directory} is quantized; dequantize and save it first", where="model.source")
     kind = settings.pop("model_type", stored.model_type)
     if kind != stored.model_type:
         raise ConfigError(
@@ -336,6 +344,7 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         )
     _check_fields(type(stored), settings, vars(stored))
     values = stored.to_dict()
+    values.pop("quantization_config", None)  # The model computes with decoded weights.
     if "num_labels" in settings:  # The stored label names would override it.
         values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
     with _library_errors("model.config"):

@@ -27,8 +27,10 @@ from transformers.utils import logging
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
+from zeromesh.flat.codec import Codec, EncodedParameter
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
+from zeromesh.trainer.weights.quantized_files import QuantizedFiles
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
     LostValuesError,
@@ -293,9 +295,16 @@ class SafetensorsSource(ParameterSource):
     def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset of a parameter's elements; None if they need conversion."""
         entry = self._files.entries.get(self._matched.direct.get(self._name_in_files(fqn, start, start), ""))
-        if entry is None or entry.dtype != dtype or entry.begin % dtype.itemsize:
+        if entry is None or not self._files.is_stored_as(entry.name, dtype) or entry.begin % dtype.itemsize:
             return None
         return self._files.path_of(entry.path), entry.begin + start * dtype.itemsize
+
+    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
+        """Return a parameter as the files have it, if they have it encoded by `codec`; None otherwise."""
+        name = self._matched.direct.get(self._origin[fqn])
+        return (
+            self._files.encoded(name, codec) if isinstance(self._files, QuantizedFiles) and name is not None else None
+        )
 
     def _name_in_files(self, fqn: str, start: int, end: int) -> str:
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""

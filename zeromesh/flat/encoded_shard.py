@@ -179,14 +179,17 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
 
 
 @in_own_dtypes
-def encoded_part(spec: ParameterSpec, codec: Codec, source: ReadElements) -> EncodedParameter:
-    """Encode a parameter whole, and return what of it this rank holds, in the blocks of the parameter's own codec."""
+def encoded_part(
+    spec: ParameterSpec, codec: Codec, source: ReadElements, stored: EncodedParameter | None = None
+) -> EncodedParameter:
+    """Encode a parameter whole, if it is not `stored` so, and return what of it this rank holds, in the blocks of its own codec."""
     region, part = spec.region, spec.codec
 
     def values(start: int, end: int) -> torch.Tensor:
         return source(spec.name, start, end).to(device=_CPU, dtype=spec.dtype)
 
-    whole, rows = codec.encode(values, prod(region.shape)), region.rows()
+    whole = codec.encode(values, prod(region.shape)) if stored is None else stored
+    rows = region.rows()
     if part is None or region.is_whole or rows is None:
         return whole
     numel, block = rows.count * rows.width, part.block

@@ -283,7 +283,7 @@ def _encode_weights(
     shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
     pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
     for slot in layout.slots:
-        parameter = encoded_part(slot.spec, codec, source.read)
+        parameter = encoded_part(slot.spec, codec, source.read, source.encoded(slot.spec.name, codec))
         tables.append(parameter.tables.to(mesh.device))
         if slot.spec.fqn in pieces:
             shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())

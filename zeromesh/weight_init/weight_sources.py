@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import ConfigError, LayoutError, some, summary
+from zeromesh.flat.codec import Codec, EncodedParameter
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.rng import seed_of
@@ -228,6 +229,10 @@ class ParameterSource(Protocol):
 
     def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
         """Return the file and byte offset at which the parameter's elements from `start` on are stored as `dtype`; None if none."""
+        return None
+
+    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
+        """Return the whole parameter `fqn` as `codec` encodes it, if it is stored so; None if it must be read and encoded."""
         return None
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:

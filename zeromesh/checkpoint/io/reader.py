@@ -266,7 +266,8 @@ class TensorFiles(CheckpointReader):
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         """Read and check the headers. Raises `ConfigError` with the damaged file and the reason."""
         super().__init__(Path(directory), checked=False, manifest=manifest_of_files(Path(directory)))
-        self.entries: Mapping[str, TensorSpec] = {each.name: each for each in self.manifest.tensors}
+        self._specs = {each.name: each for each in self.manifest.tensors}
+        self.entries: Mapping[str, TensorSpec] = self._specs
         self._files: dict[str, PositionalFile] = {}
         self._expected: Iterator[tuple[str, int, int]] = iter(())
         self._ahead = 0
@@ -290,7 +291,7 @@ class TensorFiles(CheckpointReader):
         self._ahead -= done
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found
-            entry = self.entries[name]
+            entry = self._specs[name]
             size = entry.dtype.itemsize
             file, length, offset = self._file(entry.path), (end - start) * size, entry.begin + start * size
             if not file.in_memory(offset + length - 1):
@@ -305,7 +306,7 @@ class TensorFiles(CheckpointReader):
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype. Raises `StorageError` if
         the file gives fewer bytes than its header promises."""
-        entry = self.entries[name]
+        entry = self._specs[name]
         interval = Interval(start=start, end=entry.numel if end is None else end)
         data = torch.empty(interval.length * entry.dtype.itemsize, dtype=torch.uint8, device="cpu")
         if interval.length:
@@ -313,19 +314,22 @@ class TensorFiles(CheckpointReader):
         return elements_of(data, entry)
 
     def whole(self, name: str) -> torch.Tensor:
-        """Read a whole tensor on CPU, in the file's dtype. Raises as `elements` does."""
+        """Read a whole tensor on CPU, in the dtype of `entries`. Raises as `elements` does."""
         return self.elements(name).reshape(self.entries[name].shape)
 
     def fill(self, name: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
         """Fill the 1-D `out` with the non-empty `interval` of the columns `rows`, converted. Raises as `elements` does."""
-        entry = self.entries[name]
-        if out.device.type == "cpu" and out.dtype == entry.dtype:
-            self._read_rows(entry, rows, interval, out.view(torch.uint8))
+        if out.device.type == "cpu" and self.is_stored_as(name, out.dtype):
+            self._read_rows(self._specs[name], rows, interval, out.view(torch.uint8))
             return
         for part in rows.windows(interval, _WINDOW):
             hull = rows.hull(part)
             there = out[part.start - interval.start : part.end - interval.start]
             rows.take(self.elements(name, hull.start, hull.end), hull.start, part, there)
+
+    def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
+        """Return True if the elements of a tensor lie in a file as `dtype`."""
+        return self.entries[name].dtype == dtype
 
     def _read_rows(self, entry: TensorSpec, rows: StridedRows, interval: Interval, data: torch.Tensor) -> None:
         size, file = entry.dtype.itemsize, self._file(entry.path)

@@ -1,0 +1,104 @@
+"""Directories that bitsandbytes has quantized: what is read of them, as they lie and decoded, and what is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.quantized_directories import mark, quantize
+from tests.support.trainer_cases import llama, seeded, sentences, settings
+from zeromesh import Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.flat.codec import Codec
+from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import Interval
+from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.weights.quantized_files import QuantizedFiles
+
+pytest.importorskip("bitsandbytes")
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    seeded(llama).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nested", "fp4", "int8"])
+def test_what_is_read_is_what_bitsandbytes_decodes(base: Path, tmp_path: Path, kind: str) -> None:
+    wanted = quantize(base, tmp_path / "small", kind)
+    files = QuantizedFiles(tmp_path / "small")
+    assert {name: spec.shape for name, spec in files.entries.items()} == {
+        name: tuple(value.shape) for name, value in wanted.items()
+    }
+    files.expect((name, 0, value.numel()) for name, value in wanted.items())
+    for name, value in wanted.items():
+        flat = value.reshape(-1)
+        assert torch.equal(files.whole(name), value), name
+        for start, end in ((0, 1), (3, 30), (31, 32), (flat.numel() - 7, flat.numel())):
+            assert torch.equal(files.elements(name, start, end), flat[start:end]), name
+        out = torch.empty(flat.numel() - 9, dtype=torch.float64)
+        files.fill(name, StridedRows.whole(flat.numel()), Interval(start=4, end=flat.numel() - 5), out)
+        assert torch.equal(out, flat[4:-5].double())
+        assert files.is_stored_as(name, value.dtype) == ("_proj" not in name)
+    files.close()
+
+
+def test_codes_are_taken_as_they_lie_by_their_own_codec_alone(base: Path, tmp_path: Path) -> None:
+    quantize(base, tmp_path / "small", "nested")
+    section = ModelSection(source=str(tmp_path / "small"))
+    source, own = build_model(section, 3).source, Codec(name="nf4", block=64, nested=True)
+    found, values = source.encoded(UP, own), source.read(UP, 0, 32 * 48)
+    assert found is not None
+    out = torch.empty_like(values)
+    own.decode(found.codes, own.scale_values(found.scales, found.tables), out)
+    assert torch.equal(out, values)
+    assert source.file_position(UP, 0, torch.bfloat16) is None
+    assert source.file_position("lm_head.weight", 0, torch.bfloat16) is not None
+    assert source.encoded("lm_head.weight", own) is None
+    for other in (Codec(name="fp4", block=64, nested=True), Codec(name="nf4", block=64), Codec(name="nf4", block=128)):
+        assert source.encoded(UP, other) is None
+    source.close()
+
+
+def test_adapters_over_four_bits_keep_the_form_of_the_directory(base: Path, tmp_path: Path) -> None:
+    quantize(base, tmp_path / "small", "nested")
+    losses = []
+    for number, (source, weights) in enumerate([("small", None), ("base", "nf4"), ("base", None)]):
+        model = {"source": str(tmp_path / source), "lora": {"rank": 2}, "weights": weights}
+        config = settings(str(tmp_path), model=model, run={"name": str(number), "max_steps": 2})
+        config["precision"] = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+        with Trainer(None, config, sentences()) as trainer:
+            losses.append(trainer.fit().losses)
+    assert losses[0] == losses[1] != losses[2]
+
+
+def test_all_of_a_quantized_directory_can_be_trained(base: Path, tmp_path: Path) -> None:
+    wanted = quantize(base, tmp_path / "small", "nf4")
+    built = build_model(ModelSection(source=str(tmp_path / "small")), 3)
+    for name, _ in built.model.named_parameters():
+        found = built.source.read(name, 0, wanted[name].numel())
+        assert torch.equal(found, wanted[name].reshape(-1)), name
+    assert not hasattr(built.model.config, "quantization_config")
+    built.source.close()
+
+
+def test_other_forms_are_refused_by_name(base: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    quantize(base, small, "nested")
+    tensors = load_file(small / "model.safetensors")
+    tensors[f"{UP}.absmax"] = tensors[f"{UP}.absmax"][:-1].clone()
+    save_file(tensors, small / "model.safetensors", {"format": "pt"})
+    section = ModelSection(source=str(small))
+    with pytest.raises(
+        ConfigError, match=rf"{UP} is not quantized as bitsandbytes 0.50 does it \(.*absmax has 23 elements"
+    ):
+        build_model(section, 3)
+    mark(small, {"quant_method": "gptq", "bits": 4})
+    with pytest.raises(
+        ConfigError, match=r"is quantized by gptq, and bitsandbytes' 4 bits \(nf4, fp4\) and 8 bits are read"
+    ):
+        build_model(section, 3)

@@ -1,0 +1,156 @@
+"""Model directories that bitsandbytes has quantized: matrices in 4 bits as they lie or decoded by element range, and those of
+LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint.io.reader import TensorFiles
+from zeromesh.errors import ConfigError
+from zeromesh.flat.codec import GROUP, Codec, EncodedParameter
+from zeromesh.intervals import round_up
+
+_STATE = ".quant_state.bitsandbytes__"
+_PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_STEP = 7.874015718698502e-3
+"""1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
+_METHODS = "bitsandbytes' 4 bits (nf4, fp4) and 8 bits"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _FourBits:
+    codec: Codec
+    mean: float
+    """What was subtracted from the scales before they were quantized; 0 if they are not."""
+
+
+class QuantizedFiles(TensorFiles):
+    """The tensors of a directory as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and
+    what is read is decoded. Raises `ConfigError` for what is none of bitsandbytes' forms."""
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        super().__init__(directory)
+        self._four_bits: dict[str, _FourBits] = {}
+        self._rows = {f"{name[:-4]}.weight": name for name in self._specs if name.endswith(".SCB")}
+        parts = {name[:-4] + end for name in self._rows.values() for end in (".SCB", ".weight_format")}
+        found = self._specs | {name: replace(self._specs[name], dtype=torch.float32) for name in self._rows}
+        for name in self._specs:
+            weight, mark, kind = name.partition(_STATE)
+            if mark:
+                found[weight] = self._describe(weight, name, kind)
+                parts |= {name, *(weight + end for end in _PARTS)}
+        self.entries = {name: spec for name, spec in found.items() if name not in parts}
+
+    def _describe(self, weight: str, name: str, kind: str) -> TensorSpec:
+        try:
+            state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
+            nested = f"{weight}.nested_absmax" in self._specs
+            codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
+            if state["quant_type"] not in ("nf4", "fp4") or (nested and state["nested_blocksize"] != GROUP):
+                raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
+            self._four_bits[weight] = _FourBits(codec=codec, mean=state["nested_offset"] if nested else 0.0)
+            spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
+            stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
+            for part, length in stored.items():
+                if (there := prod(self._specs[part].shape)) != length:
+                    raise ValueError(f"{part} has {there} elements, not {length}")
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{self.directory}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
+                "with that, or save it in 16 bits",
+                where="model.source",
+            ) from None
+        return spec
+
+    def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements [start, end) of a flattened tensor, 1-D, on CPU, decoded into the dtype that it had. Raises as
+        `TensorFiles` does."""
+        if name in self._rows:
+            return self._decode_rows(name, start, self.entries[name].numel if end is None else end)
+        if name not in self._four_bits:
+            return self._stored(name, start, end)
+        entry, stored = self.entries[name], self._four_bits[name]
+        codec, last = stored.codec, entry.numel if end is None else end
+        begin, stop = start // codec.block * codec.block, min(round_up(last, codec.block), entry.numel)
+        codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
+        scales = self._stored(f"{name}.absmax", codec.blocks(begin), codec.blocks(stop))
+        values = torch.empty(stop - begin, dtype=entry.dtype)
+        codec.decode(codes, codec.scale_values(scales, self._tables(name), begin // codec.block), values)
+        return values[start - begin : last - begin]
+
+    def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Return elements of a tensor as they lie in a file."""
+        return super().elements(name, start, end)
+
+    def _tables(self, name: str) -> torch.Tensor:
+        stored = self._four_bits[name]
+        if not stored.codec.nested:
+            return torch.empty(0)
+        return torch.cat([self._stored(f"{name}.nested_absmax"), torch.tensor([stored.mean])])
+
+    def _decode_rows(self, name: str, start: int, end: int) -> torch.Tensor:
+        width = self.entries[name].shape[-1]
+        first, last = start // width, -(-end // width)
+        scales = self._stored(self._rows[name], first, last)
+        codes = self._stored(name, first * width, last * width)
+        values = codes.view(-1, width).float() * scales[:, None] * _STEP
+        return values.view(-1)[start - first * width : end - first * width]
+
+    def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
+        return name not in self._four_bits and name not in self._rows and super().is_stored_as(name, dtype)
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        def codes() -> Iterator[tuple[str, int, int]]:
+            for name, start, end in ranges:
+                stored = self._four_bits.get(name)
+                size = 1 if stored is None else stored.codec.codes_in_byte
+                yield name, start // size, -(-end // size)
+
+        super().expect(codes())
+
+    def encoded(self, name: str, codec: Codec) -> EncodedParameter | None:
+        """Return a tensor as it lies, if that is what `codec` makes of it."""
+        if name not in self._four_bits or self._four_bits[name].codec != codec:
+            return None
+        codes, scales = self._stored(name), self._stored(f"{name}.absmax")
+        return EncodedParameter(codes=codes, scales=scales, tables=self._tables(name))
+
+    def section(self) -> dict[str, Any] | None:
+        """Return `model.weights` for the form that the matrices in 4 bits have; None without any, or if they have several."""
+        codecs = {each.codec for each in self._four_bits.values()}
+        if len(codecs) != 1:
+            return None
+        (codec,) = codecs
+        plain = [
+            name.removesuffix("weight")
+            for name, spec in self.entries.items()
+            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._four_bits
+        ]
+        skip = tuple(f"*{name}*weight" for name in plain)
+        return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+
+
+def quantization_of(directory: Path) -> Mapping[str, Any] | None:
+    """Return how a model directory says that it is quantized; None if it is not."""
+    found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    return found if isinstance(found, dict) else None
+
+
+def open_files(directory: Path) -> TensorFiles:
+    """Open the files of a model directory, which may be quantized. Raises `ConfigError` for forms that are not read."""
+    quantization = quantization_of(directory)
+    if quantization is None:
+        return TensorFiles(directory)
+    if (method := quantization.get("quant_method")) != "bitsandbytes":
+        raise ConfigError(
+            f"{directory} is quantized by {method}, and {_METHODS} are read; dequantize and save it first",
+            where="model.source",
+        )
+    return QuantizedFiles(directory)
