@@ -44,3 +44,40 @@ def mark(directory: Path, quantization: Mapping[str, Any]) -> None:
     """Say in a directory's configuration how it is quantized."""
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": dict(quantization)}))
+
+
+def quantize_fp8(source: Path, target: Path, block: int) -> Values:
+    """Write the directory `source` with its projections in FP8 and a scale for each square block; the values that it stands for."""
+    target.mkdir()
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    decoded, stored = load_file(source / "model.safetensors"), dict[str, torch.Tensor]()
+    for name, value in decoded.items():
+        stored[name] = value
+        if "_proj.weight" in name:
+            rows, columns = value.shape
+            blocks = value.float().view(rows // block, block, columns // block, block)
+            scales = blocks.abs().amax((1, 3), keepdim=True) / 448
+            codes = (blocks / scales).to(torch.float8_e4m3fn)
+            stored[name], stored[f"{name}_scale_inv"] = codes.reshape(rows, columns), scales[:, 0, :, 0].contiguous()
+            decoded[name] = (codes.float() * scales).reshape(rows, columns)
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    mark(target, {"quant_method": "fp8", "weight_block_size": [block, block], "activation_scheme": "dynamic"})
+    return decoded
+
+
+def random_mxfp4(directory: Path) -> None:
+    """Write a tiny gpt-oss whose experts are random MXFP4."""
+    import transformers as tf
+
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 2, "num_experts_per_tok": 1}
+    torch.manual_seed(0)
+    tf.GptOssForCausalLM(tf.GptOssConfig(**sizes, **heads)).to(torch.bfloat16).save_pretrained(directory)
+    stored = load_file(directory / "model.safetensors")
+    for name in [each for each in stored if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, width, height = stored.pop(name).shape
+        stored[f"{name}_blocks"] = torch.randint(0, 256, (experts, height, width // 32, 16), dtype=torch.uint8)
+        stored[f"{name}_scales"] = torch.randint(118, 122, (experts, height, width // 32), dtype=torch.uint8)
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    mark(directory, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})

@@ -160,8 +160,11 @@ def _source_tensors(
     model: torch.nn.Module, directory: Path, specs: Iterable[TensorSpec], aliases: Iterable[tuple[str, str]]
 ) -> Iterator[TensorSpec]:
     """Yield the tensors in the files of `directory` that hold the weights `specs`, with the names of the specs."""
+    from zeromesh.trainer.weights.quantized_files import quantization_of
     from zeromesh.trainer.weights.safetensors_source import match, quiet_library
 
+    if quantization_of(directory) is not None:
+        return
     entries = {each.name: each for each in manifest_of_files(directory).tensors}
     inside: Any = pretrained_of(model)
     prefix = next(f"{name}." for name, each in model.named_modules() if each is inside).lstrip(".")

@@ -82,7 +82,7 @@ def _with_stored_codec(model: ModelSection) -> ModelSection:
     directory = directory_of(model.source or "", model.revision)
     if model.weights is not None or model.lora is None or not (directory / "config.json").is_file():
         return model
-    with closing(open_files(directory)) as files:
+    with closing(open_files(directory)[0]) as files:
         found = files.section() if isinstance(files, QuantizedFiles) else None
     return model if found is None else model.model_copy(update={"weights": WeightsSection(**found)})
 
@@ -178,10 +178,10 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
     nearest names, and for a missing source, with what was tried."""
     made, automatic, directory = read_configuration(section, tokenizer)
-    files = None if directory is None else open_files(directory)
+    files, quantizer = (None, None) if directory is None else open_files(directory)
 
     def stored_names(model: Any) -> frozenset[str]:
-        matched, canonical = match(model, files.entries if files is not None else {}), canonical_names(model)
+        matched, canonical = match(model, files.entries if files else {}, quantizer), canonical_names(model)
         return frozenset(canonical.get(name, name) for name in (*matched.direct, *matched.converted))
 
     def build() -> Any:
@@ -193,7 +193,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
     if directory is None or files is None:
         return built
     model: Any = built.model
-    streamed = SafetensorsSource(files, model, built.source)
+    streamed = SafetensorsSource(files, model, built.source, quantizer)
     generation = directory / "generation_config.json"
     # The model keeps the generation settings, since saving it writes them again.
     if generation.is_file() and model.can_generate():

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.flat.codec import GROUP, Codec, EncodedParameter
 from zeromesh.intervals import round_up
 
@@ -21,7 +22,6 @@ _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _STEP = 7.874015718698502e-3
 """1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
-_METHODS = "bitsandbytes' 4 bits (nf4, fp4) and 8 bits"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,14 +143,23 @@ def quantization_of(directory: Path) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def open_files(directory: Path) -> TensorFiles:
-    """Open the files of a model directory, which may be quantized. Raises `ConfigError` for forms that are not read."""
+def open_files(directory: Path) -> tuple[TensorFiles, Any]:
+    """Open the files of a model directory; where transformers decodes them, with its quantizer. Raises `ConfigError` for forms that
+    neither reads."""
     quantization = quantization_of(directory)
     if quantization is None:
-        return TensorFiles(directory)
-    if (method := quantization.get("quant_method")) != "bitsandbytes":
+        return TensorFiles(directory), None
+    method = quantization.get("quant_method")
+    if method == "bitsandbytes":
+        return QuantizedFiles(directory), None
+    with library_errors("model.source", f"{directory} is quantized by {method}, which is not decoded here: "):
+        config = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
+        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+        decodes = "dequantize" in quantizer.get_load_operations()
+    if not decodes:
         raise ConfigError(
-            f"{directory} is quantized by {method}, and {_METHODS} are read; dequantize and save it first",
+            f"{directory} is quantized by {method}, which transformers does not decode while it loads; dequantize and save it "
+            "first, or give the model in 16 bits with model.weights: nf4",
             where="model.source",
         )
-    return QuantizedFiles(directory)
+    return TensorFiles(directory), quantizer

@@ -76,12 +76,12 @@ class Matched:
         return name in self.direct or name in self.converted
 
 
-def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
+def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) -> Matched:
     """Match the tensors of `entries` with the state of the Hugging Face model `model`, which may be on meta. Parameters outside of
     the base model and poolers may be absent (a new head) or unused (another head, or one of other classes). Raises `ConfigError`
     that lists anything else that is missing, unexpected or of another shape."""
     state: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
-    direct, groups, unexpected = _rename(model, entries, state)
+    direct, groups, unexpected = _rename(model, entries, state, quantizer)
     converted: dict[str, Conversion] = {}
     shapes = {name: entries[source].shape for name, source in direct.items()}
     for conversion in groups:
@@ -132,10 +132,10 @@ def match(model: Any, entries: Mapping[str, TensorSpec]) -> Matched:
 
 
 def _rename(
-    model: Any, entries: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor]
+    model: Any, entries: Mapping[str, TensorSpec], state: Mapping[str, torch.Tensor], quantizer: Any
 ) -> tuple[dict[str, str], list[Conversion], list[str]]:
     """Match names as the library's `convert_and_load_state_dict_in_model`; returns direct, converted and unexpected ones."""
-    transforms = get_model_conversion_mapping(model)
+    transforms = get_model_conversion_mapping(model, hf_quantizer=quantizer)
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -143,6 +143,9 @@ def _rename(
     direct: dict[str, str] = {}
     groups: dict[str, Conversion] = {}
     unexpected: list[str] = []
+    general = {
+        source for each in (quantizer.get_weight_conversions() if quantizer else ()) for source in each.source_patterns
+    }
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -154,6 +157,12 @@ def _rename(
             direct[target] = name
         else:
             unexpected.append(target)
+    for target, conversion in list(groups.items()):
+        pattern, name = conversion.sources[0]
+        # A quantizer's conversions of all weights leave those as they are that have no scales.
+        if len(conversion.sources) == 1 and pattern in general and target in state:
+            direct[target] = name
+            del groups[target]
     return direct, list(groups.values()), unexpected
 
 
@@ -220,13 +229,14 @@ class SafetensorsSource(ParameterSource):
         files: the directory's files, which are closed with the source.
         model: a Hugging Face model of the same architecture, which may be on the meta device.
         fallback: the source of parameters that no file has (a new classification head).
+        quantizer: transformers' quantizer of the directory, which decodes; None if nothing needs it.
 
     `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
     shape; `LostValuesError` for values that neither the files nor `fallback` have."""
 
-    def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource) -> None:
+    def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files
-        self._matched = matched = match(model, files.entries)
+        self._matched = matched = match(model, files.entries, quantizer)
         self._skeleton = Skeleton(model)
         self._fallback = fallback
         canonical = canonical_names(model)
