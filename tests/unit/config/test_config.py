@@ -490,7 +490,7 @@ def test_plain_yaml_without_surprises_reads_as_with_pyyaml() -> None:
     [
         ({"run": {"steps": 3}}, "did you mean run.max_steps?"),
         ({"model": {"class": "x"}}, "did you mean model.head?"),
-        ({"model": {"load_in_4bit": True}}, "no key, as weights are not quantized"),
+        ({"model": {"load_in_4bit": True}}, "did you mean model.weights"),
         ({"model": {"peft_config": {}}}, "did you mean model.lora?"),
         ({"base_model": "x", "datasets": [], "micro_batch_size": 2}, "datasets: here data.train"),
         ({"model_name_or_path": "x", "stage": "sft", "template": "llama3"}, "a configuration of LLaMA-Factory"),
