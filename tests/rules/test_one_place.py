@@ -60,7 +60,11 @@ CHANGES = {
         ("zeromesh/settings/keys.py", '    on_nonfinite: Literal["skip", "stop"] = "skip"\n', "    calm: Count = 3\n"),
     ],
     "a codec of weights, of which a byte is the number of sixteenths": [
-        ("zeromesh/checkpoint/format/safetensors_layout.py", "DTYPES = {\n", '    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,\n'),
+        (
+            "zeromesh/checkpoint/format/safetensors_layout.py",
+            "DTYPES = {\n",
+            '    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,\n',
+        ),
         (
             "zeromesh/checkpoint/io/file_slices.py",
             'here, as all bytes pass through that are not read into memory of the file\'s dtype directly."""\n',
@@ -131,7 +135,9 @@ def coded(folder: Path) -> dict[str, torch.Tensor]:
     sixteenths = {
         name: torch.randint(-16, 17, value.shape, dtype=torch.int8) for name, value in model.state_dict().items()
     }
-    save_file({name: value.view(torch.float8_e5m2fnuz) for name, value in sixteenths.items()}, folder / "model.safetensors")
+    save_file(
+        {name: value.view(torch.float8_e5m2fnuz) for name, value in sixteenths.items()}, folder / "model.safetensors"
+    )
     return {name: value.float() / 16 for name, value in sixteenths.items()}
 
 
