@@ -53,6 +53,7 @@ from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf3
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
+from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 
@@ -429,7 +430,7 @@ def layout_of(
 def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
     """Build the model that a configuration names and read its weights into this rank's part; all ranks call it."""
     require_same_settings(mesh, config, {})
-    config = pin_sources(config, mesh, model_given=False)
+    config = pin_sources(config, mesh, model_given=False, trains=False)
     directory = directory_of(config.model.source or "", config.model.revision)
     config = _with_model_defaults(config)
     set_tf32(config, mesh.device)
@@ -451,6 +452,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
         use_attention(model, config.model.attention, dtype, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
     console.note(*synchronize_initial_values(built, mesh, config.run.seed))
+    console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
     tiers = open_tiers(mesh, options)
     try:
         settings, hub_form = ModelSettings(model, mesh), HubForm(model)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 from zeromesh.errors import ConfigError, some
-from zeromesh.flat.codec import Codec, EncodedParameter
+from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import Head, LoraSection
@@ -192,24 +192,28 @@ class AdaptedSource(ParameterSource):
             self._adapters.release(name)
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
-    def _source_of(self, fqn: str) -> tuple[ParameterSource, str]:
+    def origin(self, fqn: str) -> tuple[ParameterSource, str]:
         return (self._source, self._inside[fqn]) if fqn in self._inside else (self._adapters, fqn)
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
-        source, name = self._source_of(fqn)
+        source, name = self.origin(fqn)
         return source.read(name, start, end)
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        source, name = self._source_of(fqn)
+        source, name = self.origin(fqn)
         source.fill(name, rows, interval, out)
 
     def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
-        source, name = self._source_of(fqn)
+        source, name = self.origin(fqn)
         return source.file_position(name, start, dtype)
 
-    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
-        source, name = self._source_of(fqn)
-        return source.encoded(name, codec)
+    def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
+        source, name = self.origin(fqn)
+        return source.encoded(name, codec, dtype)
+
+    def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
+        source, name = self.origin(fqn)
+        return source.encoded_place(name, codec, dtype)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name in self._inside)
@@ -218,7 +222,7 @@ class AdaptedSource(ParameterSource):
         return self._source.buffer(self._inside[name]) if name in self._inside else None
 
     def release(self, fqn: str) -> None:
-        source, name = self._source_of(fqn)
+        source, name = self.origin(fqn)
         self._readers[name] -= source is self._source
         if self._readers[name] <= 0:
             source.release(name)

@@ -45,7 +45,13 @@ MODEL_FILES = ("*.safetensors", "*.py", *TOKENIZER_FILES)
 
 
 def pin_sources(
-    config: TrainerConfig, mesh: Mesh, *, model_given: bool, came_from: str | None = None, reads_text: bool = False
+    config: TrainerConfig,
+    mesh: Mesh,
+    *,
+    model_given: bool,
+    came_from: str | None = None,
+    reads_text: bool = False,
+    trains: bool = True,
 ) -> TrainerConfig:
     """Fetch the model and tokenizer that the configuration names on the Hub; all ranks call it and get the same result, in which
     `model.revision` is the fetched commit and `data.tokenizer` is bytes or a directory, by default the model's tokenizer if the run
@@ -54,7 +60,7 @@ def pin_sources(
     model, data = config.model, config.data
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
-        model = _with_stored_codec(model.model_copy(update={"revision": commit}))
+        model = _with_stored_codec(model.model_copy(update={"revision": commit}), trains=trains)
         if model.trust_remote_code:
             directory = directory_of(config.model.source or "", commit)
             turn = 0 if mesh.rank == 0 else 1 if mesh.environment.local_rank == 0 else 2
@@ -77,10 +83,10 @@ def pin_sources(
     return config.model_copy(update={"model": model, "data": data})
 
 
-def _with_stored_codec(model: ModelSection) -> ModelSection:
-    """Return the section with the codec of a directory in 4 bits, for adapters over it, unless `weights` names another."""
+def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:
+    """Return the section with the codec of a directory in 4 bits whose matrices are frozen, unless `weights` names another."""
     directory = directory_of(model.source or "", model.revision)
-    if model.weights is not None or model.lora is None or not (directory / "config.json").is_file():
+    if model.weights is not None or (trains and model.lora is None) or not (directory / "config.json").is_file():
         return model
     with closing(open_files(directory)[0]) as files:
         found = files.section() if isinstance(files, QuantizedFiles) else None

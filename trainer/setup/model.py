@@ -49,6 +49,7 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
+from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
@@ -84,6 +85,7 @@ def build_trained_model(
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
+        console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
         count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
         whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
         whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}

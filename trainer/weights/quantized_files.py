@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
 
+from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
-from zeromesh.errors import ConfigError, library_errors
-from zeromesh.flat.codec import GROUP, Codec, EncodedParameter
+from zeromesh.errors import ConfigError, StorageError, library_errors
+from zeromesh.flat.codec import BLOCKS, GROUP, Codec, EncodedParameter, EncodedPlace, nested_values
 from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -25,19 +27,21 @@ _STEP = 7.874015718698502e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _FourBits:
+class _Encoded:
     codec: Codec
     mean: float
     """What was subtracted from the scales before they were quantized; 0 if they are not."""
+    digest: str | None
+    """xxh3 of codes, scales and tables, where this project wrote them."""
 
 
 class QuantizedFiles(TensorFiles):
     """The tensors of a directory as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and
     what is read is decoded. Raises `ConfigError` for what is none of bitsandbytes' forms."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        super().__init__(directory)
-        self._four_bits: dict[str, _FourBits] = {}
+    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        super().__init__(directory, manifest)
+        self._encoded: dict[str, _Encoded] = {}
         self._rows = {f"{name[:-4]}.weight": name for name in self._specs if name.endswith(".SCB")}
         parts = {name[:-4] + end for name in self._rows.values() for end in (".SCB", ".weight_format")}
         found = self._specs | {name: replace(self._specs[name], dtype=torch.float32) for name in self._rows}
@@ -53,9 +57,11 @@ class QuantizedFiles(TensorFiles):
             state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
             nested = f"{weight}.nested_absmax" in self._specs
             codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
-            if state["quant_type"] not in ("nf4", "fp4") or (nested and state["nested_blocksize"] != GROUP):
+            if state["quant_type"] not in BLOCKS or (nested and state["nested_blocksize"] != GROUP):
                 raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
-            self._four_bits[weight] = _FourBits(codec=codec, mean=state["nested_offset"] if nested else 0.0)
+            self._encoded[weight] = _Encoded(
+                codec=codec, mean=state["nested_offset"] if nested else 0.0, digest=state.get("xxh3")
+            )
             spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
             stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
             for part, length in stored.items():
@@ -74,9 +80,9 @@ class QuantizedFiles(TensorFiles):
         `TensorFiles` does."""
         if name in self._rows:
             return self._decode_rows(name, start, self.entries[name].numel if end is None else end)
-        if name not in self._four_bits:
+        if name not in self._encoded:
             return self._stored(name, start, end)
-        entry, stored = self.entries[name], self._four_bits[name]
+        entry, stored = self.entries[name], self._encoded[name]
         codec, last = stored.codec, entry.numel if end is None else end
         begin, stop = start // codec.block * codec.block, min(round_up(last, codec.block), entry.numel)
         codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
@@ -90,7 +96,7 @@ class QuantizedFiles(TensorFiles):
         return super().elements(name, start, end)
 
     def _tables(self, name: str) -> torch.Tensor:
-        stored = self._four_bits[name]
+        stored = self._encoded[name]
         if not stored.codec.nested:
             return torch.empty(0)
         return torch.cat([self._stored(f"{name}.nested_absmax"), torch.tensor([stored.mean])])
@@ -104,37 +110,74 @@ class QuantizedFiles(TensorFiles):
         return values.view(-1)[start - first * width : end - first * width]
 
     def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
-        return name not in self._four_bits and name not in self._rows and super().is_stored_as(name, dtype)
+        return name not in self._encoded and name not in self._rows and super().is_stored_as(name, dtype)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         def codes() -> Iterator[tuple[str, int, int]]:
             for name, start, end in ranges:
-                stored = self._four_bits.get(name)
+                stored = self._encoded.get(name)
                 size = 1 if stored is None else stored.codec.codes_in_byte
                 yield name, start // size, -(-end // size)
 
         super().expect(codes())
 
-    def encoded(self, name: str, codec: Codec) -> EncodedParameter | None:
-        """Return a tensor as it lies, if that is what `codec` makes of it."""
-        if name not in self._four_bits or self._four_bits[name].codec != codec:
-            return None
-        codes, scales = self._stored(name), self._stored(f"{name}.absmax")
-        return EncodedParameter(codes=codes, scales=scales, tables=self._tables(name))
+    def has_encoded(self, name: str, codec: Codec) -> bool:
+        return name in self._encoded and self._encoded[name].codec == codec
+
+    def encoded(self, name: str) -> EncodedParameter:
+        """Return a tensor that was encoded as it lies. Raises `StorageError` for damaged codes."""
+        found = EncodedParameter(
+            codes=self._stored(name), scales=self._stored(f"{name}.absmax"), tables=self._tables(name)
+        )
+        if self._encoded[name].digest not in (None, _digest(found)):
+            path = self.path_of(self._specs[name].path)
+            path.unlink(missing_ok=True)
+            raise StorageError(f"{str(path)!r} was damaged, and is removed; start again, and it is encoded anew")
+        return found
+
+    def place_of(self, name: str) -> EncodedPlace:
+        """Return where the codes and the scales of a tensor that was encoded lie."""
+        places = [(self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"])]
+        return EncodedPlace(codes=places[0], scales=places[1], tables=self._tables(name))
 
     def section(self) -> dict[str, Any] | None:
         """Return `model.weights` for the form that the matrices in 4 bits have; None without any, or if they have several."""
-        codecs = {each.codec for each in self._four_bits.values()}
+        codecs = {each.codec for each in self._encoded.values()}
         if len(codecs) != 1:
             return None
         (codec,) = codecs
         plain = [
             name.removesuffix("weight")
             for name, spec in self.entries.items()
-            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._four_bits
+            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._encoded
         ]
         skip = tuple(f"*{name}*weight" for name in plain)
         return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+
+
+def _digest(parameter: EncodedParameter) -> str:
+    digest = xxhash.xxh3_128()
+    for each in (parameter.codes, parameter.scales, parameter.tables):
+        digest.update(each.numpy().data)
+    return digest.hexdigest()
+
+
+def stored_form(
+    name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter
+) -> dict[str, torch.Tensor]:
+    """Return the tensors by which bitsandbytes stores a parameter of 4 bits, and this project those of 8 too, with a checksum."""
+    state: dict[str, Any] = {
+        "quant_type": codec.name,
+        "blocksize": codec.block,
+        "dtype": str(dtype)[6:],
+        "shape": list(shape),
+    }
+    found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
+    if codec.nested:
+        found |= {f"{name}.nested_absmax": parameter.tables[:-1].clone(), f"{name}.nested_quant_map": nested_values()}
+        state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
+    text = json.dumps({**state, "xxh3": _digest(parameter)}).encode()
+    return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
 def quantization_of(directory: Path) -> Mapping[str, Any] | None:

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
-from zeromesh.flat.codec import Codec, EncodedParameter
+from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles
@@ -251,6 +251,7 @@ class SafetensorsSource(ParameterSource):
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
+        self._kept: QuantizedFiles | None = None
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
         """The converted tensors by name, of the latest conversion alone, under the conversion's target."""
         remarks = {
@@ -288,9 +289,13 @@ class SafetensorsSource(ParameterSource):
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Prefetch elements [start, end) of parameters, and all inputs of their conversions."""
 
+        kept, ranges = self._kept, list(ranges)
+        if kept is not None:
+            kept.expect(each for each in ranges if each[0] in kept.entries)
+
         def stored_ranges() -> Iterator[tuple[str, int, int]]:
             begun = set()
-            for fqn, start, end in ranges:
+            for fqn, start, end in ranges if kept is None else (each for each in ranges if each[0] not in kept.entries):
                 name = self._origin[fqn]
                 conversion = self._matched.converted.get(name)
                 if name in self._matched.direct:
@@ -309,12 +314,38 @@ class SafetensorsSource(ParameterSource):
             return None
         return self._files.path_of(entry.path), entry.begin + start * dtype.itemsize
 
-    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
+    def keep(self, encoded: QuantizedFiles) -> None:
+        """Read the parameters that `encoded` has under their names there, where they are asked for in that form."""
+        self._kept = encoded
+
+    def _encoded_in(self, fqn: str, codec: Codec, dtype: torch.dtype) -> tuple[QuantizedFiles, str] | None:
+        """Return the files that have a parameter encoded by `codec`, and its name there; None without such."""
+        name = self._matched.direct.get(self._origin[fqn], "")
+        if isinstance(self._files, QuantizedFiles) and self._files.has_encoded(name, codec):
+            return self._files, name
+        if self._kept is None or not self._kept.has_encoded(fqn, codec) or self._kept.entries[fqn].dtype != dtype:
+            return None
+        return self._kept, fqn
+
+    def has_encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> bool:
+        return self._encoded_in(fqn, codec, dtype) is not None
+
+    def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
         """Return a parameter as the files have it, if they have it encoded by `codec`; None otherwise."""
-        name = self._matched.direct.get(self._origin[fqn])
-        return (
-            self._files.encoded(name, codec) if isinstance(self._files, QuantizedFiles) and name is not None else None
-        )
+        found = self._encoded_in(fqn, codec, dtype)
+        return None if found is None else found[0].encoded(found[1])
+
+    def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
+        found = self._encoded_in(fqn, codec, dtype)
+        return None if found is None else found[0].place_of(found[1])
+
+    def identity(self) -> tuple[Any, ...]:
+        """Return what changes with the files: their paths, sizes and times of change."""
+        paths = [self._files.path_of(path) for path in self._files.manifest.files]
+        return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
+
+    def shape(self, fqn: str) -> torch.Size:
+        return self._skeleton.root.get_parameter(fqn).shape
 
     def _name_in_files(self, fqn: str, start: int, end: int) -> str:
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
@@ -332,7 +363,8 @@ class SafetensorsSource(ParameterSource):
         self._fallback.release(fqn)
 
     def close(self) -> None:
-        self._files.close()
+        for files in filter(None, (self._files, self._kept)):
+            files.close()
         self._converted.clear()
         self._fallback.close()
 

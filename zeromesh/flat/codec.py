@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, wraps
 from importlib import import_module
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -22,6 +23,7 @@ import torch
 from zeromesh.errors import LayoutError
 from zeromesh.settings.keys import CodecName
 
+_CPU = torch.device("cpu")
 GROUP = 256
 """Blocks whose nested scales share a float32."""
 _GRID = 65_535
@@ -67,6 +69,15 @@ class EncodedParameter:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EncodedPlace:
+    """A whole parameter in files: the file and the byte at which its codes begin, and its scales; and its `tables`."""
+
+    codes: tuple[Path, int]
+    scales: tuple[Path, int]
+    tables: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Codec:
     """A codec with `block` elements for each scale. Raises `LayoutError` for a block that codes do not fill in whole bytes."""
 
@@ -96,9 +107,11 @@ class Codec:
         """Return the bytes of the codes and the scales of `numel` elements, whole blocks."""
         return self.code_bytes(numel) + self.blocks(numel) * self.scale_dtype.itemsize
 
-    def table_length(self, numel: int) -> int:
-        """Return the number of float32 that the blocks of `numel` elements of one parameter share."""
-        return -(-self.blocks(numel) // GROUP) + 1 if self.nested else 0
+    def values(self) -> torch.Tensor:
+        """Return the float32 values of the codes, in their order; none for those that are numbers themselves."""
+        if self.name == "fp8":
+            return torch.empty(0)
+        return nested_values() if self.name == "int8" else _levels(self.name, _CPU).clone()
 
     def encode(self, values: Callable[[int, int], torch.Tensor], numel: int) -> EncodedParameter:
         """Encode a flat parameter of `numel` elements, of which `values(start, end)` returns a part, 1-D, in the dtype in which it
@@ -182,6 +195,11 @@ class Codec:
             out[whole:].copy_(values[whole:] * scales[-1])
 
 
+def nested_values() -> torch.Tensor:
+    """Return the float32 values of the 256 codes of nested scales."""
+    return _int8_values(_CPU).clone()
+
+
 @cache
 def _bitsandbytes() -> Any:
     """Return bitsandbytes' operators; None where it is not installed."""
@@ -206,7 +224,7 @@ def _levels(name: str, device: torch.device) -> torch.Tensor:
 @cache
 def _bounds(name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the midpoints between the values of codes, ascending, and the codes in the order of their values."""
-    levels = _levels(name, torch.device("cpu"))
+    levels = _levels(name, _CPU)
     order = levels.argsort()
     return (levels[order[:-1]] + levels[order[1:]]) / 2, order.to(torch.uint8)
 
@@ -226,7 +244,7 @@ def _int8_values(device: torch.device) -> torch.Tensor:
 @cache
 def _int8_codes() -> torch.Tensor:
     """Return the nearest code of each of the values to which bitsandbytes rounds before, from -1 to 1."""
-    levels = _int8_values(torch.device("cpu"))
+    levels = _int8_values(_CPU)
     grid = -1.0 + (2.0 * torch.arange(_GRID + 1, dtype=torch.float32)) / _GRID
     return torch.bucketize(grid, 0.5 * (levels[:-1] + levels[1:])).to(torch.uint8)
 

@@ -85,17 +85,22 @@ class EncodedShard:
             codes, scales = (encoded.slice(first, last).load(device) for first, last in places)
         return codes, scales.view(codec.scale_dtype)
 
+    def ranges(self, piece: ShardPiece) -> tuple[tuple[int, Interval], tuple[int, Interval]]:
+        """Return where the codes and the scales of a part of a parameter begin in the shard, and their bytes in the parameter's."""
+        codec, inside, here = self.codec, piece.in_parameter, piece.in_shard
+        size = codec.scale_dtype.itemsize
+        codes = Interval(start=codec.code_bytes(inside.start), end=codec.code_bytes(inside.end))
+        scales = Interval(start=codec.blocks(inside.start) * size, end=codec.blocks(inside.end) * size)
+        at = codec.code_bytes(self.length) + codec.blocks(here.start) * size
+        return (codec.code_bytes(here.start), codes), (at, scales)
+
     def store(
         self, piece: ShardPiece, parameter: EncodedParameter, write: Callable[[int, torch.Tensor], object]
     ) -> None:
         """Pass the bytes of a part of a parameter to `write(begin, bytes)`, by their places in the shard."""
-        codec, inside, here = self.codec, piece.in_parameter, piece.in_shard
-        write(
-            codec.code_bytes(here.start), parameter.codes[codec.code_bytes(inside.start) : codec.code_bytes(inside.end)]
-        )
-        scales = parameter.scales[codec.blocks(inside.start) : codec.blocks(inside.end)]
-        at = codec.code_bytes(self.length) + codec.blocks(here.start) * scales.itemsize
-        write(at, scales.view(torch.uint8))
+        stored = parameter.codes, parameter.scales.view(torch.uint8)
+        for (begin, part), data in zip(self.ranges(piece), stored, strict=True):
+            write(begin, data[part.start : part.end])
 
 
 class EncodedTensor(TieredTensor):

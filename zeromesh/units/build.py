@@ -12,7 +12,6 @@ from zeromesh.comm.decoding_buffer import DecodingBuffer
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choose_transport
 from zeromesh.errors import LayoutError
-from zeromesh.flat.codec import Codec
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
 from zeromesh.intervals import Interval
@@ -103,26 +102,25 @@ def build_units(
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
     stored = [
-        None
-        if kept or layout.first.codec is not None
-        else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
+        None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
     trained = [layout for layout in flat if layout.first.requires_grad]
     ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
-    leads = [_page_offset(layout, runs) for layout, runs in zip(flat, stored, strict=True)]
-    if options.offload.in_place:
+    moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout in flat]
+    leads = [_page_offset(dtype, runs) for dtype, runs in zip(moved, stored, strict=True)]
+    if options.offload.in_place or options.weights is not None:
         leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
     shards = 1 if options.placements.optimizer is Placement.REPLICATED else mesh.shard.size
     requests = [
         BufferRequest(
             name=layout.name,
             padded=layout.padded if layout.first.codec is None else layout.travelling_nbytes(shards),
-            dtype=layout.first.dtype if layout.first.codec is None else torch.uint8,
+            dtype=dtype,
             persistent=kept,
             lead=lead,
         )
-        for (layout, kept), lead in zip(pairs, leads, strict=True)
+        for (layout, kept), dtype, lead in zip(pairs, moved, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, *ring)
@@ -141,8 +139,7 @@ def build_units(
         for layout in unit_layouts:
             buffer, runs = next(built)
             if options.weights is not None and layout.first.codec is not None:
-                codec = options.weights.codec
-                buffer, weights = _encode_weights(layout, codec, buffer, mesh, options, source, tiers, spare)
+                buffer, weights = _encode_weights(layout, buffer, runs, mesh, options, source, tiers, spare)
             else:
                 weights = _read_weights(layout, buffer, runs, mesh, options, source, tiers)
             buckets.append(_build_bucket(model, layout, buffer, weights, mesh, options, source, tiers))
@@ -260,8 +257,8 @@ def _read_weights(
 
 def _encode_weights(
     layout: BucketLayout,
-    codec: Codec,
     gathered: GatherBuffer,
+    stored: list[TieredPart] | None,
     mesh: Mesh,
     options: ZeroOptions,
     source: ParameterSource,
@@ -271,7 +268,9 @@ def _encode_weights(
     """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
     interval, dtype, what = _rank_interval(layout, mesh, options), layout.first.dtype, f"weights of {layout.name}"
     nbytes, choice = layout.rest_nbytes(interval.length), options.offload.parameters
-    if gathered.persistent:
+    if stored is not None:
+        encoded = tiers.stored(nbytes, torch.uint8, stored, Purpose.PARAMETERS)
+    elif gathered.persistent:
         gathered.begin_write()
         encoded = TieredTensor.of(gathered.own())
     else:
@@ -282,8 +281,13 @@ def _encode_weights(
     tables: list[torch.Tensor] = []
     shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
     pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
+    codec = options.weights.codec if options.weights is not None else codec_of(layout)
     for slot in layout.slots:
-        parameter = encoded_part(slot.spec, codec, source.read, source.encoded(slot.spec.name, codec))
+        described = slot.spec.name, codec, slot.spec.dtype
+        if stored is not None and (place := source.encoded_place(*described)) is not None:
+            tables.append(place.tables.to(mesh.device))
+            continue
+        parameter = encoded_part(slot.spec, codec, source.read, source.encoded(*described))
         tables.append(parameter.tables.to(mesh.device))
         if slot.spec.fqn in pieces:
             shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())
@@ -298,7 +302,9 @@ def _runs_in_files(
     """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
     offload, first = options.offload, layout.first
     whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
-    if not (offload.in_place and whole) or first.requires_grad:
+    if whole and first.codec is not None and not offload.files.checksums:
+        return _encoded_runs(layout, interval, source, tiers)
+    if not (offload.in_place and whole) or first.requires_grad or first.codec is not None:
         return None
     runs = []
     for piece in layout.pieces(interval):
@@ -314,11 +320,30 @@ def _runs_in_files(
     return runs
 
 
-def _page_offset(layout: BucketLayout, stored: list[TieredPart] | None) -> int:
+def _encoded_runs(
+    layout: BucketLayout, interval: Interval, source: ParameterSource, tiers: Tiers
+) -> list[TieredPart] | None:
+    """Return the runs of an encoded shard's bytes in files, as `_runs_in_files`."""
+    places = {}
+    for slot in layout.slots:
+        place = source.encoded_place(slot.spec.name, codec_of(layout), slot.spec.dtype)
+        if place is None or not slot.spec.region.is_whole:
+            return None
+        places[slot.spec.fqn] = place
+    shard, runs = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=()), []
+    for piece in layout.pieces(interval):
+        place = places[piece.spec.fqn]
+        for (start, part), (path, begin) in zip(shard.ranges(piece), (place.codes, place.scales), strict=True):
+            file, end = tiers.file().open_stored(path), start + part.length
+            runs.append(TieredPart(start=start, end=end, tier=Tier.FILE, slot=file, first=begin + part.start))
+    return sorted(runs, key=lambda run: run.start)
+
+
+def _page_offset(dtype: torch.dtype, stored: list[TieredPart] | None) -> int:
     """Return the bytes from the start of a page at which a bucket's memory aligns with most of its blocks in the files."""
     alike = Counter({0: 0})
     for run in stored or ():
-        alike[(run.first - run.start) * layout.first.dtype.itemsize % BLOCK] += run.end - run.start
+        alike[(run.first - run.start) * dtype.itemsize % BLOCK] += run.end - run.start
     return max(alike, key=alike.__getitem__)
 
 

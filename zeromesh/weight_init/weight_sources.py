@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.errors import ConfigError, LayoutError, some, summary
-from zeromesh.flat.codec import Codec, EncodedParameter
+from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.rng import seed_of
@@ -231,8 +231,17 @@ class ParameterSource(Protocol):
         """Return the file and byte offset at which the parameter's elements from `start` on are stored as `dtype`; None if none."""
         return None
 
-    def encoded(self, fqn: str, codec: Codec) -> EncodedParameter | None:
-        """Return the whole parameter `fqn` as `codec` encodes it, if it is stored so; None if it must be read and encoded."""
+    def origin(self, fqn: str) -> tuple["ParameterSource", str]:
+        """Return the source that has the values of a parameter, and its name there."""
+        return self, fqn
+
+    def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
+        """Return the whole parameter `fqn` as `codec` encodes its values of `dtype`, if it is stored so; None if it must be read
+        and encoded."""
+        return None
+
+    def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
+        """Return the files that have what `encoded` returns; None if none have."""
         return None
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:

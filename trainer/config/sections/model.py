@@ -73,6 +73,8 @@ class WeightsSection(Section):
     """Keep scales in 8 bits too (double quantization), but those of fp8, and of a matrix that a tensor axis divides."""
     skip: Names = ()
     """Patterns of the names of parameters that are not encoded, such as `*.lm_head.*`."""
+    cache: Text | None = None
+    """Directory of the cache of encoded weights of a `model.source`; null: `zeromesh/weights` in the user's cache folder."""
 
     @model_validator(mode="before")
     @classmethod

@@ -263,9 +263,10 @@ class TensorFiles(CheckpointReader):
     """The tensors of a Hugging Face model directory by name; files are opened on first read. Ranks of a host read the same files,
     so bytes go through the page cache, and are prefetched there in the order in which they are announced (`expect`)."""
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Read and check the headers. Raises `ConfigError` with the damaged file and the reason."""
-        super().__init__(Path(directory), checked=False, manifest=manifest_of_files(Path(directory)))
+    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        """Read and check the headers, unless `manifest` describes the files. Raises `ConfigError` with the damaged file and the
+        reason."""
+        super().__init__(Path(directory), checked=False, manifest=manifest or manifest_of_files(Path(directory)))
         self._specs = {each.name: each for each in self.manifest.tensors}
         self.entries: Mapping[str, TensorSpec] = self._specs
         self._files: dict[str, PositionalFile] = {}
