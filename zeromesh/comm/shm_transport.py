@@ -28,7 +28,7 @@ import torch
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, Transport
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import DONE, TieredTensor, Transfer
+from zeromesh.offload import DONE, SparePages, TieredTensor, Transfer
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
 
@@ -434,9 +434,10 @@ class SharedTransport(Transport):
             written, done = (Counters(table, (2 * number + row) * group.size * LINE, group) for row in range(2))
             buffers.append(SharedBuffer(request, group, arena, offset, written, done))
         self._released = [buffer for buffer in buffers if not buffer.persistent]
-        self.buffers = buffers
+        self.buffers, self.spare_pages = buffers, SparePages()
 
     def poll(self) -> None:
+        self.spare_pages.give_back()
         for buffer in self._released:
             buffer.poll()
 

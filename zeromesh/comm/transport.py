@@ -13,6 +13,7 @@ from __future__ import annotations
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -289,6 +290,9 @@ class Transport:
 
     buffers: Sequence[GatherBuffer]
     reducer: Reducer
+    spare_pages: SparePages
+    ahead: ThreadPoolExecutor | None = None
+    """The thread that decodes buffers ahead of their use; None where other ranks or a device take part."""
     share = 1.0
     """The fraction of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
@@ -302,19 +306,25 @@ class Transport:
         nbytes: int,
     ) -> None:
         self.name = name
-        self._spare_pages, self._queue = SparePages(), deque[GatherBuffer]()
+        self.spare_pages, self._queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
-        self.buffers = [GatherBuffer(each, device, self._spare_pages, members, self._queue) for each in requests]
+        if members is None and not is_accelerator(device):
+            self.ahead = ThreadPoolExecutor(
+                1, thread_name_prefix="decode-ahead"
+            )  # `DecodingBuffer` raises what it meets.
+        self.buffers = [GatherBuffer(each, device, self.spare_pages, members, self._queue) for each in requests]
         self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
         """Free spare pages and start queued all-gathers, without waiting; called at the end of a pass."""
-        self._spare_pages.give_back()
+        self.spare_pages.give_back()
         if self._queue:
             self._queue[0].poll()
 
     def close(self) -> None:
         """Free the resources that are not freed with the tensors."""
+        if self.ahead is not None:
+            self.ahead.shutdown(cancel_futures=True)
         with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self.buffers:
                 buffer.order_gather()

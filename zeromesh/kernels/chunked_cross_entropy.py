@@ -147,12 +147,13 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
         )
 
 
-def chunk_for(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
+def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden]. In
     fp32 and wider, 256 are enough for fast matrix products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4
-    vocab x hidden bytes), and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x hidden tokens."""
+    vocab x hidden bytes) of a weight that is `trained`, and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x hidden
+    tokens."""
     small = min(tokens, 256)
-    if dtype.itemsize >= 4 or tokens > 2 * hidden + small:
+    if dtype.itemsize >= 4 or not trained or tokens > 2 * hidden + small:
         return max(1, small)
     return max(1, tokens)
 

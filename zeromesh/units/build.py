@@ -21,7 +21,6 @@ from zeromesh.offload import (
     FileSettings,
     Ledger,
     Purpose,
-    SparePages,
     Tier,
     TieredPart,
     TieredTensor,
@@ -132,14 +131,14 @@ def build_units(
     tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = zip(transport.buffers, stored, strict=True)
-    units, spare = [], SparePages()
+    units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
         module = model.get_submodule(unit_plan.module)
         buckets = []
         for layout in unit_layouts:
             buffer, runs = next(built)
             if options.weights is not None and layout.first.codec is not None:
-                buffer, weights = _encode_weights(layout, buffer, runs, mesh, options, source, tiers, spare)
+                buffer, weights = _encode_weights(layout, buffer, runs, mesh, options, source, tiers, transport)
             else:
                 weights = _read_weights(layout, buffer, runs, mesh, options, source, tiers)
             buckets.append(_build_bucket(model, layout, buffer, weights, mesh, options, source, tiers))
@@ -263,7 +262,7 @@ def _encode_weights(
     options: ZeroOptions,
     source: ParameterSource,
     tiers: Tiers,
-    spare: SparePages,
+    transport: Transport,
 ) -> tuple[GatherBuffer, tuple[TieredTensor, TieredTensor | None]]:
     """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
     interval, dtype, what = _rank_interval(layout, mesh, options), layout.first.dtype, f"weights of {layout.name}"
@@ -291,7 +290,7 @@ def _encode_weights(
         tables.append(parameter.tables.to(mesh.device))
         if slot.spec.fqn in pieces:
             shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())
-    buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, spare)
+    buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport)
     own = EncodedShard.of(layout, interval, tables)
     return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
 

@@ -196,9 +196,9 @@ def test_default_chunks_and_changes_that_are_alike_in_16_bits() -> None:
         changes = LogitChange(scale=2.0, cap=30.0 * factor), LogitChange(scale=2.0 * factor, cap=30.0)
         assert [LogitChange(scale=2.0, cap=30.0).close_to(each) for each in changes] == [alike, alike]
     wide, narrow = torch.float32, torch.bfloat16
-    assert [chunk_for(tokens, 512, 8192, wide) for tokens in (512, 3, 0)] == [256, 3, 1]
-    assert [chunk_for(tokens, 512, 8192, narrow) for tokens in (512, 0, 1280, 1281)] == [512, 1, 1280, 256]
-    assert chunk_for(65536, 4096, 128256, narrow) == 256
+    assert [chunk_for(tokens, 512, wide) for tokens in (512, 3, 0)] == [256, 3, 1]
+    assert [chunk_for(tokens, 512, narrow) for tokens in (512, 0, 1280, 1281)] == [512, 1, 1280, 256]
+    assert chunk_for(65536, 4096, narrow) == chunk_for(512, 512, narrow, trained=False) == 256
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,7 @@ def test_given_keys_stay_as_they_are(subject: Subject) -> None:
 
 
 def test_a_plan_holds_what_a_run_takes_alone() -> None:
-    """Adapters are on data axes alone, and keys that a configuration joins to others leave layouts out."""
-    adapters = Planner(_on_card("model.lora={rank: 2}"), _card(), fixed={"micro": 1}).plan(2)
-    assert {row.estimate.layout.tensor * row.estimate.layout.pipeline for row in adapters.rows} == {1}
-    assert "a model with adapters is shared out over data axes alone" in _lines(adapters)
+    """Keys that a configuration joins to others leave layouts out."""
 
     def values(field: str, keys: tuple[str, ...], ranks: int = 2, memory: int = 1 << 34) -> set[Any]:
         rows = Planner(_on_card(*keys), _card(memory), fixed={"micro": 1}).plan(ranks).rows
