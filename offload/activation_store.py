@@ -15,7 +15,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import round_up_to_blocks
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
@@ -212,7 +211,7 @@ class ActivationStore:
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
         self._tiers, self._choice = tiers, choice
-        self._streams = copy_streams_of(tiers.device) if is_accelerator(tiers.device) else None
+        self._streams = copy_streams_of(tiers.device) if accelerator.is_accelerator(tiers.device) else None
         self._copying: deque[tuple[torch.Tensor, int, torch.Event]] = deque()
         self._free = FreeRanges()
         self._writes: deque[PendingWrite] = deque()

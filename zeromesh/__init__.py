@@ -4,8 +4,6 @@ Most users need only `from zeromesh import Trainer`. The engine is in the subpac
 `zeromesh.trainer`, and memory tiers in `zeromesh.offload`.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

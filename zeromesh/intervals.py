@@ -1,7 +1,5 @@
 """Integer arithmetic for splitting a flat buffer; the only place that decides how an uneven length is divided."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -26,11 +24,11 @@ class Interval:
     def length(self) -> int:
         return self.end - self.start
 
-    def after(self, origin: int) -> Interval:
+    def after(self, origin: int) -> "Interval":
         """Return the interval with its positions counted from `origin`, that is shifted by -origin."""
         return Interval(start=self.start - origin, end=self.end - origin)
 
-    def intersect(self, other: Interval) -> Interval:
+    def intersect(self, other: "Interval") -> "Interval":
         """Return the common part; empty (at the later start) if there is none."""
         start = max(self.start, other.start)
         return Interval(start=start, end=max(start, min(self.end, other.end)))

@@ -12,8 +12,6 @@ the reverse order of its construction, so ranks communicate in the same order in
 module: around it, ranks would differ.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
@@ -36,7 +34,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 _Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> ModulePlacement:
+def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "ModulePlacement":
     """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place. All
     ranks of the mesh call this alike, on equal models.
 

@@ -9,8 +9,6 @@ A microbatch has a stream of random numbers for its loss, and one for every call
 When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import random
@@ -85,7 +83,7 @@ class GeneratorStates:
     device: torch.Tensor | None = None
 
     @classmethod
-    def now(cls, *, host_only: bool = False) -> GeneratorStates:
+    def now(cls, *, host_only: bool = False) -> "GeneratorStates":
         """Return the present states. `host_only` leaves out PyTorch's, which `torch.utils.checkpoint` restores itself."""
         of_torch = {} if host_only else {"cpu": torch.get_rng_state(), "device": accelerator.generator_state()}
         return cls(numpy=_numpy.state(), python=random.getstate(), **of_torch)

@@ -17,7 +17,6 @@ import xxhash
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned, round_up_to_blocks
 from zeromesh.offload.io.transfer import AllocateBuffer, Transfer, WaitTime, allocate_pages, copy_streams_of
 
@@ -211,7 +210,7 @@ class FileSlot:
             self._wait_for_writes(begin, end)
         except StorageError as error:  # Raised by `wait`: the caller may have other transfers in flight.
             return Transfer.with_error(error)
-        copy = copy_streams_of(data.device).copy_later() if on_accelerator(data) else torch.Tensor.copy_
+        copy = copy_streams_of(data.device).copy_later() if accelerator.on_accelerator(data) else torch.Tensor.copy_
         first = self._unbuffered_bytes(begin, data)
         parts = (*_pieces(begin, data[:first], _LARGE_PIECE), *_pieces(begin + first, data[first:], PIECE))
         pieces = [self.tier.submit(partial(work, copy), at, part) for at, part in parts]

@@ -15,7 +15,6 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import allocate_pages, register_state_pages, request_huge_pages
 from zeromesh.offload.memory.ledger import available_bytes
 
@@ -179,7 +178,7 @@ class PinnedBudget:
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate zeros on the host, `[numel]`, that last as long as a run, for a process that computes on `device`."""
         nbytes = numel * dtype.itemsize
-        if not nbytes or not is_accelerator(device):
+        if not nbytes or not accelerator.is_accelerator(device):
             return allocate_lasting(numel, dtype, torch.device("cpu"))
         before = self.used
         found = self.allocate_pages(nbytes, device)
@@ -200,7 +199,7 @@ class PinnedBudget:
 
     def reserve(self, nbytes: int, device: torch.device) -> bool:
         """Count `nbytes` as pinned if the budget allows, and return True if it does; False where `device` is a CPU."""
-        if not is_accelerator(device):
+        if not accelerator.is_accelerator(device):
             return False
         wanted = self.used + nbytes
         if (

@@ -8,8 +8,6 @@ The first message of a kind is preceded by a header with its shapes, for which t
 so that the next message of the kind needs no header and can travel while the receiver computes.
 """
 
-from __future__ import annotations
-
 import json
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
@@ -39,7 +37,7 @@ class MessageSpec:
     differentiable: bool = False
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> MessageSpec:
+    def of(cls, tensor: torch.Tensor) -> "MessageSpec":
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, differentiable=tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
@@ -50,7 +48,7 @@ class MessageSpec:
 class Incoming:
     """A message that this rank receives."""
 
-    def __init__(self, channel: _Channel, kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
+    def __init__(self, channel: "_Channel", kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: tuple[torch.Tensor, Launched] | None = None
         self._tensors: list[torch.Tensor] = []

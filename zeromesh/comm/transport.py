@@ -8,8 +8,6 @@ the gradients' dtype. Here it is an all-to-all, half the bytes, and a local sum 
 the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used.
 """
 
-from __future__ import annotations
-
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -64,7 +62,7 @@ class GatherBuffer:
         device: torch.device,
         spare: SparePages,
         group: ProcessSet | None = None,
-        queue: deque[GatherBuffer] | None = None,
+        queue: "deque[GatherBuffer] | None" = None,
     ) -> None:
         """Allocate the buffer; released buffers give their pages to `spare`."""
         count, dtype = request.padded, request.dtype

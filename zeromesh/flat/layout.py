@@ -21,8 +21,6 @@ Columns of rows, as in the picture, are moved in whole blocks of rows: for any n
 each of which is copied in one operation.
 """
 
-from __future__ import annotations
-
 import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
@@ -75,7 +73,7 @@ class StridedRows:
 
     @classmethod
     @lru_cache
-    def whole(cls, numel: int) -> StridedRows:
+    def whole(cls, numel: int) -> "StridedRows":
         return cls(count=1, width=max(1, numel), columns=_full_dim(max(1, numel)))
 
     def count_before(self, logical: int) -> int:
@@ -164,7 +162,7 @@ class Region:
 
     @classmethod
     @lru_cache
-    def whole(cls, shape: tuple[int, ...]) -> Region:
+    def whole(cls, shape: tuple[int, ...]) -> "Region":
         return cls(shape=shape, dims=tuple(_full_dim(size) for size in shape))
 
     @property

@@ -7,8 +7,6 @@ Kernel, Hsu et al. 2024, arXiv:2410.10989). If the vocabulary is divided over ra
 the largest local logit m, the sum of exp(logit - m), and the target's logit on its rank (as in Megatron-LM, arXiv:1909.08053).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class LogitChange:
         cap = f", capped at {self.cap:g}" if self.cap else ""
         return f"a factor of {self.scale:g}{cap}"
 
-    def close_to(self, other: LogitChange) -> bool:
+    def close_to(self, other: "LogitChange") -> bool:
         """Return True if both are equal up to rounding to 16 bits."""
         return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 

@@ -4,8 +4,6 @@ A fork takes milliseconds, where imports take seconds in each rank, and forks sh
 itself imports nothing: meanwhile it answers other hosts and signals. Both ends speak JSON over a pair of connected sockets.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -26,7 +24,7 @@ _LOST = -int(signal.SIGKILL)
 class Fork:
     """A process that the nursery has forked; `returncode` as of `subprocess.Popen`, None while it runs."""
 
-    def __init__(self, nursery: Nursery, pid: int, returncode: int | None = None) -> None:
+    def __init__(self, nursery: "Nursery", pid: int, returncode: int | None = None) -> None:
         self._nursery, self.pid, self.returncode = nursery, pid, returncode
 
     def poll(self) -> int | None:

@@ -10,8 +10,6 @@ far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
     tensor      0  1  0  1  0  1  0  1
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -50,7 +48,7 @@ class MeshShape:
                 raise LayoutError(f"parallel.{name}: got {size!r}; allowed is an integer >= 1{auto}")
 
     @classmethod
-    def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> MeshShape:
+    def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> "MeshShape":
         """Compute the shape of a world of `world_size` ranks; `shard="auto"` takes the ranks that the other axes leave. Raises
         `LayoutError` when the axes do not fit the world. The message names their product, and a remedy."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:

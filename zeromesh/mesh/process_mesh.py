@@ -28,7 +28,6 @@ from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.mesh.run_store import START_SECONDS, rows
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.allocation import SharedSegment
 from zeromesh.telemetry.status_board import ROW_WORDS, StatusBoard, Store, StoreBoard, new_row, shared_rows
 from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
@@ -143,11 +142,11 @@ class ProcessMesh:
         self.locations = tuple(locations[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
-        if is_accelerator(self.device):
+        if accelerator.is_accelerator(self.device):
             record_collectives(traces)
         self._mesh_groups.join(self.rank)
         self.one_host = len({location.host for location in self.locations}) == 1
-        board, on_device = self._shared_board(store) if self.one_host else None, is_accelerator(self.device)
+        board, on_device = self._shared_board(store) if self.one_host else None, accelerator.is_accelerator(self.device)
         shared = board is not None
         if board is None:
             if self.one_host:
@@ -289,7 +288,7 @@ class ProcessMesh:
 
 def _recorder_of(device: torch.device) -> StepRecorder:
     """Create the recorder of a device; its marks are the host's clock, or events on the compute stream, never waited for."""
-    if not is_accelerator(device):
+    if not accelerator.is_accelerator(device):
         return StepRecorder()
 
     def mark() -> torch.Event:
@@ -354,7 +353,7 @@ def host_identity() -> str:
 def island_of(device: torch.device) -> int:
     """Return the number of the NUMA node that has all cores of this process, or of the lowest device with direct access to the
     memory of `device`; 0 if unknown."""
-    if is_accelerator(device):
+    if accelerator.is_accelerator(device):
         return min([*accelerator.peer_devices(device), device.index or 0])
     own_cores = os.sched_getaffinity(0)
     for folder in sorted(_NODES.glob("node[0-9]*")):

@@ -5,8 +5,6 @@ Ranks of several hosts use torch's `TCPStore`, without authentication, so these 
 unpickled.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os
@@ -64,7 +62,7 @@ class LocalRowStore:
             time.sleep(0.001)
         raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
 
-    def clone(self) -> LocalRowStore:
+    def clone(self) -> "LocalRowStore":
         """Return this object, which several threads may use since it keeps no state between calls."""
         return self
 

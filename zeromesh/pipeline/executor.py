@@ -14,7 +14,6 @@ from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import accelerator
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.pipeline.schedule import (
     Action,
     Kind,
@@ -60,7 +59,7 @@ _Moment = float | torch.Event
 
 
 def _now(device: torch.device) -> _Moment:
-    if not is_accelerator(device):
+    if not accelerator.is_accelerator(device):
         return time.perf_counter()
     return accelerator.record_event(accelerator.current_stream(device), timed=True)
 

@@ -11,8 +11,6 @@ the monotonic clock, which processes of a host share; the header of a ring's fil
 events together, so that `zeromesh trace` can align rings of hosts.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -135,7 +133,7 @@ def new_row() -> memoryview:
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
-def shared_rows(segment: SharedSegment) -> dict[int, memoryview]:
+def shared_rows(segment: "SharedSegment") -> dict[int, memoryview]:
     """Return views of all ranks' rows in a segment of shared memory, whose descriptor may be closed already."""
     words = segment.words()
     return {rank: words[rank * ROW_WORDS : (rank + 1) * ROW_WORDS] for rank in range(len(words) // ROW_WORDS)}
@@ -268,7 +266,7 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
-    def clone(self) -> Store: ...  # It is another connection, for another thread.
+    def clone(self) -> "Store": ...  # It is another connection, for another thread.
 
 
 class StoreBoard(StatusBoard):

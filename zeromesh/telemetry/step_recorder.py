@@ -8,8 +8,6 @@ Time belongs to the innermost open span, so the phases' seconds add up to those 
 tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md tells what bytes and seconds of traffic are.
 """
 
-from __future__ import annotations
-
 import operator
 import time
 from collections import deque
@@ -112,7 +110,7 @@ class StepRecorder:
         self._intervals.append((self._open_phases[-1], self._interval_begin, now, waited - self._waited_before))
         self._interval_begin, self._waited_before = now, waited
 
-    def account(self, axis: str, ranks: int) -> CommAccount:
+    def account(self, axis: str, ranks: int) -> "CommAccount":
         """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
         account = self._accounts[axis] = CommAccount(self, axis, ranks)
         return account

@@ -4,8 +4,6 @@ Its gradient is a sum over the ranks and these layers, which takes a single all-
 gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -45,7 +43,7 @@ class SequenceShares:
 class _InputRead:
     """One input tensor that layers share, from their forwards to the end of backward, with the gradients not yet computed."""
 
-    source: SharedInput
+    source: "SharedInput"
     mode: str
     """`sum`: the input is whole on all ranks; `gather`: it is a share, gathered here; `gathered`: the caller has gathered it."""
     needed: bool

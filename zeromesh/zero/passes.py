@@ -9,8 +9,6 @@ Units are gathered at their use at the latest, and ahead of it in the order reco
 that leaves this order gathers each unit on use, and is recorded anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -208,7 +206,7 @@ class Passes:
     # Methods of every kind of pass
 
     @contextmanager
-    def evaluation(self) -> Iterator[Passes]:
+    def evaluation(self) -> Iterator["Passes"]:
         with torch.no_grad():
             self._begin(PassMode.EVALUATION, "eval")
             begun = self._mesh.watch.operations_begun

@@ -1,7 +1,5 @@
 """The parts of tensors that a rank holds, the places of their elements in files, and arithmetic of byte intervals."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,19 +115,19 @@ class PlacedValues:
             object.__setattr__(self, name, self.tensor.begin + element * self.tensor.dtype.itemsize)
 
     @classmethod
-    def of_bytes(cls, path: str, begin: int, data: bytes) -> PlacedValues:
+    def of_bytes(cls, path: str, begin: int, data: bytes) -> "PlacedValues":
         """Place raw bytes in the file `path` at byte `begin`."""
         values = TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         tensor = TensorSpec(kind="", name="", dtype=torch.uint8, shape=(len(data),), path=path, begin=begin)
         return cls.stored(tensor, 0, values)
 
     @classmethod
-    def stored(cls, tensor: TensorSpec, first: int, values: TieredTensor, owner: int | None = None) -> PlacedValues:
+    def stored(cls, tensor: TensorSpec, first: int, values: TieredTensor, owner: int | None = None) -> "PlacedValues":
         """Place the elements of a flattened tensor from `first` on."""
         return cls(tensor=tensor, rows=StridedRows.whole(tensor.numel), values=values, first=first, owner=owner)
 
     @classmethod
-    def runs(cls, tensor: TensorSpec, shard: TensorShard) -> Iterator[PlacedValues]:
+    def runs(cls, tensor: TensorSpec, shard: TensorShard) -> Iterator["PlacedValues"]:
         """Yield each contiguous run of elements of a tensor's shard."""
         for run in shard.region.runs(shard.interval):
             first = run.local - shard.interval.start
@@ -144,7 +142,7 @@ class PlacedValues:
     def nbytes(self) -> int:
         return self.values.numel * self.tensor.dtype.itemsize
 
-    def cut(self, window: Interval) -> PlacedValues:
+    def cut(self, window: Interval) -> "PlacedValues":
         """Cut out the elements in the file's bytes `window`, which splits no element."""
         begin, size = self.tensor.begin, self.tensor.dtype.itemsize
         start, end = [self.rows.count_before((byte - begin) // size) for byte in (window.start, window.end)]

@@ -34,7 +34,6 @@ from zeromesh.intervals import Interval
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator, allocate_lasting
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool, allocate_pages
 from zeromesh.telemetry.step_recorder import Collective
@@ -210,7 +209,7 @@ class ShardWriter:
     def start(self) -> Future[Any]:
         """Begin to write in a thread; the future is done when all writing has ended."""
         launched = None
-        if is_accelerator(self._device):
+        if accelerator.is_accelerator(self._device):
             launched = accelerator.record_event(accelerator.current_stream(self._device))
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written

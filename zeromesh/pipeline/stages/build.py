@@ -4,8 +4,6 @@ Names do not change. Parameters of other stages are removed, so that iterating o
 The model runs unmodified from the batch: it computes masks, positions and rotary embeddings itself.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,7 +125,7 @@ class Stages:
         counts: Sequence[int],
         own: Sequence[int],
         outside: Mapping[str, nn.Module] | None = None,
-        shares: SequenceShares | None = None,
+        shares: "SequenceShares | None" = None,
     ) -> None:
         """`counts` are the blocks of each stage, from `plan_cut`; `outside` is the result of `copies_outside`, taken before
         layers were divided; `shares` are the sequence shares that blocks pass on."""

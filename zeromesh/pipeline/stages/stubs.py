@@ -9,8 +9,6 @@ In a model that can be cut, nothing uses the result of a NaN stub; in any other 
 tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,7 +32,7 @@ class StageSlot:
 
     last: int
     """The index of the model's last block."""
-    shares: SequenceShares | None
+    shares: "SequenceShares | None"
     """The state of sequence parallelism; None if blocks pass on the whole sequence."""
     inject_at: int = -1
     """The index of the block that returns the received hidden state; -1 for none."""
@@ -85,7 +83,7 @@ class BlockStub(Stub):
     the hidden state; None: the hidden state is passed on."""
 
     def __init__(
-        self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: NanStub | None = None
+        self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: "NanStub | None" = None
     ) -> None:
         super().__init__(foreign)
         self._index, self._slot, self._shape = index, slot, (shape,)
