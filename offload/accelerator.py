@@ -4,6 +4,7 @@
 import math
 import shutil
 import time
+import timeit
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -164,19 +165,15 @@ def time_call(call: Callable[[], object], device: torch.device, *, rounds: int =
     seconds, after a warm-up call. On a CPU this is the thread's processor time, since other processes may use the processor."""
     clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
-    def seconds_of(count: int) -> float:
+    def when_computed() -> float:
         synchronize(device)
-        began = clock()
-        for _ in range(count):
-            call()
-        synchronize(device)
-        return clock() - began
+        return clock()
 
-    seconds_of(1)
-    count = 1
-    while (seconds := seconds_of(count)) < fill / 2 and count < 1 << 20:
+    timer, count = timeit.Timer(call, timer=when_computed), 1
+    timer.timeit(1)
+    while (seconds := timer.timeit(count)) < fill / 2 and count < 1 << 20:
         count = max(count + 1, min(16 * count, math.ceil(count * fill / max(seconds, 1e-7))))
-    return min(seconds_of(count) for _ in range(rounds)) / count
+    return min(timer.repeat(rounds, count)) / count
 
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:

@@ -124,13 +124,8 @@ class ZeroEngine:
         """Whole parameters and gradients by name."""
         return self.full_state(averaged=False)
 
-    @property
-    def averaged_state(self) -> FullState:
-        """Whole averaged weights and gradients by name; the weights themselves if no average is kept."""
-        return self.full_state(averaged=True)
-
     def full_state(self, *, averaged: bool) -> FullState:
-        """Return whole parameters by name, their averages if these are kept, and gradients. All ranks call it."""
+        """Return whole parameters by name, if `averaged` their averages where these are kept, and gradients. All ranks call it."""
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flag_changes])
         if followed != self._states_valid_at:

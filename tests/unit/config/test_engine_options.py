@@ -243,7 +243,7 @@ def test_an_engine_tells_its_loss_scale_and_its_averages(alone: Mesh) -> None:
     for bucket in all_buckets(engine.units):
         assert bucket.average is not None
         bucket.average.write(0, torch.ones(bucket.average.numel, dtype=bucket.average.dtype)).wait()
-    assert all(bool((value == 1).all()) for _, value in engine.averaged_state.parameters())
+    assert all(bool((value == 1).all()) for _, value in engine.full_state(averaged=True).parameters())
     assert not all(bool((value == 1).all()) for _, value in engine.state.parameters())
     engine.close()
 
