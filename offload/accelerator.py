@@ -28,7 +28,6 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor lies in an accelerator's memory."""
     return is_accelerator(tensor.device)
 
 
@@ -59,7 +58,6 @@ def is_initialized() -> bool:
 
 
 def has_cublas() -> bool:
-    """Return True if cuBLAS multiplies matrices on an accelerator that this process sees."""
     return torch.version.cuda is not None and current_accelerator() is not None
 
 
@@ -113,7 +111,6 @@ def bind_to_near_cpus(device: torch.device, ranks: int, mode: str) -> None:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Return the stream on which this thread launches work on `device`."""
     return torch.accelerator.current_stream(device)
 
 
@@ -155,7 +152,6 @@ def record_event(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all work launched on `device`; on a CPU there is none."""
     if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
@@ -236,7 +232,6 @@ def _call_memory_module(device: torch.device, name: str, *values: object, **opti
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of a device's model, such as `NVIDIA H100 80GB HBM3`."""
     return str(_module(device).get_device_name(device))
 
 
@@ -287,7 +282,6 @@ def peer_devices(device: torch.device) -> list[int]:
 
 
 def seed(number: int) -> None:
-    """Seed the generators of all devices that this process has initialized."""
     if module := _initialized_module():
         module.manual_seed_all(number)
 

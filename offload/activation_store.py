@@ -74,7 +74,6 @@ class BlockCall:
     """The inputs and their version counters when saved, until the block's forward has ended."""
 
     def alive_tensors(self) -> list[SavedTensor]:
-        """List the saved tensors that are still referenced, in backward's order."""
         return [saved for ref in self.saved if (saved := ref()) is not None]
 
 

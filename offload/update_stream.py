@@ -66,7 +66,6 @@ def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
 
 
 def stream_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Return the bytes of all buffers of an `UpdateStream` with these arguments."""
     return width * _IN_FLIGHT * buffer_bytes(width, longest, nbytes)
 
 

@@ -207,7 +207,6 @@ def launch_identity(environment: LaunchEnvironment) -> str:
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 

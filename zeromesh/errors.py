@@ -19,7 +19,6 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: str) -> str:
-    """Return a text of several lines, each made `printable`."""
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -42,7 +42,6 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple
 
 

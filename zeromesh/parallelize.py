@@ -41,7 +41,6 @@ class Divided:
             self.tensor.restore()
 
     def close(self) -> None:
-        """Close the communication opened for the divided model."""
         if self.pipeline is not None:
             self.pipeline.close()
 

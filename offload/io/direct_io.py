@@ -87,11 +87,9 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
 
     @property
     def direct(self) -> bool:
-        """True if whole blocks bypass the page cache."""
         return self._direct >= 0
 
     def size(self) -> int:
-        """Return the file's size in bytes. Raises `StorageError`."""
         with refusals(self.path, "looked at"):
             return os.fstat(self._buffered).st_size
 
@@ -177,7 +175,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             return False
 
     def read_ahead(self, offset: int, length: int) -> None:
-        """Bring bytes into the page cache."""
         # The system uses larger reads and pages than after the advice `POSIX_FADV_WILLNEED`.
         scrap = memoryview(bytearray(_READ_AHEAD_BYTES))
         for at in range(offset, offset + length, _READ_AHEAD_BYTES):
@@ -204,7 +201,6 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         return done
 
     def sync(self) -> None:
-        """Wait until written data is on the disk."""
         with disk_call("fsync", self.path), refusals(self.path, "brought to the disk"):
             os.fsync(self._buffered)
 
@@ -236,12 +232,10 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
 
 
 def nearest_directory(directory: Path) -> Path:
-    """Return the directory, or its nearest existing ancestor."""
     return next(path for path in (directory, *directory.parents) if path.is_dir())
 
 
 def free_bytes(directory: Path) -> int:
-    """Return the bytes that may still be written into an existing directory."""
     return shutil.disk_usage(directory).free
 
 

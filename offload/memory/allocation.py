@@ -76,7 +76,6 @@ class SparePages:
         self._unused = len(self._ranges)
 
     def give_back(self) -> None:
-        """Return all spare pages to the system."""
         self._drop(len(self._ranges))
 
     def _drop(self, count: int) -> None:

@@ -232,7 +232,6 @@ class Saver:
         return self._task.result
 
     def wait_until_copied(self, owner: int) -> float:
-        """Wait until bucket `owner` may be updated; returns the seconds waited."""
         return self._writer.wait_until_copied(owner, self._post_progress) if self._writer else 0.0
 
     def _post_progress(self) -> None:

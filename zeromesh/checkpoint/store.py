@@ -66,7 +66,6 @@ class CheckpointStore:
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        """Return the step in the name of a checkpoint's path; None for other names."""
         match = _STEP.fullmatch(path.name)
         return int(match[1]) if match else None
 

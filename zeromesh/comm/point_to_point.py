@@ -41,7 +41,6 @@ class MessageSpec:
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, differentiable=tensor.requires_grad)
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Allocate an uninitialized tensor of this shape and dtype."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
@@ -206,7 +205,6 @@ def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> list[MessageSpec]:
-    """Decode the tensor specifications of a header."""
     rows = json.loads(bytes(header.tolist()))
     return [
         MessageSpec(shape=tuple(shape), dtype=getattr(torch, dtype), differentiable=differentiable)

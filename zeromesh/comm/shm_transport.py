@@ -77,20 +77,16 @@ class Counters:
         self._own, self._wake = self._places[group.index], self._futexes[group.index].wake
 
     def set(self, value: int) -> None:
-        """Set this rank's counter and wake the ranks that wait for it."""
         self._words[self._own] = value
         self._wake()
 
     def own(self) -> int:
-        """Return this rank's counter."""
         return self._words[self._own]
 
     def lowest(self) -> int:
-        """Return the lowest counter of all ranks."""
         return min(self._words[place] for place in self._places)
 
     def reached(self, value: int) -> bool:
-        """Return True if the counters of all ranks are at least `value`."""
         words = self._words
         for place in self._places:  # noqa: SIM110 - three times as fast as `all`, in the loop of every wait
             if words[place] < value:

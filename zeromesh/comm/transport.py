@@ -138,7 +138,6 @@ class GatherBuffer:
                 self._launched = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
-        """Wait until `full` is complete and current."""
         if self._group is None and self._reading is not None:
             self._reading.wait()
         while self._group is not None and self._reading is not None:

@@ -144,7 +144,6 @@ class LauncherConnection:
         self.alive_at = time.monotonic()
 
     def send(self, message: Message) -> None:
-        """Queue a message, and send as much as the connection takes now."""
         data = json.dumps(message).encode("ascii")
         self._unsent += self._mark + self._digest(data, self._is_server) + b" " + data + b"\n"
         self._flush()

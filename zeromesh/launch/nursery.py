@@ -28,12 +28,10 @@ class Fork:
         self._nursery, self.pid, self.returncode = nursery, pid, returncode
 
     def poll(self) -> int | None:
-        """Return the exit code, None while the process runs."""
         self._nursery.receive()
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for the end of the process; returns its exit code."""
         while self.returncode is None:
             self._nursery.receive(seconds=None)
         return self.returncode
@@ -97,7 +95,6 @@ class Nursery:
         self._start(())
 
     def close(self) -> None:
-        """Kill the nursery, and all that it has forked."""
         self._process.kill()
         self._process.wait()
         if self.ready:

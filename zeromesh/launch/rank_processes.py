@@ -141,7 +141,6 @@ class RankProcesses:
         return replace(first, ranks=same, pid=first.pid if len(same) == 1 else 0)
 
     def close(self) -> None:
-        """Kill the running processes and close the error files."""
         self.send(signal.SIGKILL)
         while self._ranks:
             each = self._ranks.pop()
@@ -189,7 +188,6 @@ class StopSignals:
         self.only_forwarded = tuple(only_forwarded)
 
     def receive(self, number: int, frame: object) -> None:
-        """Record a signal; this is a signal handler."""
         if number not in self.only_forwarded:
             self.first = self.first or number
         self.pending.append(number)
@@ -206,7 +204,6 @@ class StopSignals:
             self.passed_on += number not in self.only_forwarded
 
     def exit_code(self) -> int:
-        """Return 128 plus the number of the first signal, or 0."""
         return self.first and 128 + self.first
 
 

@@ -249,7 +249,6 @@ class Leader:
             each.connection.send(message)
 
     def _end(self, result: Result) -> Result:
-        """Send the result of the run to the others and close the connections."""
         code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
         self.send({"over": {"code": code, "text": reason}})
         while self._members:

@@ -108,7 +108,6 @@ class LaunchPlan:
     check: Callable[[Sequence[Host]], None]
 
     def arguments(self, host: Host) -> list[str]:
-        """Return the local command that runs the launcher on `host`."""
         path = ["env", f"PYTHONPATH={self.python_path}"] if self.python_path else []
         return [*self.ssh, host.name, f"cd {shlex.quote(self.directory)} && exec {shlex.join([*path, *self.command])}"]
 
@@ -222,7 +221,6 @@ class HostStream:
         return found
 
     def flush(self) -> None:
-        """Print the last, unfinished line at the end of the stream."""
         if self._partial:
             self._put(self._partial)
         self._partial = b""
@@ -293,7 +291,6 @@ class HostProcess(LauncherConnection):
         self._writer.close()
 
     def finish(self) -> None:
-        """End the local command."""
         self.close()
         for harder in (signal.SIGTERM, signal.SIGKILL):
             if self._process.poll() is None:

@@ -47,7 +47,6 @@ def address_for_others(name: str) -> str:
 
 
 def is_this_host(name: str) -> bool:
-    """Return True if a host name or address belongs to this host."""
     own = by_address()
     return any(address in own or is_loopback(address) for address in addresses_of(name))
 
@@ -72,7 +71,6 @@ def address_towards(host: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True for a loopback address and for the name localhost."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"

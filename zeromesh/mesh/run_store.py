@@ -44,7 +44,6 @@ class LocalRowStore:
         self._descriptor, self._first = descriptor, mesh * world_size
 
     def set(self, key: str, value: str) -> None:
-        """Write the row of the rank that `key` ends in."""
         text = value.encode()[: _ROW_BYTES - _ROW_HEAD.size]
         os.pwrite(self._descriptor, _ROW_HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset(key))
 

@@ -205,7 +205,6 @@ class StatusBoard:
         return tuple(self._row(rank)[_TOTALS_AT : _TOTALS_AT + 1 + len(TOTALS)])
 
     def trace_request(self) -> int:
-        """Return the number of the latest request for traces that this rank has seen."""
         return int(self._row(0)[TRACE_REQUEST])
 
     def progress(self, rank: int) -> int:

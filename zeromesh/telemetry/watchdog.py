@@ -146,7 +146,6 @@ class Watchdog:
             self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
-        """Post the start of a microbatch of the step, counted from 0."""
         self.board.own[status_board.MICROBATCH] = number + 1
         self.ring.add(status_board.NEW_MICROBATCH | (number + 1))
 
@@ -352,7 +351,6 @@ class Watchdog:
         return self.broken if follows and self.broken is not None else error
 
     def raise_if_broken(self) -> None:
-        """Raise the error that has broken the run, if there is one."""
         if self.broken is not None:
             self.error_raised.set()
             raise self.broken
@@ -367,7 +365,6 @@ class Watchdog:
         self.board.close()
 
     def state(self, rank: int) -> tuple[status_board.RankStatus, str]:
-        """Return the last status of a rank, and its activity in words."""
         row = self.board.row(rank)
         return row, phrase_of(Activity(row.activity), row.unit, self.unit_names.get(rank, ()))
 

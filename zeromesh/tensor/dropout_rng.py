@@ -51,7 +51,6 @@ class ShardedRandomness:
 
     @contextmanager
     def sharded(self) -> Iterator[None]:
-        """Use this rank's random numbers inside the block, for divided activations."""
         self.enter()
         try:
             yield

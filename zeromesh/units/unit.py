@@ -212,7 +212,6 @@ class Bucket:
         self.ever_trained.update(slot.spec.fqn for slot, trained in named if trained)
 
     def show_values(self) -> None:
-        """Make the parameters views of the gathered buffer."""
         for parameter, view in zip(self.parameters, self._views, strict=True):
             if issubclass(kind := type(parameter), AtRest):
                 parameter.__class__ = kind.live_type

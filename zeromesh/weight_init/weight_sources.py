@@ -82,7 +82,6 @@ class Skeleton:
         return self._tensors[id(tensor)]
 
     def path(self, fqn: str) -> list[nn.Module]:
-        """Return the modules from the root to the module called `fqn`."""
         module, path = self.root, [self.root]
         for part in fqn.split(".") if fqn else ():
             module = module._modules[part] or module

@@ -285,7 +285,6 @@ class AutogradPasses(Passes):
 
     @property
     def failed(self) -> bool:
-        """True if the latest backward ended with an error."""
         return self.mode is PassMode.BACKWARD and torch._C._current_graph_task_id() == -1
 
     def require_no_failure(self) -> None:

@@ -97,7 +97,6 @@ class MemoryModel:
 
     @property
     def total(self) -> int:
-        """The peak in the memory of the compute device, in bytes."""
         return sum(self.terms.values()) + self.gathered + self.transit_bytes
 
     @cached_property

@@ -168,7 +168,6 @@ def parse(path: Path, raw: bytes) -> Manifest:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name is a valid path of a checkpoint's file."""
     return bool(_PATH.fullmatch(name)) and name != NAME
 
 

@@ -70,7 +70,6 @@ class TensorSpec:
 
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Describe a tensor of a model, which is in no file yet."""
     return TensorSpec(kind="model", name=name, dtype=tensor.dtype, shape=tuple(tensor.shape))
 
 

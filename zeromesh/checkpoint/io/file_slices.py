@@ -116,7 +116,6 @@ class PlacedValues:
 
     @classmethod
     def of_bytes(cls, path: str, begin: int, data: bytes) -> "PlacedValues":
-        """Place raw bytes in the file `path` at byte `begin`."""
         values = TieredTensor.of(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         tensor = TensorSpec(kind="", name="", dtype=torch.uint8, shape=(len(data),), path=path, begin=begin)
         return cls.stored(tensor, 0, values)
@@ -128,14 +127,12 @@ class PlacedValues:
 
     @classmethod
     def runs(cls, tensor: TensorSpec, shard: TensorShard) -> Iterator["PlacedValues"]:
-        """Yield each contiguous run of elements of a tensor's shard."""
         for run in shard.region.runs(shard.interval):
             first = run.local - shard.interval.start
             yield cls.stored(tensor, run.logical, shard.values.slice(first, first + run.length), shard.owner)
 
     @property
     def interval(self) -> Interval:
-        """The elements' interval within the selection."""
         return Interval(start=self.first, end=self.first + self.values.numel)
 
     @property

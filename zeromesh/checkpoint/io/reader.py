@@ -288,7 +288,6 @@ class TensorFiles(CheckpointReader):
         self._advance(0)
 
     def _advance(self, done: int) -> None:
-        """Count `done` bytes as read, and prefetch more."""
         self._ahead -= done
         while self._ahead < _READ_AHEAD and (found := next(self._expected, None)) is not None:
             name, start, end = found
@@ -329,7 +328,6 @@ class TensorFiles(CheckpointReader):
             rows.take(self.elements(name, hull.start, hull.end), hull.start, part, there)
 
     def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
-        """Return True if the elements of a tensor lie in a file as `dtype`."""
         return self.entries[name].dtype == dtype
 
     def _read_rows(self, entry: TensorSpec, rows: StridedRows, interval: Interval, data: torch.Tensor) -> None:

@@ -179,7 +179,6 @@ def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:
 
 
 def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Future[Any]:
-    """Run work in a thread of that name; the future has its result or error."""
     future: Future[Any] = Future()
 
     def run() -> None:

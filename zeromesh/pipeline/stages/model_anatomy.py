@@ -89,7 +89,6 @@ def _anatomy(model: nn.Module, body: str, blocks: str, inputs: Mapping[str, Any]
 
 
 def refusal(model: nn.Module, reason: str) -> LayoutError:
-    """Return the error for a model that cannot be cut."""
     return LayoutError(f"{type(model).__name__} cannot be cut into pipeline stages: {reason}")
 
 

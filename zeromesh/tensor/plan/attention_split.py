@@ -45,7 +45,6 @@ def divide_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadS
 
 
 def scaled(interval: Interval, width: int) -> Interval:
-    """Scale an interval of heads to one of features, `width` per head."""
     return Interval(start=interval.start * width, end=interval.end * width)
 
 
@@ -92,7 +91,6 @@ def forward_source(module: nn.Module) -> str:
 
 
 def linear_sizes(module: Any) -> tuple[int, int]:
-    """Return the number of outputs and the number of inputs of a linear layer."""
     outputs, inputs = module.weight.shape[::-1] if is_transposed(module) else module.weight.shape
     return outputs, inputs
 

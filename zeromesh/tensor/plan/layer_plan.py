@@ -59,7 +59,6 @@ class LayerPlan:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of features of each rank."""
         return tuple(sum(interval.length for interval in share) for share in self.shares)
 
 
@@ -78,7 +77,6 @@ class TensorPlan:
     notes: tuple[str, ...]
 
     def in_block(self, name: str) -> bool:
-        """Return True if a module or parameter is inside one of the repeated blocks."""
         return any(inside(name, stack) for stack in self.stacks)
 
     def in_experts(self, name: str) -> bool:

@@ -350,7 +350,6 @@ def _divisible_embedding(module: nn.Module) -> bool:
 
 
 def _without_numbers(names: Iterable[str]) -> str:
-    """Join names, each once, with `*` in place of numbers."""
     return ", ".join(dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", name) for name in names))
 
 
