@@ -45,7 +45,6 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 _LEAST_SECRET = 8
-"""The least number of characters of a secret."""
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _LAUNCHERS = {

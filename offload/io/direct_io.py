@@ -26,7 +26,6 @@ _MOST_PIECES = os.sysconf("SC_IOV_MAX")
 _READ_AHEAD_BYTES = 1 << 18
 """Bytes that one call reads ahead, few enough to stay in the processor's cache."""
 IN_MEMORY = ("tmpfs", "ramfs")
-"""Types of file systems in memory."""
 
 
 def round_up_to_blocks(nbytes: int) -> int:

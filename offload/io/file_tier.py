@@ -73,12 +73,10 @@ class FileTier:
         self.waits = waits or WaitTime()
         self.checksums = checksums
         self.nbytes = 0
-        """Bytes that are reserved."""
         with ExitStack() as opened, _naming_the_tier():
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
         self.paths = [file.path for file in self._files]
-        """The paths under which the swap files were created."""
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
         self._stored: dict[Path, FileSlot] = {}
         self._reserved = [0] * len(directories)

@@ -232,7 +232,6 @@ def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> t
 
 PAGE = mmap.PAGESIZE
 AllocateBuffer = Callable[[int], torch.Tensor]
-"""Allocates a buffer of the given number of bytes."""
 _STATE_PAGES: WeakSet[mmap.mmap] = WeakSet()
 
 

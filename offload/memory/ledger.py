@@ -144,9 +144,7 @@ mapped_file_bytes = partial(_read_kib, "/proc/self/status", "RssFile")
 peak_bytes = partial(_read_kib, "/proc/self/status", "VmHWM")
 """Returns the peak of this process's resident bytes; shared pages count in full."""
 swap_bytes = partial(_read_kib, "/proc/meminfo", "SwapFree")
-"""Returns the bytes of free swap space."""
 machine_bytes = partial(_read_kib, "/proc/meminfo", "MemTotal")
-"""Returns the bytes of the machine's memory."""
 
 
 def available_bytes() -> int:

@@ -50,7 +50,6 @@ class CheckpointStore:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.trash = Remover()
-        """Removes renamed directories in threads."""
 
     def steps(self) -> list[int]:
         """List the steps of the checkpoints in the directory, newest first, intact or not."""

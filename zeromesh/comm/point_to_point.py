@@ -92,7 +92,6 @@ class _Channel:
         self.queue: deque[Incoming] = deque()
         """Messages requested by the receiver, in the order of arrival."""
         self.sending: deque[tuple[torch.Tensor, Launched]] = deque()
-        """Messages that are being sent."""
 
     def start(self, tensor: torch.Tensor, what: str) -> Launched:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.

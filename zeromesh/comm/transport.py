@@ -54,7 +54,6 @@ class GatherBuffer:
     full: torch.Tensor
     """The whole buffer, `[padded]`. Its address never changes; it has no memory while released."""
     _own = slice(None)
-    """The slice of this rank's shard."""
 
     def __init__(
         self,

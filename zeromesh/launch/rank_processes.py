@@ -208,7 +208,6 @@ class StopSignals:
 
 
 _REPLACED: dict[int, Any] = {}
-"""The handlers replaced by `handled_signals`, by signal."""
 
 
 def _restore() -> None:

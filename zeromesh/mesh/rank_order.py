@@ -21,7 +21,6 @@ class ProcessLocation:
     host: str
     """An identity that is equal for processes that can share memory."""
     name: str = ""
-    """The host name to show to the user."""
     island: int = 0
     """The number of the part of the host (NUMA node, or devices joined by NVLink) whose processes are near each other."""
 

@@ -82,7 +82,6 @@ class Executor:
         self.group = group
         self._channels = channels
         self._orders: dict[PipelineSchedule, tuple[list[tuple[float, Message]], dict[Action, float]]] = {}
-        """The result of `message_order` for each schedule that has been run."""
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
         """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
@@ -143,7 +142,6 @@ class _Run:
     unlaunched: deque[tuple[float, Message]]
     """The messages that this rank has not launched yet, each with its simulated send time, in the order of launches."""
     ends: Mapping[Action, float]
-    """The simulated end of each action of this rank."""
     runner: StageRunner
     signatures: Sequence[Hashable]
     channels: Channels

@@ -81,7 +81,6 @@ class Message:
     source: int
     target: int
     stage: int
-    """The receiving stage."""
     microbatch: int
     gradient: bool
 

@@ -100,7 +100,6 @@ class RankNote(IntEnum):
     """The notes of a rank. Each has a stamp, 0 where the note is absent, which identifies it."""
 
     FAILURE = 0
-    """The error that stops this rank."""
     CALL = 1
     """The innermost collective method that the rank is in; the stamp is the number of the call, from 1."""
     LEFT = 2

@@ -84,11 +84,9 @@ class Watchdog:
         self.broken: CollectiveError | None = None
         """The error found by a supervising thread; the next wait for others raises it."""
         self.error_raised = threading.Event()
-        """Set once an error has been raised to the caller."""
         self.on_beat: Callable[[], None] = lambda: None
         """A function that the heartbeat thread calls a few times a second."""
         self.on_post: Callable[[], None] | None = None
-        """Called whenever this rank posts its activity."""
         self.on_request: Callable[[], None] = lambda: None
         """Called by the heartbeat thread when traces of all ranks are requested."""
         self.ring = EventRing()

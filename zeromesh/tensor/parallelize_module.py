@@ -60,7 +60,6 @@ class Parallelized:
             check_blocks(model, plan)
         self.plan = plan
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        """The result of `parts_of` for this rank."""
         self.randomness = ShardedRandomness(exchange.index, active=_has_dropout(model))
         self.shares = SequenceShares(exchange) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""

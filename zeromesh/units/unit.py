@@ -65,7 +65,6 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
 
     on_use: ClassVar[Callable[[nn.Parameter], None]]
     live_type: ClassVar[type[nn.Parameter]]
-    """The class of the parameter while it is live."""
 
     @classmethod
     def __torch_function__(
@@ -172,7 +171,6 @@ class Bucket:
         self.trainable = any(self.training)
         """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
         self.ever_trained = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
-        """The names of the parameters that are or were trained."""
         self.average: TieredTensor | None = None
         """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
         self.grad: torch.Tensor | None = None

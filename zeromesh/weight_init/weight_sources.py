@@ -57,7 +57,6 @@ class Skeleton:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._pretrained: set[int] = set()
-        """The ids of clones that are Hugging Face models."""
         self.root = self._clone(model)
 
     def _clone(self, module: nn.Module) -> nn.Module:
@@ -311,7 +310,6 @@ class SeededSource(BuiltSource):
                 owner, _, leaf = name.rpartition(".")
                 self._owned.setdefault(owner, []).append(leaf)
         self._drawn: dict[str, Mapping[str, torch.Tensor]] = {}
-        """The values of the module that was read last."""
 
     def _draw(self, name: str) -> torch.Tensor:
         owner, _, leaf = name.rpartition(".")

@@ -90,7 +90,6 @@ class StepGradients:
     mixed: bool = False
     """True if some gradients were added to gradients that an update had already used."""
     used: bool = False
-    """True if an update has used the gradients."""
     summed: bool = False
     closed: bool = False
     """True if the gradients are `summed` over all ranks, which also know what has no gradient."""

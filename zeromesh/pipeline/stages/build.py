@@ -133,7 +133,6 @@ class Stages:
         self.own = tuple(own)
         self.count = len(counts)
         self.ranges = tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
-        """The range of block indices of each stage."""
         self._anatomy = anatomy
         self._stages = {f"{anatomy.blocks}.{index}": n for n, blocks in enumerate(self.ranges) for index in blocks}
         """The stage of each module that belongs to one, by the module's name."""

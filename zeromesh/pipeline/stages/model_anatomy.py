@@ -33,7 +33,6 @@ class Anatomy:
     body: str
     """The module that runs the blocks and returns the head's input; empty for the model itself."""
     blocks: str
-    """The list of blocks."""
     count: int
     hidden_argument: int | str
     """The block argument that is the hidden state: a position, or a name."""

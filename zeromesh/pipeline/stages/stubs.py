@@ -31,7 +31,6 @@ class StageSlot:
     """The hidden states that the running stage has received and will send. All stubs of a model share one slot."""
 
     last: int
-    """The index of the model's last block."""
     shares: "SequenceShares | None"
     """The state of sequence parallelism; None if blocks pass on the whole sequence."""
     inject_at: int = -1
