@@ -32,11 +32,9 @@ def plural(count: int, noun: str) -> str:
     """Return a noun in the number that goes with `count`: `step`, `steps`; `batch`, `batches`; `directory`, `directories`."""
     if count == 1:
         return noun
-    return (
-        noun.removesuffix("y") + "ies"
-        if noun.endswith("ry")
-        else f"{noun}{'es' * noun.endswith(('ch', 's', 'x')) or 's'}"
-    )
+    if noun.endswith("ry"):
+        return noun.removesuffix("y") + "ies"
+    return noun + ("es" if noun.endswith(("ch", "s", "x")) else "s")
 
 
 def counted(count: int, noun: str, spec: str = "") -> str:
@@ -87,11 +85,9 @@ def refused_path(error: OSError) -> ZeromeshError | None:
         return None
     where = repr(os.fsdecode(error.filename)) if named else ""
     reason = error.strerror or str(error)
-    return (
-        ConfigError(reason, where=where)
-        if error.errno in _PATH_ERRNOS
-        else StorageError(f"{where}: {reason}".lstrip(": "))
-    )
+    if error.errno in _PATH_ERRNOS:
+        return ConfigError(reason, where=where)
+    return StorageError(f"{where}: {reason}".lstrip(": "))
 
 
 @contextmanager

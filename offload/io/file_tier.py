@@ -81,9 +81,7 @@ class FileTier:
         self._stored: dict[Path, FileSlot] = {}
         self._reserved = [0] * len(directories)
         self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
-        self._threads = ThreadPoolExecutor(
-            threads, thread_name_prefix="zeromesh-swap", initializer=partial(accelerator.make_current, device)
-        )
+        self._threads = ThreadPoolExecutor(threads, "zeromesh-swap", partial(accelerator.make_current, device))
         self._local = threading.local()
 
     def allocate(self, nbytes: int, label: str) -> "FileSlot":

@@ -125,9 +125,7 @@ class CopyDirection:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.Stream(device)
         # Events of a stream happen in order, so one thread can wait for all of them.
-        self.thread = ThreadPoolExecutor(
-            1, thread_name_prefix="zeromesh-copies", initializer=partial(accelerator.make_current, device)
-        )
+        self.thread = ThreadPoolExecutor(1, "zeromesh-copies", partial(accelerator.make_current, device))
         self.in_flight: deque[tuple[int, int, torch.Event]] = deque()
         self.lock = threading.Lock()
 

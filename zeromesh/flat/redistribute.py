@@ -70,25 +70,18 @@ def redistribute(
     moves = [_copies(before, after, index) for index in range(group.size)]
     for each in moves[rank] if out is not flat else ():
         if each.source == rank:
-            out[each.target_start : each.target_start + each.length] = flat[
-                each.source_start : each.source_start + each.length
-            ]
+            out[each.target] = flat[each.origin]
     gets = [[each for each in moves[rank] if each.source == index != rank] for index in range(group.size)]
     gives = [[each for each in moves[index] if each.source == rank != index] for index in range(group.size)]
     if any(each.source != index for index, copies in enumerate(moves) for each in copies):
-        given = torch.cat(
-            [
-                flat[:0],
-                *(flat[each.source_start : each.source_start + each.length] for copies in gives for each in copies),
-            ]
-        )
+        given = torch.cat([flat[:0], *(flat[each.origin] for copies in gives for each in copies)])
         received, sent = ([sum(each.length for each in copies) for copies in side] for side in (gets, gives))
         arrived = flat.new_empty(sum(received))
         call = CollectiveCall(arrived, given, what, received, sent, purpose)
         group.start(Collective.ALL_TO_ALL, call).wait()
         parts = [each for copies in gets for each in copies]
         for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
-            out[each.target_start : each.target_start + each.length] = part
+            out[each.target] = part
     return out
 
 
@@ -105,11 +98,11 @@ def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessS
 
 
 class _Copy(NamedTuple):
-    """A copy of `length` elements from a position in the memory of rank `source` to one in the target's."""
+    """A copy of `length` elements, `origin` in the memory of rank `source` and `target` in that of the rank that gets them."""
 
     source: int
-    source_start: int
-    target_start: int
+    origin: slice
+    target: slice
     length: int
 
 
@@ -132,7 +125,8 @@ def _copies(before: FlatPlacement, after: FlatPlacement, index: int) -> list[_Co
                 raise LayoutError(f"no rank holds element {begin}, which the rank at position {index} is to get")
             held, source, at = holder
             length = min(held.end, target.end) - begin
-            copies.append(_Copy(source, at + begin - held.start, place, length))
+            first = at + begin - held.start
+            copies.append(_Copy(source, slice(first, first + length), slice(place, place + length), length))
             place, begin = place + length, begin + length
     return copies
 

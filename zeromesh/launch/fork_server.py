@@ -68,9 +68,8 @@ def _serve(connection: Connection) -> list[str] | None:
 
 def _run(arguments: Sequence[str]) -> int:
     """Run `python ARGUMENTS`, which begin with `-m MODULE` or a script, in this fork; returns the exit code."""
-    words = [
-        *arguments[arguments[0] == "-P" :]
-    ]  # The module search path is that of the nursery, which has this option too.
+    # The module search path is that of the nursery, which has this option too.
+    words = [*arguments[arguments[0] == "-P" :]]
     is_module = words[0] == "-m"
     sys.argv[:] = words[is_module:]
     try:

@@ -34,9 +34,7 @@ def try_exchange(timeout_seconds: float = 60.0) -> Trial:
     """Launch two processes on this host, which connect as the ranks of a run do."""
     command = [sys.executable, *python_arguments(_MODULE, ())]
     try:
-        ended = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_seconds, check=False
-        )
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         return Trial(failure=f"the two were not done after {timeout_seconds:g} seconds")
     if ended.returncode:

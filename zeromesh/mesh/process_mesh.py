@@ -203,11 +203,9 @@ class ProcessMesh:
         key = frozenset(axes)
         if key not in self._sets:
             own = self.shape.group_of(self.rank, *axes)
-            link = (
-                self._mesh_groups.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ()))
-                if len(own) > 1
-                else None
-            )
+            link = None
+            if len(own) > 1:
+                link = self._mesh_groups.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ()))
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 

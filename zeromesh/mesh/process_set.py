@@ -267,9 +267,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
         Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
         """
         with self._lock:
-            rows = self._require_same_call(f"to split the world as {name!r}").gather_integers(
-                [-1 if colour is None else colour, key]
-            )
+            world = self._require_same_call(f"to split the world as {name!r}")
+            rows = world.gather_integers([-1 if colour is None else colour, key])
             wrong = [f"rank {rank} gave {row[0]}" for rank, row in enumerate(rows) if row[0] < -1]
             if wrong:
                 raise LayoutError(f"split {name}: a colour is an integer from 0, or None; {'; '.join(wrong)}")
@@ -319,9 +318,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
 
     def _new_set(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
         purposes: list[GroupPurpose] = ["data"] if self._mesh_groups.works is not None else []
-        return self._as_set(
-            name, ranks, self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None
-        )
+        groups = self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None
+        return self._as_set(name, ranks, groups)
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:

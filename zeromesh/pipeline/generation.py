@@ -64,16 +64,15 @@ class StagedForward:
             if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
         }
         passed = {name: value for name, value in inputs.items() if value is not None or name != CACHE}
-        self._batches = [
-            passed | {name: parts[number] for name, parts in cut.items()} for number in range(self._microbatches)
-        ]
+        numbers = range(self._microbatches)
+        self._batches = [passed | {name: parts[number] for name, parts in cut.items()} for number in numbers]
         self._logits = {}
         with torch.no_grad():
             self._executor.run(self._schedule, self)
         group = self._executor.group
         logits = torch.empty(0)
         if self._logits:
-            logits = torch.cat([self._logits[number] for number in range(self._microbatches)])
+            logits = torch.cat([self._logits[number] for number in numbers])
             logits = logits if logits.dtype is torch.float64 else logits.float()
         if not self._vocabulary:
             here = [logits.shape[-1], logits.itemsize] if self._logits else [0, 0]

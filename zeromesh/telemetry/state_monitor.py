@@ -79,9 +79,8 @@ class StateMonitor:
         now, earlier = self._watch.board.totals(rank), self._totals[rank]
         if now[0] and (not earlier or now[0] != earlier[-1][0]):
             earlier.append(now)
-        early = next(
-            (each for each in reversed(earlier) if each[0] <= now[0] - _WINDOW), earlier[0] if earlier else now
-        )
+        first = earlier[0] if earlier else now
+        early = next((each for each in reversed(earlier) if each[0] <= now[0] - _WINDOW), first)
         steps = now[0] - early[0]
         if steps <= 0:
             return None

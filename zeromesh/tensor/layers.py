@@ -59,10 +59,9 @@ class ColumnParallelLinear(_Linear):
             out = self._source.project(x, self._number, self.weight, self.bias)
         else:
             taken, _ = self._source.take(x)
-            whole = [self.weight.t() if self.transposed else self.weight, self.bias]
-            own = [
-                torch.cat([each[rows.start : rows.end] for rows in self._rows]) for each in whole if each is not None
-            ]
+            weight = self.weight.t() if self.transposed else self.weight
+            whole = (weight,) if self.bias is None else (weight, self.bias)
+            own = [torch.cat([each[rows.start : rows.end] for rows in self._rows]) for each in whole]
             out = linear(taken, own[0], own[1] if own[1:] else None)
         if self.sizes is not None:
             return autograd_collectives.all_gather(out, -1, self.exchange, self.sizes)

@@ -89,19 +89,17 @@ class Parallelized:
         module: Any = self._model.get_submodule(layer.module)
         exchange, index, style = self._exchange, self._exchange.index, layer.style
         if style is Style.EXPERTS:
-            self._set(module, "forward", partial(layers.run_sharded_experts, module.forward, exchange))
+            self._wrap(module, layers.run_sharded_experts, exchange)
         elif style is Style.LATENT:
             attention: Any = self._model.get_submodule(layer.parent)
-            self._set(
-                module, "forward", partial(layers.project_latent, module.forward, attention.kv_lora_rank, exchange)
-            )
+            self._wrap(module, layers.project_latent, attention.kv_lora_rank, exchange)
         elif style is Style.EMBEDDING:
             # The lookup takes local token numbers, as it took global ones before.
             (tokens,), padding = layer.shares[index], module.padding_idx
             owned = padding is not None and tokens.start <= padding < tokens.end
             self._set(module, "padding_idx", padding - tokens.start if owned else None)
             self._set(module, "num_embeddings", tokens.length)
-            self._set(module, "forward", partial(layers.lookup_sharded_embedding, module.forward, tokens, exchange))
+            self._wrap(module, layers.lookup_sharded_embedding, tokens, exchange)
         elif style is Style.NORMS:
             adapted, _, adapter = layer.module.partition(".lora_magnitude_vector.")
             around: Any = self._model.get_submodule(adapted)
@@ -139,6 +137,10 @@ class Parallelized:
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
         self._undo.append(override(module, attribute, value))
 
+    def _wrap(self, module: nn.Module, run: Callable[..., Any], /, *given: Any) -> None:
+        """Have `run(forward, *given, ...)` run in place of a module's `forward`."""
+        self._set(module, "forward", partial(run, module.forward, *given))
+
     def _patch(self) -> None:
         index = self._exchange.index
         for name, path, values in self.plan.patches:
@@ -154,11 +156,9 @@ class Parallelized:
             own, taken = division.shares[index].queries, inspect.signature(module.forward).parameters
             if _READS_WIDTH.search(forward_source(module)):
                 width = own.length * getattr(module, "head_dim", 0)
-                run = partial(_with_narrow_input, module.forward, self._sources[attention], width)
-                self._set(module, "forward", run)
+                self._wrap(module, _with_narrow_input, self._sources[attention], width)
             for name in {"alibi", "position_bias"} & taken.keys():
-                run = partial(_with_biases, module.forward, list(taken), name, own, division.queries)
-                self._set(module, "forward", run)
+                self._wrap(module, _with_biases, list(taken), name, own, division.queries)
 
     def _share_sequence(self, shares: SequenceShares) -> None:
         """Wrap the forwards of blocks, attentions and blocks of experts, which take hidden states [batch, sequence, hidden] first,
@@ -167,21 +167,21 @@ class Parallelized:
             for name in stack:
                 block = self._model.get_submodule(name)
                 ends = name == stack[0], name == stack[-1]
-                self._set(block, "forward", partial(_run_block, block, block.forward, shares, self.randomness, *ends))
+                self._wrap(block, _run_block, block, shares, self.randomness, *ends)
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._whole_sequence:
             reader = self._model.get_submodule(name)
             # Such as linear attention, whose outputs are all gathered.
             gathered = name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows)
             source = None if gathered else self._sources[name]
-            self._set(reader, "forward", partial(_run_on_whole_sequence, reader.forward, shares, source))
+            self._wrap(reader, _run_on_whole_sequence, shares, source)
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)
                 if float(getattr(module, "jitter_noise", 0.0) or 0.0) > 0:
                     noise = "noise of a router cannot be drawn where the sequence is divided"
                     raise LayoutError(f"{layer.parent}: {noise}; set parallel.sequence: false")
-                self._set(module, "forward", partial(_run_on_whole_sequence, module.forward, shares, None))
+                self._wrap(module, _run_on_whole_sequence, shares, None)
 
 
 def _with_narrow_input(
@@ -237,8 +237,8 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _run_block(
-    block: nn.Module,
     forward: Callable[..., Any],
+    block: nn.Module,
     shares: SequenceShares,
     randomness: ShardedRandomness,
     first: bool,

@@ -142,13 +142,11 @@ class _Take(torch.autograd.Function):
         if summed is not None:  # `grad` is of uses outside of `_Project`, or None.
             grad = summed if grad is None else summed.add_(grad)
         wanted = sorted(reading.gradients)
-        shared = reading.mode != "sum"
-        whole = exchange.all_gather_async(x, sequence_dim(x)) if shared and wanted else None
+        shared, dim = reading.mode != "sum", sequence_dim(x)
+        whole = exchange.all_gather_async(x, dim) if shared and wanted else None
         total = None
         if grad is not None and ctx.needs_input_grad[0]:
-            total = (
-                exchange.reduce_scatter_async(grad, sequence_dim(grad)) if shared else exchange.all_reduce_async(grad)
-            )
+            total = exchange.reduce_scatter_async(grad, dim) if shared else exchange.all_reduce_async(grad)
         if whole is not None:
             x = whole.wait()
         of_weights: list[torch.Tensor | None] = [None] * len(members)

@@ -353,9 +353,8 @@ class AutogradEngine(ZeroEngine):
     def close(self) -> None:
         super().close()
         for bucket in self._buckets:
-            bucket.set_live_classes(
-                [getattr(live_class(each), "live_type", nn.Parameter) for each in bucket.parameters]
-            )
+            guarded = map(live_class, bucket.parameters)
+            bucket.set_live_classes([getattr(each, "live_type", nn.Parameter) for each in guarded])
 
     def require_same_parameters(self) -> None:
         """Raise `PhaseError` when the model's parameters are not those that were partitioned."""

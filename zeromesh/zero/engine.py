@@ -136,9 +136,8 @@ class ZeroEngine:
             return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
-            self._states[averaged] = FullState(
-                self.model, self.units, self.mesh, self.options.precision.sums, weights_of
-            )
+            sums = self.options.precision.sums
+            self._states[averaged] = FullState(self.model, self.units, self.mesh, sums, weights_of)
         return self._states[averaged]
 
     @property

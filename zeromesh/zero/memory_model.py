@@ -74,9 +74,8 @@ class MemoryModel:
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
         """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
-        self.kept_bytes = sum(
-            count * layout.travelling_nbytes(whole) for layout, stays, count in self._buckets if stays
-        )
+        staying = [(layout, count) for layout, stays, count in self._buckets if stays]
+        self.kept_bytes = sum(count * layout.travelling_nbytes(whole) for layout, count in staying)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""

@@ -243,9 +243,8 @@ class ShardWriter:
                     stream = torch.Stream(self._device)
                     stream.wait_event(launched)
                     stack.enter_context(accelerator.launching_on(stream))
-                pool = StagingPool(
-                    STAGING_BUFFERS, GRID, allocate_pages if launched is None else accelerator.allocate_pinned
-                )
+                allocate = allocate_pages if launched is None else accelerator.allocate_pinned
+                pool = StagingPool(STAGING_BUFFERS, GRID, allocate)
                 files = {
                     path: stack.enter_context(PositionalFile(self._directory / path, write=True))
                     for path in {piece.path for piece in self._pieces}

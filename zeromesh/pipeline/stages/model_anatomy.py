@@ -238,9 +238,8 @@ class _Recorder:
         if self._order:
             arguments = self._check_arguments(index, arguments)
         self._order.append(index)
-        output = forward(
-            *(arguments[place] for place in range(len(args))), **{name: arguments[name] for name in kwargs}
-        )
+        positional = (arguments[place] for place in range(len(args)))
+        output = forward(*positional, **{name: arguments[name] for name in kwargs})
         _mark(output)
         self._outputs.append(output)
         if len(self._order) == len(self._block_modules) > 1:
@@ -263,12 +262,9 @@ class _Recorder:
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:
-            guess = (
-                f", as far as can be told in a trial without values ({self._guessed_module})"
-                if self._guessed_module
-                else ""
-            )
-            reason = f"block {index} does not take what the block before it returns just as it is{guess}"
+            reason = f"block {index} does not take what the block before it returns just as it is"
+            if self._guessed_module:
+                reason += f", as far as can be told in a trial without values ({self._guessed_module})"
             raise refusal(self._model, reason)
         self._hidden_arguments.append(places[0])
         hidden = arguments[places[0]]

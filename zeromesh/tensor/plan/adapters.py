@@ -41,10 +41,8 @@ def _wrapped(module: nn.Module) -> list[tuple[str, nn.Module]] | None:
     if isinstance(getattr(module, BASE, None), nn.Module):
         return [(BASE, parts.base_layer)]
     if isinstance(getattr(module, "original_module", None), nn.Module):
-        copies = getattr(module, "modules_to_save", {})
-        return [("original_module", parts.original_module)] + [
-            (f"modules_to_save.{n}", copy) for n, copy in copies.items()
-        ]
+        copies = getattr(module, "modules_to_save", {}).items()
+        return [("original_module", parts.original_module), *((f"modules_to_save.{n}", copy) for n, copy in copies)]
     return None
 
 
@@ -87,8 +85,4 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         if not getattr(module, "use_dora", {}).get(adapter):
             continue
         name = f"{layer.module}.lora_magnitude_vector.{adapter}"
-        yield (
-            replace(layer, module=name, style=Style.NORMS)
-            if inputs
-            else replace(layer, module=name, style=Style.BY_OUTPUT)
-        )
+        yield replace(layer, module=name, style=Style.NORMS if inputs else Style.BY_OUTPUT)

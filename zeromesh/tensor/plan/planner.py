@@ -103,9 +103,8 @@ class _Planner:
         if not rules and not builtin and not library and not self.styles:
             parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
             found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
-            held = [
-                *dict.fromkeys(f"{_without_numbers([self.names[id(each)]])} ({type(each).__name__})" for each in found)
-            ]
+            kinds = (f"{_without_numbers([self.names[id(each)]])} ({type(each).__name__})" for each in found)
+            held = [*dict.fromkeys(kinds)]
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
                 f"hold {some(held) or 'nothing that is known'}; give rules "
