@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch.numa import binding
@@ -149,6 +150,23 @@ def record_event(stream: torch.Stream, *, timed: bool = False) -> torch.Event:
     made = torch.Event(stream.device, enable_timing=timed)
     made.record(stream)
     return made
+
+
+Moment = float | torch.Event
+"""A point in time: seconds of the host's clock; on an accelerator, which the host does not wait for, a timed event."""
+
+
+def now(device: torch.device) -> Moment:
+    if not is_accelerator(device):
+        return time.perf_counter()
+    return record_event(current_stream(device), timed=True)
+
+
+def seconds_between(end: Any, begin: Any) -> float | None:
+    """Return the seconds between two moments of one device; None if the device has not come to `end` yet."""
+    if isinstance(end, float):
+        return end - begin  # type: ignore[no-any-return]
+    return begin.elapsed_time(end) / 1e3 if end.query() else None
 
 
 def synchronize(device: torch.device) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ class ProcessMesh:
             raise ConfigError(f"the mesh has {counted(shape.world_size, 'rank')}, the launch {environment.world_size}")
         self.shape, self.device, self.environment = shape, device, environment
         self.rank, self.world_size = environment.rank, environment.world_size
-        self.recorder = _recorder_of(device)
+        self.recorder = StepRecorder(partial(accelerator.now, device), accelerator.seconds_between)
         """The recorder of the time of a step and of the bytes that this rank sends."""
         self.processes: tuple[int, ...] = (0,)
         """The launcher's process number of each rank."""
@@ -282,20 +283,6 @@ class ProcessMesh:
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh cannot be used afterwards."""
         self._mesh_groups.leave(default=True)
-
-
-def _recorder_of(device: torch.device) -> StepRecorder:
-    """Create the recorder of a device; its marks are the host's clock, or events on the compute stream, never waited for."""
-    if not accelerator.is_accelerator(device):
-        return StepRecorder()
-
-    def mark() -> torch.Event:
-        return accelerator.record_event(accelerator.current_stream(device), timed=True)
-
-    def between(end: torch.Event, begin: torch.Event) -> float | None:
-        return begin.elapsed_time(end) / 1e3 if end.query() else None
-
-    return StepRecorder(mark, between)
 
 
 Mesh = ProcessMesh

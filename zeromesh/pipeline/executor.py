@@ -2,7 +2,6 @@
 the message, so both overlap computing. All ranks launch their messages in one order (`message_order`): on a device a message
 occupies both ends until both have launched it, so messages launched in different orders could deadlock."""
 
-import time
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import accelerator
+from zeromesh.offload.accelerator import Moment, now, seconds_between
 from zeromesh.pipeline.schedule import (
     Action,
     Kind,
@@ -54,16 +53,6 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(received) if gradient is None else gradient
 
 
-_Moment = float | torch.Event
-"""A point in time: seconds of the host's clock; on an accelerator, which the host does not wait for, a timed event."""
-
-
-def _now(device: torch.device) -> _Moment:
-    if not accelerator.is_accelerator(device):
-        return time.perf_counter()
-    return accelerator.record_event(accelerator.current_stream(device), timed=True)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bubble:
     """The idle fraction of a step, on average over ranks, from 0 to 1."""
@@ -83,7 +72,7 @@ class Executor:
         self._channels = channels
         self._orders: dict[PipelineSchedule, tuple[list[tuple[float, Message]], dict[Action, float]]] = {}
 
-    def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[_Moment]:
+    def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[Moment]:
         """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
         without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried
         out here, and `CollectiveError` when a neighbour is gone or late, or ranks have microbatches of different shapes."""
@@ -99,22 +88,19 @@ class Executor:
         advice = "Every rank of a pipeline must be given the same data"
         self.group.require_same(passed, CollectiveError, advice=advice)
         run = _Run(schedule, rank, deque(messages), ends, runner, signatures, self._channels)
-        marks = [_now(self._channels.device)]
+        marks = [now(self._channels.device)]
         for action in schedule.actions[rank]:
             marks += run.do(action)
         self._channels.wait_for_sends()
         return marks
 
-    def bubble(self, schedule: PipelineSchedule, marks: Sequence[_Moment]) -> Bubble:
+    def bubble(self, schedule: PipelineSchedule, marks: Sequence[Moment]) -> Bubble:
         """Measure the bubble of a run from `marks`, which `run` has returned on this rank. All ranks call this together; it waits
         until the device has computed all actions."""
         first, *others = marks
         if not isinstance(others[-1], float) and not others[-1].query():
             others[-1].synchronize()
-        own = [
-            mark - first if isinstance(mark, float) else first.elapsed_time(mark) / 1000  # type: ignore[operator, union-attr]
-            for mark in others
-        ]
+        own = [seconds_between(mark, first) for mark in others]
         return bubble(schedule, self.group.gather_json(own, "times of the actions of all stages"))
 
 
@@ -151,7 +137,7 @@ class _Run:
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """The specs of the gradient messages that will follow, by receiving stage and microbatch, from the activations' specs."""
 
-    def do(self, action: Action) -> list[_Moment]:
+    def do(self, action: Action) -> list[Moment]:
         """Wait for the action's inputs, compute it, and send its outputs; returns its start and end."""
         device, watch = self.channels.device, self.channels.group.watch
         awaited = message_of(self.schedule, self.rank, action, received=True)
@@ -173,9 +159,9 @@ class _Run:
             self._receive(self.ends[action])
         watch.begin_microbatch(action.microbatch)
         watch.post(Activity.FORWARD if action.kind is Kind.FORWARD else Activity.BACKWARD, 0)
-        start = _now(device)
+        start = now(device)
         outputs = self.runner.run(action, received)
-        end = _now(device)
+        end = now(device)
         del received
         message = message_of(self.schedule, self.rank, action)
         if message is not None:
