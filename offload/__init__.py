@@ -1,38 +1,19 @@
 """The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose. The
 package has no notion of ranks or models, and is usable by itself (docs/offload.md)."""
 
-from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
-from zeromesh.offload.memory.allocation import (
-    PinnedBudget,
-    ReleasableBuffer,
-    SparePages,
-    allocate_lasting,
-    pinnable_bytes,
-    tensor_bytes,
-)
+from zeromesh.offload.memory.allocation import ReleasableBuffer, SparePages, allocate_lasting, tensor_bytes
 from zeromesh.offload.memory.glibc_malloc import prevent_fragmentation, reuse_freed_memory
-from zeromesh.offload.memory.ledger import (
-    Ledger,
-    Purpose,
-    Tier,
-    available_bytes,
-    peak_bytes,
-    resident_bytes,
-    swap_bytes,
-)
+from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredPart, TieredTensor, Tiers
-from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
 __all__ = [
     "DONE",
     "STAGING_BYTES",
     "Access",
     "FileSettings",
-    "FileSlot",
-    "FileTier",
     "Ledger",
-    "PinnedBudget",
     "Purpose",
     "ReleasableBuffer",
     "SparePages",
@@ -49,12 +30,9 @@ __all__ = [
     "allocate_lasting",
     "available_bytes",
     "peak_bytes",
-    "pinnable_bytes",
     "prevent_fragmentation",
     "resident_bytes",
     "reuse_freed_memory",
-    "run_whole",
     "stream_bytes",
-    "swap_bytes",
     "tensor_bytes",
 ]

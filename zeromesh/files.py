@@ -22,14 +22,16 @@ from zeromesh.errors import StorageError
 
 _TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
 """The names of unfinished files, short since the final name may have the maximum of 255 bytes."""
-_KINDS = (
-    (stat.S_ISLNK, "a symbolic link"),
-    (stat.S_ISDIR, "a directory"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-)
+_KINDS = {
+    "l": "a symbolic link",
+    "d": "a directory",
+    "p": "a named pipe",
+    "s": "a socket",
+    "c": "a device",
+    "b": "a device",
+}
+"""What is no regular file, by the first letter of `stat.filemode`."""
+"""What is no regular file, by the first letter of `stat.filemode`."""
 DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
@@ -53,10 +55,9 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def _require_regular(mode: int, path: str | os.PathLike[str], flags: int) -> None:
-    cure = "; remove it" if flags & os.O_CREAT else ""
-    for is_kind, kind in _KINDS:
-        if is_kind(mode):
-            raise OSError(errno.EINVAL, f"it is {kind}, not a regular file{cure}", os.fspath(path))
+    if kind := _KINDS.get(stat.filemode(mode)[0]):
+        cure = "; remove it" if flags & os.O_CREAT else ""
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file{cure}", os.fspath(path))
 
 
 def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:

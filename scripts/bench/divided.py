@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from bench.ours import configuration
 from bench.probe import Probe
 from bench.workload import Workload
-from zeromesh.comm.activation_collectives import ExchangeKind
 from zeromesh.environment import read_environment
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import MeshShape
@@ -29,6 +28,7 @@ from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
 from zeromesh.rng import Streams
 from zeromesh.settings.keys import ParallelOptions
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.models.prepare import use_fastest_linear
@@ -139,8 +139,8 @@ def _watch(exchange: Any, found: list[int]) -> None:
     """From now on note the bytes of every tensor that ranks exchange, or that an exchange makes."""
     start = exchange._start
 
-    def noted(kind: ExchangeKind, tensor: Tensor, *rest: Any) -> Any:
-        found.append(tensor.nbytes * (exchange.size if kind is ExchangeKind.GATHER else 1))
+    def noted(kind: Collective, tensor: Tensor, *rest: Any) -> Any:
+        found.append(tensor.nbytes * (exchange.size if kind is Collective.ALL_GATHER else 1))
         return start(kind, tensor, *rest)
 
     exchange._start = noted

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
+from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
 from zeromesh.flat.layout import ParameterPart, Region
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.layer_plan import TensorPlan
 from zeromesh.tensor.plan.planner import plan_tensor
@@ -143,7 +144,7 @@ class _ThreadExchange(Exchange):
     def __init__(self, barrier: threading.Barrier, tensors: list[Tensor], index: int) -> None:
         self.size, self.index, self._barrier, self._tensors = len(tensors), index, barrier, tensors
 
-    def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         self._tensors[self.index] = tensor.detach()
         self._barrier.wait()
         result = self._combine(kind, list(self._tensors), dim, lengths)

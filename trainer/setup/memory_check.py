@@ -10,9 +10,11 @@ from torch import nn
 
 from zeromesh.errors import StorageError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import PinnedBudget, Purpose, TierChoice, available_bytes, swap_bytes
+from zeromesh.offload import Purpose, TierChoice, available_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, on_accelerator
 from zeromesh.offload.io.direct_io import IN_MEMORY, free_bytes, mount_of, nearest_directory
+from zeromesh.offload.memory.allocation import PinnedBudget
+from zeromesh.offload.memory.ledger import swap_bytes
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import STAGES, OffloadOptions, Placement, ZeroOptions
 from zeromesh.trainer.formatting import human_bytes, human_count

@@ -9,7 +9,6 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
-from enum import Enum
 from functools import lru_cache
 from typing import Any
 
@@ -23,19 +22,11 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.settings.keys import TransportName
 from zeromesh.telemetry.step_recorder import Collective
 
+_SUM, _GATHER, _SCATTERED_SUM = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+_PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum"}
+"""The collectives on activations, as messages name them."""
 _CHUNK_ELEMENTS = 1 << 15
 """The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
-
-
-class ExchangeKind(Enum):
-    """The kinds of collectives on activations: the name in error messages, and the row of the traffic statistics."""
-
-    SUM = "sum", Collective.ALL_REDUCE
-    GATHER = "gather", Collective.ALL_GATHER
-    SCATTERED_SUM = "scattered sum", Collective.REDUCE_SCATTER
-
-    def __init__(self, phrase: str, collective: Collective) -> None:
-        self.phrase, self.collective = phrase, collective
 
 
 class Pending:
@@ -85,7 +76,7 @@ class Exchange:
 
     def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""
-        return self._start(ExchangeKind.SUM, tensor)
+        return self._start(_SUM, tensor)
 
     def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ. Raises
@@ -98,7 +89,7 @@ class Exchange:
                 f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}; allowed are {self.size} of them, "
                 f"of which number {self.index} is {length}, as this rank's tensor has it"
             )
-        return self._start(ExchangeKind.GATHER, tensor, dim, lengths)
+        return self._start(_GATHER, tensor, dim, lengths)
 
     def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`. Raises
@@ -111,25 +102,25 @@ class Exchange:
         lengths = (length // size,) * size if sizes is None else tuple(sizes)
         if len(lengths) != size or sum(lengths) != length or min(lengths) < 0:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
-        return self._start(ExchangeKind.SCATTERED_SUM, tensor, dim, lengths)
+        return self._start(_SCATTERED_SUM, tensor, dim, lengths)
 
     def _shapes(
-        self, kind: ExchangeKind, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
+        self, kind: Collective, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
-        if kind is not ExchangeKind.GATHER:
+        if kind is not _GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
-    def _combine(self, kind: ExchangeKind, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
-        if kind is ExchangeKind.GATHER:
+    def _combine(self, kind: Collective, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
+        if kind is _GATHER:
             return torch.cat(parts, dim)
-        if kind is ExchangeKind.SCATTERED_SUM:
+        if kind is _SCATTERED_SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return sum_in_ranks(parts)
 
-    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one. On a device it
         never writes into the caller's tensor, which autograd may have saved."""
         tensor, group = tensor.detach(), self._members
@@ -138,21 +129,21 @@ class Exchange:
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
         result: Callable[[], torch.Tensor]
-        if kind is ExchangeKind.SCATTERED_SUM and on_device and len(set(lengths)) == 1:
+        if kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = Collective.REDUCE_SCATTER, torch.empty_like(given[0])
             result = lambda: out  # noqa: E731
-        elif kind is ExchangeKind.SCATTERED_SUM and not on_device:
+        elif kind is _SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, given = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
             row, out = Collective.ALL_TO_ALL, given.new_empty(self.size, own.numel())
             how["sent"] = [part.numel() for part in parts]
             result = lambda: sum_in_ranks([part.view(own.shape) for part in out])  # noqa: E731
-        elif kind is not ExchangeKind.GATHER and on_device:
+        elif kind is not _GATHER and on_device:
             row, out = Collective.ALL_REDUCE, tensor.clone(memory_format=torch.contiguous_format)
             given, cut = out, (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
             result = lambda: out if cut is None else out.narrow(*cut).contiguous()  # noqa: E731
-        elif on_device or (kind is ExchangeKind.GATHER and dim == 0):
+        elif on_device or (kind is _GATHER and dim == 0):
             given = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
             sizes = how["received"] = list(map(math.prod, shapes))
             row, out = Collective.ALL_GATHER, tensor.new_empty(sum(sizes))
@@ -160,7 +151,7 @@ class Exchange:
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else out.view(-1, *tensor.shape[1:])  # noqa: E731
         else:
             given, sizes = tensor.contiguous(), list(map(math.prod, shapes))
-            moved = tensor.numel() if kind is ExchangeKind.SUM else sum(sizes)
+            moved = tensor.numel() if kind is _SUM else sum(sizes)
             sizes[self.index] = 0  # This rank's own part is not copied, since nothing writes to it.
             row, out = Collective.BROADCAST, tensor.new_empty(sum(sizes))
             parts = list(out.split_with_sizes(sizes))
@@ -169,8 +160,8 @@ class Exchange:
             # Without elements the traffic needs no scaling.
             how |= {"received": sizes, "times": moved / out.numel() if out.numel() else 1.0}
             result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
-        what = f"{kind.phrase} of activations over axis {group.name}"
-        flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind.collective, **how))
+        what = f"{_PHRASES[kind]} of activations over axis {group.name}"
+        flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind, **how))
 
         def read() -> torch.Tensor:
             flight.wait()
@@ -213,13 +204,13 @@ class SharedExchange(Exchange):
         self._ring = SharedRing(group, "activations")
         self._pending: dict[int, weakref.ref[Pending]] = {}
 
-    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
-        what = f"{kind.phrase} of activations over axis {self._group.name}"
+        what = f"{_PHRASES[kind]} of activations over axis {self._group.name}"
         about = [_encode(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
-        with traffic.timed(kind.collective):
+        with traffic.timed(kind):
             # All ranks must have consumed the entry that is about to be overwritten.
             if (oldest := ring.next - ring.room) >= 0:
                 found = self._pending.get(oldest)
@@ -229,11 +220,11 @@ class SharedExchange(Exchange):
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
-        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is ExchangeKind.GATHER else tensor.nbytes
-        traffic.count(kind.collective, whole)
+        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes
+        traffic.count(kind, whole)
 
         def read() -> torch.Tensor:
-            with traffic.timed(kind.collective):
+            with traffic.timed(kind):
                 ring.published.wait(sequence + 1, what)
                 parts = []
                 try:
@@ -266,12 +257,12 @@ class SharedExchange(Exchange):
 
 @lru_cache(maxsize=256)
 def _encode(
-    kind: ExchangeKind, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
+    kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
     """Encode the exchange as words of a ring entry, which all ranks compare: a checksum, and the text for an error message. The
     cached list must not be changed."""
     along = f" along dim {dim}" if dim >= 0 else ""
-    text = f"{kind.phrase}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
+    text = f"{_PHRASES[kind]}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
     room = (ABOUT_WORDS - 1) * 8
     return [zlib.crc32(f"{text} {lengths}".encode()), *memoryview(text.encode().ljust(room)[:room]).cast("q")]
 

@@ -13,10 +13,11 @@ from tests.support.architectures import TINY, tiny, tiny_without
 from tests.support.plain import apart, distances, plain_fit
 from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending, open_exchange
+from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.intervals import balanced
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor import autograd_collectives
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
@@ -70,9 +71,9 @@ class Counting(Exchange):
         self.most = 0
         self.calls: list[str] = []
 
-    def _start(self, kind: ExchangeKind, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        self.calls.append(kind.phrase)
-        self.most = max(self.most, tensor.numel() * (self.size if kind is ExchangeKind.GATHER else 1))
+    def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+        self.calls.append(kind.value)
+        self.most = max(self.most, tensor.numel() * (self.size if kind is Collective.ALL_GATHER else 1))
         return self._inner._start(kind, tensor, dim, lengths)
 
 
@@ -167,7 +168,7 @@ def learns_in_chunks(mesh: Mesh, name: str, sequence: bool = False) -> None:
         head = model.get_output_embeddings()
         how: dict[str, Any] = {"seed": 1.0, "chunk_tokens": 3, "sizes": head.sizes, "exchange": exchange}
         found = chunked_cross_entropy(hidden.flatten(0, 1), head.weight, head.bias, targets, **how)
-        assert exchange.calls == ["gather", "sum"] * -(-count // 3)
+        assert exchange.calls == ["all-gather", "all-reduce"] * -(-count // 3)
         found.backward()
     # Logits of 16 tokens would be more: 67 of each, where hidden states are 32.
     assert exchange.most <= hidden.numel()

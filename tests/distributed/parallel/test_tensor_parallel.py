@@ -112,12 +112,12 @@ def test_dropout_is_the_same_where_all_have_the_same(workers: Workers, sequence:
 
 def test_layers_that_read_one_input_sum_its_gradient_once(workers: Workers) -> None:
     for forward, backward in workers.run(2, "tensor_cases:counts_exchanges", name="llama", sequence=False):
-        assert forward == ["sum"] * 5  # embedding, and two of each block
-        assert backward == ["sum"] * 4
+        assert forward == ["all-reduce"] * 5  # embedding, and two of each block
+        assert backward == ["all-reduce"] * 4
     for forward, backward in workers.run(2, "tensor_cases:counts_exchanges", name="llama", sequence=True):
-        assert forward == ["sum", *["gather", "scattered sum"] * 4, "gather"]
+        assert forward == ["all-reduce", *["all-gather", "reduce-scatter"] * 4, "all-gather"]
         # Of the row layer's output; of the inputs, which are gathered again, while their gradients are summed.
-        assert backward == [*["gather", "gather", "scattered sum"] * 4, "gather"]
+        assert backward == [*["all-gather", "all-gather", "reduce-scatter"] * 4, "all-gather"]
 
 
 def test_there_is_no_more_to_a_plan_than_numbers() -> None:

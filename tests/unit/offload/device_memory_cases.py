@@ -14,9 +14,10 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.writer import ShardWriter, plan_pieces
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import FileSettings, Ledger, PinnedBudget, Purpose, Tier, TierChoice, Tiers, accelerator
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers, accelerator
 from zeromesh.offload.io.file_tier import THREADS
 from zeromesh.offload.io.transfer import CopyStreams, Transfer
+from zeromesh.offload.memory.allocation import PinnedBudget
 from zeromesh.optim.gradients import GradientShards
 from zeromesh.options import OffloadOptions, ZeroOptions
 

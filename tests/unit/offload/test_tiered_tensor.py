@@ -17,11 +17,12 @@ from tests.simulated.device import compiler
 from tests.support.workers import Workers
 from tests.unit.offload.file_cases import CPU, made_tiers, small_tiers, values
 from zeromesh.errors import ConfigError, StorageError
-from zeromesh.offload import Ledger, PinnedBudget, Purpose, Tier, TierChoice, TieredTensor, Tiers, pinnable_bytes
+from zeromesh.offload import Ledger, Purpose, Tier, TierChoice, TieredTensor, Tiers
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.memory import allocation
 from zeromesh.offload.memory import ledger as ledgers
+from zeromesh.offload.memory.allocation import PinnedBudget, pinnable_bytes
 from zeromesh.offload.tiers import GRAIN, TieredPart
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

@@ -10,9 +10,10 @@ import zeromesh.options
 from tests.conformance.models import stack
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, build_layout
-from zeromesh.offload import STAGING_BYTES, PinnedBudget, Purpose, TierChoice, stream_bytes
+from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.offload.io.file_tier import THREAD_BYTES
+from zeromesh.offload.memory.allocation import PinnedBudget
 from zeromesh.options import OffloadOptions, Precision, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.trainer.formatting import human_bytes

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeromesh.comm.activation_collectives import Exchange, ExchangeKind, Pending
+from zeromesh.comm.activation_collectives import Exchange, Pending
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.trainer.planning.tracing.operations import Product, TensorExchange, Work, call_without_values
 from zeromesh.zero.hooks import on_gradient_of
 
@@ -165,11 +166,11 @@ class TracedExchange(Exchange):
         self.size = size
         self.meter: Meter | None = None
 
-    def _start(self, kind: ExchangeKind, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         shape = list(tensor.shape)
-        if kind is not ExchangeKind.SUM:
-            shape[dim] = sum(lengths) if kind is ExchangeKind.GATHER else lengths[0]
+        if kind is not Collective.ALL_REDUCE:
+            shape[dim] = sum(lengths) if kind is Collective.ALL_GATHER else lengths[0]
         made = tensor.new_empty(shape)
         if self.meter is not None:
-            self.meter.work.exchanges.append(TensorExchange(kind.collective.value, max(made.nbytes, tensor.nbytes)))
+            self.meter.work.exchanges.append(TensorExchange(kind.value, max(made.nbytes, tensor.nbytes)))
         return Pending(lambda: made)
