@@ -98,9 +98,7 @@ def bind_to_near_cpus(device: torch.device, ranks: int, mode: str) -> None:
     elif shutil.which("numactl") is None:
         problem = "torch needs the command numactl for that; install it"
     elif mode not in ("node", "socket") and ranks > 1 and torch.accelerator.device_count() == 1:
-        problem = (
-            f"each of {ranks} ranks sees one GPU alone, so that none knows what others take; set it to node or socket"
-        )
+        problem = f"each of {ranks} ranks sees one GPU alone, and not what others take; set it to node or socket"
     else:
         try:
             bind(gpu_index=device.index, numa_options=binding.NumaOptions(affinity_mode=binding.AffinityMode(mode)))

@@ -201,9 +201,8 @@ class PinnedBudget:
         if not accelerator.is_accelerator(device):
             return False
         wanted = self.used + nbytes
-        if (
-            wanted > self._pinned_peak
-        ):  # Below the peak of `used`, no new memory is pinned: torch caches freed pinned memory.
+        # Below the peak of `used`, no new memory is pinned: torch caches freed pinned memory.
+        if wanted > self._pinned_peak:
             if nbytes > (pinnable_bytes() if self.limit is None else self.limit - self.used):
                 return False
             self._pinned_peak = wanted

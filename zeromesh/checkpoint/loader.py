@@ -130,9 +130,7 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
     for reader in readers:
         index, count = reader.manifest.part
         if count == 1:
-            raise CheckpointError(
-                f"{reader.directory} is a whole checkpoint, not a part of one; there is nothing to merge"
-            )
+            raise CheckpointError(f"{reader.directory} is a whole checkpoint, not a part of one; nothing to merge")
         if index in found:
             raise CheckpointError(
                 f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"

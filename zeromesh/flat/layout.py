@@ -66,9 +66,7 @@ class StridedRows:
         ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
         empty = not self.columns or any(not column.length for column in self.columns)
         if empty or not ordered or self.columns[-1].end > self.width:
-            raise LayoutError(
-                f"columns {self.columns} of rows of {self.width}: they are to be in order, and inside of a row"
-            )
+            raise LayoutError(f"columns {self.columns} of rows of {self.width}: they are to be in order, inside a row")
         object.__setattr__(self, "local_width", sum(column.length for column in self.columns))
 
     @classmethod

@@ -175,9 +175,8 @@ class LauncherConnection:
                 messages.append(message)
         if lines and self._is_server:
             self.alive_at = now
-        if lines is None or now > self.alive_at + (
-            self._silence_seconds if self._drawn_by_both else self._hello_seconds
-        ):
+        patience = self._silence_seconds if self._drawn_by_both else self._hello_seconds
+        if lines is None or now > self.alive_at + patience:
             raise ConnectionError("the connection is gone")
         return messages
 
@@ -197,9 +196,7 @@ class LauncherConnection:
             # The first line carries the random word of its sender, which its digest covers already.
             self.agree(self.drawn, field(parsed(data), "drawn", ""))
         if not hmac.compare_digest(digest, self._digest(data, not self._is_server)):
-            raise MessageError(
-                "a message has not the digest that this run's secret gives (ZEROMESH_SECRET on every host)"
-            )
+            raise MessageError("a message has not the digest of this run's secret (ZEROMESH_SECRET on every host)")
         message = parsed(data)
         if first and not self._is_server:
             self.agree(field(message, "drawn", ""), self.drawn)

@@ -298,9 +298,7 @@ def exchange_locations(
     found = _gather_all(store, "location", process, processes, [location, wanted, accelerator.device_uuid(device)])
     different = differences([each[1] for each in found], range(processes))
     if different:
-        raise ConfigError(
-            f"ranks ask for different meshes: {'; '.join(different)}. Give all of them the same configuration"
-        )
+        raise ConfigError(f"ranks ask for different meshes: {'; '.join(different)}. Give all the same configuration")
     users: dict[tuple[str, str], list[int]] = {}
     for each, (where, _, identity) in enumerate(found):
         users.setdefault((where["host"], identity), []).append(each)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ReduceOp
 
 from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, ranks_text
 from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
@@ -148,9 +148,7 @@ class ProcessSet:
         same = len(failed) == len(answers) and len(set(failed.values())) == 1
         raise raised(failed[rank] if same or first else f"rank {rank}: {failed[rank]}{more}") from failure
 
-    def all_reduce(
-        self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-    ) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor, what: str, op: ReduceOp.RedOpType = ReduceOp.SUM) -> torch.Tensor:
         """Sum a small CPU tensor over the set, in place; bitwise the same on all ranks."""
         counts_as, times = Collective.AGREEMENT, self.size
         call = CollectiveCall(tensor, tensor, what, purpose="control", counts_as=counts_as, times=times, op=op)
@@ -159,7 +157,7 @@ class ProcessSet:
 
     def all_reduce_max(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         """Element-wise maximum over the set, in place."""
-        return self.all_reduce(tensor, what, dist.ReduceOp.MAX)
+        return self.all_reduce(tensor, what, ReduceOp.MAX)
 
     def barrier(self, what: str) -> None:
         """Wait until all ranks of the set have called this; `what` names the wait in errors."""

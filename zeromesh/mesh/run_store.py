@@ -148,9 +148,7 @@ def _receive_descriptors(name: bytes, rank: int, seconds: float) -> tuple[int, i
             if len(found) == 2:
                 return found[0], found[1]
         time.sleep(0.02)
-    raise CollectiveError(
-        f"rank {rank} has not heard of rank 0 within {seconds:g} seconds; it has ended, or not started"
-    )
+    raise CollectiveError(f"rank {rank} has not heard of rank 0 within {seconds:g} seconds; it has ended or not begun")
 
 
 def _user_at(connection: socket.socket) -> int:

@@ -46,7 +46,7 @@ class StagedForward:
         rows = len(inputs["input_ids"])
         if rows < self._microbatches:
             raise DataError(
-                f"{rows} prompts cannot be generated in {self._microbatches} microbatches; at least one row each"
+                f"{rows} prompts cannot be generated in {self._microbatches} microbatches; each needs a row"
             )
         cache = inputs.get(CACHE)
         if cache is None and inputs.get("use_cache"):

@@ -216,9 +216,7 @@ def validate(schedule: PipelineSchedule) -> Timeline:
     of evaluation) occurs once, and no rank waits for ever, if sends do not block and messages arrive in order. Raises
     `ScheduleError`, naming rank and action."""
     if len(schedule.actions) != schedule.ranks:
-        raise ScheduleError(
-            f"{schedule} has actions for {counted(len(schedule.actions), 'rank')} instead of {schedule.ranks}"
-        )
+        raise ScheduleError(f"{schedule} has actions of {counted(len(schedule.actions), 'rank')}, not {schedule.ranks}")
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
     kinds = {Kind.FORWARD, *map(attrgetter("kind"), chain(*schedule.actions))}
     if kinds & halves:

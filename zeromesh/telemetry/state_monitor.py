@@ -58,7 +58,7 @@ class StateMonitor:
             if row.progress != before:
                 since = now
                 self._progress[rank] = (row.progress, now)
-            waiting, text = watch.board.read(rank, RankNote.WAIT)
+            (waiting, text), (_, disk) = (watch.board.read(rank, note) for note in (RankNote.WAIT, RankNote.DISK))
             late, _, what = text.partition("|")
             waits = {"for": what, "ranks": [int(each) for each in late.split()]}
             waited = round(watch.board.seconds_since(rank, waiting), 2)
@@ -66,10 +66,7 @@ class StateMonitor:
                 {"rank": rank, "pid": row.pid, "step": row.step, "microbatch": row.microbatch}
                 | {"activity": Activity(row.activity).name.lower(), "doing": doing, "seconds": round(row.seconds, 2)}
                 | {"seconds_without_progress": round(now - since, 1), "failure": self._clean(row.failure)}
-                | {
-                    "disk": self._clean(watch.board.read(rank, RankNote.DISK)[1]),
-                    "recent": self._mean_step_seconds(rank),
-                }
+                | {"disk": self._clean(disk), "recent": self._mean_step_seconds(rank)}
                 | {"waits": {**waits, "seconds": waited} if waiting else None}
             )
         return found

@@ -176,8 +176,7 @@ class _Span:
 
     def __enter__(self) -> None:
         recorder = self._recorder
-        if recorder.profiling:
-            recorder.begin_range(self._name)
+        recorder.begin_range(self._name)
         if recorder._open_phases:
             recorder._end_interval()
             recorder._open_phases.append(self._phase)
@@ -193,8 +192,7 @@ class _Span:
             recorder._end_interval()
             recorder._open_phases.pop()
             recorder.ring.add(END | self._number)
-        if recorder.profiling:
-            recorder.end_range()
+        recorder.end_range()
 
 
 class CommAccount:

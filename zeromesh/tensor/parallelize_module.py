@@ -30,6 +30,7 @@ from zeromesh.tensor.plan.planner import parts_of
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 from zeromesh.units.plan import block_modules
 
+_Forward = Callable[..., Any]
 _HIDDEN = "hidden_states"
 _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*reshape\(\w+, \w+, \1\)")
 """Matches the source of an attention's `forward` that reshapes its heads to the width of its input."""
@@ -137,7 +138,7 @@ class Parallelized:
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
         self._undo.append(override(module, attribute, value))
 
-    def _wrap(self, module: nn.Module, run: Callable[..., Any], /, *given: Any) -> None:
+    def _wrap(self, module: nn.Module, run: _Forward, /, *given: Any) -> None:
         """Have `run(forward, *given, ...)` run in place of a module's `forward`."""
         self._set(module, "forward", partial(run, module.forward, *given))
 
@@ -184,16 +185,14 @@ class Parallelized:
                 self._wrap(module, _run_on_whole_sequence, shares, None)
 
 
-def _with_narrow_input(
-    forward: Callable[..., Any], source: SharedInput, width: int, /, *args: Any, **kwargs: Any
-) -> Any:
+def _with_narrow_input(forward: _Forward, source: SharedInput, width: int, /, *args: Any, **kwargs: Any) -> Any:
     """Run an attention that reads its heads' width from its input's shape, on an input cut to `width`; layers read all of it."""
     args, kwargs = _map_hidden_states(args, kwargs, lambda x: source.narrow_for_shape(x, width))
     return forward(*args, **kwargs)
 
 
 def _with_biases(
-    forward: Callable[..., Any], names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any
+    forward: _Forward, names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run an attention on this rank's heads of its argument `name`: position biases, or a mask, of all heads, with or without a
     batch. Those made by an attention of this rank have only its heads already. `names` are its arguments in order."""
@@ -237,7 +236,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _run_block(
-    forward: Callable[..., Any],
+    forward: _Forward,
     block: nn.Module,
     shares: SequenceShares,
     randomness: ShardedRandomness,
@@ -259,7 +258,7 @@ def _run_block(
 
 
 def _run_on_whole_sequence(
-    forward: Callable[..., Any], shares: SequenceShares, source: SharedInput | None, /, *args: Any, **kwargs: Any
+    forward: _Forward, shares: SequenceShares, source: SharedInput | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Gather the shares of the sequence and run a module's `forward` on it: of an attention, whose projections read it as `source`
     and whose output projection divides it again, or without `source` of experts or linear attention, whose output is split."""

@@ -174,9 +174,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # An address identifies a storage only while that lives. Tensors are not kept, as views would keep parameters alive.
         self._alive: list[torch.UntypedStorage] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = str(func)
         if name in ("aten._to_copy.default", "aten.clone.default") and args[0].is_meta and result.is_meta:
@@ -437,14 +435,9 @@ def build_deferred(
         return names
 
     lost = "building on the meta device loses the values of {}"
-    for find, reason in (
-        (source.unset_parameters, lost),
-        (
-            partial(_initialised_otherwise, model, source.skeleton, log, seed),
-            "it initialises {} otherwise than `reset_parameters` does",
-        ),
-        (lost_buffers, lost),
-    ):
+    differing = partial(_initialised_otherwise, model, source.skeleton, log, seed)
+    otherwise = "it initialises {} otherwise than `reset_parameters` does"
+    for find, reason in ((source.unset_parameters, lost), (differing, otherwise), (lost_buffers, lost)):
         names = tuple(name for name in find() if name not in kept)
         if names:
             return _build_on_cpu(build, seed, reason.format(some(names)))

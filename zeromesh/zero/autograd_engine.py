@@ -300,18 +300,14 @@ class AutogradPasses(Passes):
         self.require_no_failure()
         self.require_idle()
         if not self.synced:
-            raise PhaseError(
-                "ranks update together, from the gradients of all of them: leave no_sync() before optimizer.step()"
-            )
+            raise PhaseError("ranks update together, from all gradients: leave no_sync() before optimizer.step()")
         self.writes.refuse_between_passes(self.units)
         if self.step.mixed or self.step.used:
             raise PhaseError(
                 "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
             )
         if not self.step.backwards:
-            raise PhaseError(
-                "there are no gradients: call loss.backward() before, with a loss that the model has computed"
-            )
+            raise PhaseError("there are no gradients: call loss.backward() before, with a loss that the model computed")
         if self.step.closed:
             return
         self.step.closed = True

@@ -410,9 +410,7 @@ class ZeroEngine:
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, for reading; see `FullState.whole`."""
         if self._passes.mode in (PassMode.FORWARD, PassMode.BACKWARD):
-            raise PhaseError(
-                f"gathered() was called during {self._passes.mode.value}; call it between passes over the model"
-            )
+            raise PhaseError(f"gathered() was called during {self._passes.mode.value}; call it between passes")
         return self.state.whole(fqns, self.options.precision.compute)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, kept_generators
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.telemetry.step_recorder import NOTHING, StepPhase
+from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import BuiltUnits
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
 from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in
@@ -273,7 +273,7 @@ class Passes:
             if self.units[index].phase is Phase.RESTING:
                 self.start(self.units[index], known_order=True)
         if unit.phase is Phase.GATHERING:
-            with self._recorder.range("wait for", unit.name) if self._recorder.profiling else NOTHING:
+            with self._recorder.range("wait for", unit.name):
                 unit.wait()
 
     def start(self, unit: Unit, *, known_order: bool) -> None:
@@ -281,7 +281,7 @@ class Passes:
         # The watchdog compares the order over all data-parallel ranks, since replicas communicate in this order too.
         if self._watched_ranks:
             self._mesh.watch.event(Activity.GATHER, unit.index, self._watched_ranks, known_order=known_order)
-        with self._recorder.range("gather", unit.name) if self._recorder.profiling else NOTHING:
+        with self._recorder.range("gather", unit.name):
             unit.gather()
 
     # Called by hooks. `call` is the number of a call in forward, `index` that of a parameter in its bucket
@@ -310,8 +310,7 @@ class Passes:
         self._mesh.post(Activity.FORWARD, unit.index)
         if self._progress.streams is not None:
             self._progress.streams.enter(unit.name, again=False)
-        if self._recorder.profiling:
-            self._recorder.begin_range("forward of", unit.name)
+        self._recorder.begin_range("forward of", unit.name)
 
     def before_part(self, module: nn.Module) -> None:
         """Prepare for a module that has parameters of the root and may run without it."""
@@ -372,8 +371,7 @@ class Passes:
             self._progress.streams.leave(unit.name)
         if self.mode is PassMode.BACKWARD:
             return
-        if self._recorder.profiling:
-            self._recorder.end_range()
+        self._recorder.end_range()
         ends = self._direct_call is unit.module
         if self._releases or ends:
             self.writes.require_unchanged_in_pass(self.units if ends else [unit])
@@ -447,8 +445,7 @@ class Passes:
             return
         progress.reached.add(unit.index)
         self._make_live_in_backward(unit)
-        if self._recorder.profiling:
-            self._recorder.next_range(unit.name)
+        self._recorder.next_range(unit.name)
         if self._options.overlap:
             self.gradients.launch_ready(wait=True)
         self._mesh.post(Activity.BACKWARD, unit.index)

@@ -15,6 +15,7 @@ from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
+_DIVIDED = "optimizer states are divided among ranks"
 _OPTIMIZER_KEY = "optimizer"
 """The key of a parameter group that holds the number of its optimizer."""
 
@@ -96,9 +97,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise `PhaseError`: states are divided among ranks."""
-        raise PhaseError(
-            "optimizer states are divided among ranks; read them with zeromesh.load(directory, model, optimizer)"
-        )
+        raise PhaseError(f"{_DIVIDED}; read them with zeromesh.load(directory, model, optimizer)")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Raise `PhaseError`, for `copy.copy` and `copy.deepcopy` too: the states belong to the engine."""
@@ -146,9 +145,7 @@ class _PartitionedStates(dict[Any, Any]):
     """A mapping for optimizer states that the engine holds. Reading an entry raises `PhaseError`."""
 
     def __missing__(self, key: Any) -> Any:
-        raise PhaseError(
-            "optimizer states are divided among ranks; write them with zeromesh.save(directory, model, optimizer)"
-        )
+        raise PhaseError(f"{_DIVIDED}; write them with zeromesh.save(directory, model, optimizer)")
 
     def __reduce__(self) -> Any:
         return self["state"]

@@ -160,9 +160,7 @@ def _outside(model: nn.Module, blocks: str, opened: Collection[str] = ()) -> lis
 class WithoutValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Answers operators that read values of meta tensors, and marks all tensors computed from marked ones."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == "meta":
             return True if args[0].dtype == torch.bool else torch.zeros((), dtype=args[0].dtype).item()
