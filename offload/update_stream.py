@@ -49,6 +49,9 @@ class StreamRow:
     operands: tuple[StreamOperand, ...] = field(compare=False)
 
 
+ComputeRow = Callable[[StreamRow, list[torch.Tensor]], None]
+
+
 @dataclass(kw_only=True, slots=True)
 class _RowInFlight:
     """A row being read: a tensor per operand; by operand number, the staging buffer that a tensor views, and the buffer's read."""
@@ -105,12 +108,7 @@ class UpdateStream:
             for start in range(first, last, max(1, step)):
                 yield replace(whole, start=start, end=min(start + step, last))
 
-    def run(
-        self,
-        rows: Sequence[StreamRow],
-        compute: Callable[[StreamRow, list[torch.Tensor]], None],
-        ahead: Iterable[StreamRow] = (),
-    ) -> None:
+    def run(self, rows: Sequence[StreamRow], compute: ComputeRow, ahead: Iterable[StreamRow] = ()) -> None:
         """Call `compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
 
         `ahead` are the rows of the next calls, as far as known, whose first ones are read already: call `drop_read_ahead` before
@@ -186,9 +184,7 @@ class UpdateStream:
             write.on_end(partial(self._pool.give_back, flight.buffers.pop(number)))
 
 
-def run_whole(
-    operands: Sequence[StreamOperand], compute: Callable[[StreamRow, list[torch.Tensor]], None], device: torch.device
-) -> None:
+def run_whole(operands: Sequence[StreamOperand], compute: ComputeRow, device: torch.device) -> None:
     """Call `compute` as `UpdateStream.run` does, but once, with all elements of all operands in the memory of `device`."""
     tensors = []
     for each in operands:  # An operand that is only written need not be read.

@@ -19,6 +19,8 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.plan.attention_split import is_transposed
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
 
+_Forward = Callable[..., torch.Tensor]
+
 
 class _Linear(nn.Module):
     """A layer with the `weight` and `bias` parameters of the linear layer that it replaces, which hold this rank's features."""
@@ -110,9 +112,7 @@ class RowParallelLinear(_Linear):
         return autograd_collectives.all_reduce_output(out, self.bias, self._exchange)
 
 
-def lookup_sharded_embedding(
-    lookup: Callable[[torch.Tensor], torch.Tensor], tokens: Interval, exchange: Exchange, ids: torch.Tensor
-) -> torch.Tensor:
+def lookup_sharded_embedding(lookup: _Forward, tokens: Interval, exchange: Exchange, ids: torch.Tensor) -> torch.Tensor:
     """Return the embeddings `[*ids.shape, features]` of integer `ids`. `lookup` returns rows of this rank, which has those of the
     token ids in `tokens`, by id minus `tokens.start`."""
     foreign = (ids < tokens.start) | (ids >= tokens.end)
@@ -121,7 +121,7 @@ def lookup_sharded_embedding(
 
 
 def run_sharded_experts(
-    forward: Callable[..., torch.Tensor], exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
+    forward: _Forward, exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
     """Run experts whose intermediate features are divided over the ranks; all-reduces this rank's summand, which `forward` returns.
     The arguments and their gradients are whole on every rank."""
@@ -145,9 +145,7 @@ def norms_over_ranks(
     return exchange.all_reduce_async(squares).wait().sqrt()
 
 
-def project_latent(
-    forward: Callable[[torch.Tensor], torch.Tensor], latent: int, exchange: Exchange, x: torch.Tensor
-) -> torch.Tensor:
+def project_latent(forward: _Forward, latent: int, exchange: Exchange, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
     Column layers sum the gradient of the latent outputs over ranks; that of the rotary outputs is summed here."""
     out = forward(x)

@@ -8,7 +8,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -67,9 +67,7 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
     live_type: ClassVar[type[nn.Parameter]]
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
