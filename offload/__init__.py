@@ -1,6 +1,7 @@
 """The storage and movement of bytes: the device's memory, the host's, files; and the ledger of bytes by tier and purpose. The
 package has no notion of ranks or models, and is usable by itself (docs/offload.md)."""
 
+from zeromesh.offload.io.file_tier import FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime
 from zeromesh.offload.memory.allocation import ReleasableBuffer, SparePages, allocate_lasting, tensor_bytes
 from zeromesh.offload.memory.glibc_malloc import prevent_fragmentation, reuse_freed_memory
@@ -13,6 +14,8 @@ __all__ = [
     "STAGING_BYTES",
     "Access",
     "FileSettings",
+    "FileSlot",
+    "FileTier",
     "Ledger",
     "Purpose",
     "ReleasableBuffer",

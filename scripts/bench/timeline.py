@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from zeromesh.offload import Transfer
-from zeromesh.offload.io.file_tier import FileTier
+from zeromesh.offload import FileTier, Transfer
 from zeromesh.offload.io.transfer import StagingPool
 from zeromesh.optim.fused_optimizer import BucketOptimizer
 from zeromesh.telemetry.watchdog import Watchdog

@@ -26,9 +26,8 @@ from zeromesh.errors import CollectiveError, NonFiniteError, PhaseError, Weights
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import peak_bytes, resident_bytes
+from zeromesh.offload import FileSlot, peak_bytes, resident_bytes
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.units import build
 from zeromesh.units.unit import all_buckets

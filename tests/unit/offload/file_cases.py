@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from zeromesh.errors import StorageError
-from zeromesh.offload import FileSettings, Ledger, Tiers
+from zeromesh.offload import FileSettings, FileTier, Ledger, Tiers
 from zeromesh.offload import tiers as tiers_module
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.file_tier import FileTier
 
 CPU = torch.device("cpu")
 SECONDS = 30.0

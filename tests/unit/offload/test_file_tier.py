@@ -21,10 +21,9 @@ from tests.support.waiting import wait_for
 from tests.unit.offload.file_cases import SECONDS, Gate, check_refused, in_time, refusing, small_tiers
 from zeromesh.errors import StorageError
 from zeromesh.files import open_regular
-from zeromesh.offload import DONE, Transfer, WaitTime
+from zeromesh.offload import DONE, FileSlot, FileTier, Transfer, WaitTime
 from zeromesh.offload.io import direct_io, file_tier
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.file_tier import FileSlot, FileTier
 
 A_MOMENT = 0.4
 """Seconds in which a thread that nothing keeps from it gets ahead."""

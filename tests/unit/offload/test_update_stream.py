@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from tests.unit.offload.file_cases import CPU, SECONDS, check_refused, in_time, small_tiers, values
 from zeromesh.errors import StorageError
-from zeromesh.offload import Purpose, TierChoice, TieredTensor, Tiers, Transfer, WaitTime, update_stream
+from zeromesh.offload import FileTier, Purpose, TierChoice, TieredTensor, Tiers, Transfer, WaitTime, update_stream
 from zeromesh.offload.io import file_tier
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.offload.io.file_tier import FileTier
 from zeromesh.offload.io.transfer import AllocateBuffer, StagingPool
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole, stream_bytes
 
