@@ -162,14 +162,10 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
         if path is None:
             sys.stderr.write(text)
             return
-        details = {
-            "message": str(error)
-            if isinstance(error, ZeromeshError) and not whole
-            else f"{type(error).__name__}\n{text.rstrip()}",
-            "time": time.time(),
-            "exit_code": exit_code_of(error),
-            "distance": int(isinstance(error, CollectiveError)),
-        }
+        says_all = isinstance(error, ZeromeshError) and not whole
+        message = str(error) if says_all else f"{type(error).__name__}\n{text.rstrip()}"
+        code, distance = exit_code_of(error), int(isinstance(error, CollectiveError))
+        details = {"message": message, "time": time.time(), "exit_code": code, "distance": distance}
         descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
         os.write(descriptor, json.dumps(details).encode())
         os.close(descriptor)

@@ -71,15 +71,11 @@ class MeshGroups:
                 interface = interface_for(store, self._environment)
                 if interface is not None and setting(INTERFACE) is None:
                     export({INTERFACE: interface})
-            dist.init_process_group(
-                f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
-                if is_accelerator(self._device)
-                else "gloo",
-                store=store,
-                rank=rank,
-                world_size=self._environment.world_size,
-                timeout=timedelta(seconds=START_SECONDS),
-            )
+            backend, size = "gloo", self._environment.world_size
+            if is_accelerator(self._device):
+                backend = f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
+            patience = timedelta(seconds=START_SECONDS)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
         MeshGroups._default_users += 1

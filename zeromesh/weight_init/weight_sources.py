@@ -216,7 +216,6 @@ class ParameterSource(Protocol):
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements [start, end) of the flattened parameter `fqn`, 1-D, in its stored dtype, on any device. The result may
         share memory with the source: copy it before the next call, and do not write to it."""
-        ...
 
     def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
         """Fill `out`, 1-D, with the non-empty elements `interval` of the columns `rows` of a parameter, converted to its dtype."""
