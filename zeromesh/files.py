@@ -31,7 +31,6 @@ _KINDS = {
     "b": "a device",
 }
 """What is no regular file, by the first letter of `stat.filemode`."""
-"""What is no regular file, by the first letter of `stat.filemode`."""
 DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
