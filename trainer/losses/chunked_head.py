@@ -94,7 +94,8 @@ class ChunkedHead:
             head.bias,
             current.targets.to(rows.device),
             seed=current.seed,
-            chunk_tokens=self._chunk_tokens or chunk_for(*rows.shape, rows.dtype, trained=head.weight.requires_grad),
+            chunk_tokens=self._chunk_tokens
+            or chunk_for(rows.shape[0], rows.shape[1], rows.dtype, trained=head.weight.requires_grad),
             change=self._change,
             count=current.count,
             **parts,

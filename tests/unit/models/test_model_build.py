@@ -119,7 +119,7 @@ def directory_with(tmp_path: Path, **fields: Any) -> Path:
 
 
 def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
-    quantized = directory_with(tmp_path, quantization_config={"quant_method": "fp8"})
+    quantized = directory_with(tmp_path, quantization_config={"quant_method": "gptq", "bits": 4})
     with pytest.raises(ConfigError, match="quantized"):
         build(None, source=str(quantized))
     unknown = directory_with(tmp_path, model_type="nothing")
