@@ -169,7 +169,7 @@ def test_what_is_wrong_is_named() -> None:
         "rank 1 for the F0 before B0": (first, (second[1], second[0], *second[2:])),
         "rank 0 for the gradients of microbatch 0 for stage 0 before B0": swapped,
         "whole and in halves": (first, (*second, Action(kind=Kind.BACKWARD_WEIGHT, chunk=0, microbatch=0))),
-        "actions for 1 rank instead of 2": (first,),
+        "actions of 1 rank, not 2": (first,),
     }
     for text, actions in cases.items():
         with pytest.raises(ScheduleError, match=text):

@@ -118,16 +118,14 @@ def test_ranks_compare_options_and_parameters_but_not_the_paths_of_their_files()
 
 
 def test_memory_begins_in_its_page_as_most_of_it_does_in_files() -> None:
-    layout = build_layout("l", [spec("p", (64,))], 1)
-
     def run(start: int, end: int, first: int) -> TieredPart:
         return TieredPart(start=start, end=end, tier=Tier.FILE, slot=0, first=first)
 
-    assert _page_offset(layout, None) == 0
-    assert _page_offset(layout, [run(0, 10, 3), run(10, 40, 15), run(40, 50, 43)]) == 5 * 4
-    assert _page_offset(layout, [run(0, 10, 3), run(10, 19, 15)]) == 3 * 4
-    assert _page_offset(layout, [run(0, 10, BLOCK // 4 + 2)]) == 2 * 4
-    assert _page_offset(layout, [run(8, 10, 0)]) == BLOCK - 32
+    assert _page_offset(torch.float32, None) == 0
+    assert _page_offset(torch.float32, [run(0, 10, 3), run(10, 40, 15), run(40, 50, 43)]) == 5 * 4
+    assert _page_offset(torch.float32, [run(0, 10, 3), run(10, 19, 15)]) == 3 * 4
+    assert _page_offset(torch.float32, [run(0, 10, BLOCK // 4 + 2)]) == 2 * 4
+    assert _page_offset(torch.float32, [run(8, 10, 0)]) == BLOCK - 32
 
 
 def test_chunks_keep_small_blocks_apart_as_only_one_has_the_root() -> None:
