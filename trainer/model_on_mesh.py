@@ -27,8 +27,7 @@ from zeromesh.zero.full_state import persistent_buffers
 
 
 class ModelOnMesh(ABC):
-    """The operations on a model that is divided over the ranks of a mesh, of `Trainer`, `Generator` and `shard`. All ranks make the
-    same calls."""
+    """The operations of `Trainer`, `Generator` and `shard` on a model that is divided over ranks, which all make the same calls."""
 
     @property
     @abstractmethod

@@ -87,8 +87,7 @@ class CallbackDispatcher:
         ]
 
     def call(self, event: str, *arguments: Any) -> None:
-        """Call the method `event` of all listeners, and apply the flags that those of transformers change; errors name the
-        callback."""
+        """Call the method `event` of all listeners, and apply the flags that those of transformers change."""
         named: dict[str, Any] = {}
         known: frozenset[str] = frozenset()
         for callback in self.listeners(event):

@@ -177,8 +177,7 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
-    """Return a line for each setting that differs, except the run's length and default warm-ups, which follow from it, and values
-    that the model has `written` into its own settings."""
+    """Return a line for each setting that differs, but the length, default warm-ups, and what the model has `written` itself."""
     steps = [(each.get(LENGTH), each.get(_WARMUP)) for each in (then, now)]
     default = all(isinstance(length, int) and warmup == default_warmup(length) for length, warmup in steps)
 

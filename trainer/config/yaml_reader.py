@@ -46,8 +46,7 @@ _PARSER_MESSAGES = (
 
 
 def read_yaml(path: Path, missing: str, *, where: str) -> Any:
-    """Return the value of `parse_yaml` for a file, which may be a pipe. Raises `ConfigError`, with the text `missing` for an absent
-    file."""
+    """Return the value of `parse_yaml` for a file or a pipe. Raises `ConfigError`, with the text `missing` for an absent file."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)  # One byte more than allowed detects a file that is too large.
@@ -66,8 +65,7 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
 
 
 def parse_yaml(text: str, *, where: str) -> Any:
-    """Return the value of the single document in `text`. Raises `ConfigError`, with `where` and mostly the line, for text that is
-    not YAML, exceeds the limits or has refused parts."""
+    """Return the value of the document in `text`. Raises `ConfigError`, with `where` and mostly the line, for refused text."""
     if len(text) > MAX_BYTES:
         raise ConfigError(f"larger than {MAX_BYTES} bytes, which no configuration is", where=where)
     try:

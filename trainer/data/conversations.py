@@ -44,8 +44,7 @@ class RenderedRow(NamedTuple):
 
 
 class EncodedRow(NamedTuple):
-    """The token ids of a row, int `[tokens]`, their target mask, bool `[tokens]`, and True in `split` if an answer begins or ends
-    within a token, which is then no target."""
+    """The token ids of a row, int `[tokens]`, and their target mask, bool `[tokens]`. `split`: a token is partly an answer."""
 
     key: str
     text_bytes: int
@@ -219,8 +218,7 @@ class Renderer:
 
 
 def encode_rows(rows: Iterable[Row], renderer: Renderer, processes: int = 0) -> Iterator[EncodedRow]:
-    """Yield the tokens of each row, in order, made by `processes` processes, or this one for 0. Raises `DataError` for a row or
-    template that cannot be used, and if a process dies."""
+    """Yield the tokens of each row, in order, made by `processes` processes, or this one for 0. Raises `DataError` as `render`."""
     loader: DataLoader[Any] = DataLoader(
         renderer,  # type: ignore[arg-type]
         batch_sampler=_batches(rows),

@@ -96,8 +96,7 @@ class Feed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workers:
-    """The data workers of a rank: `count` processes, or the rank itself for 0. `timeout_seconds` is the limit for one microbatch;
-    `pinned` puts batches into pinned memory."""
+    """The data workers of a rank: `count` processes, or the rank itself for 0. `timeout_seconds` is the limit of a microbatch."""
 
     count: int = 0
     timeout_seconds: float = 600.0
@@ -105,8 +104,7 @@ class Workers:
 
     @classmethod
     def choose(cls, data: DataSection, device: torch.device, local_ranks: int) -> Self:
-        """Return the configured workers; auto is 0 on a CPU device, else a few, limited by the cores per rank. Raises `ConfigError`
-        where this process may have no children."""
+        """Return the configured workers; auto is 0 on a CPU. Raises `ConfigError` where this process may have no children."""
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0

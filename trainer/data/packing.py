@@ -166,8 +166,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
 
 
 def byte_pair_entropy(tokens: TokenArray) -> float:
-    """Return the conditional entropy H(next token | token) of two tokens or more, in nats per token: the loss of the best bigram
-    model. A table of all pairs is kept in memory."""
+    """Return the conditional entropy H(next token | token) in nats per token: the loss of the best bigram model of these tokens."""
     size = int(tokens.max()) + 1
     counts = np.zeros(size * size, dtype=np.int64)
     for start in range(0, tokens.size - 1, _PAIRS_AT_ONCE):

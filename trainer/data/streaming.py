@@ -81,8 +81,7 @@ class StreamedDataset:
         return {**self._saved_states[start], "earlier": proved[-1] if proved else None}
 
     def restore(self, state: Mapping[str, Any], where: str) -> None:
-        """Resume from `state`. Raises `CheckpointError` for a value that `state` did not return, and `DataError` if earlier
-        samples of the stream have changed."""
+        """Resume from `state`. Raises `CheckpointError` for other values, and `DataError` if earlier samples have changed."""
         earlier = state.get("earlier")
         for place in (state, state if earlier is None else earlier):
             numbers = [place.get(name) for name in _COUNTERS] if isinstance(place, Mapping) else [None]

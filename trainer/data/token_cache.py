@@ -54,8 +54,7 @@ class TokenWriter:
         self._vocab_size, self._marked = vocab_size, marked
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
-        """Append the tokens of one document, and their target mask, bool, if tokens are marked. Raises `DataError` for an id that
-        the vocabulary does not have."""
+        """Append the tokens of one document, and their target mask, bool. Raises `DataError` for ids outside of the vocabulary."""
         if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
                 f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"

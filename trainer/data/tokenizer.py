@@ -255,8 +255,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def load_tokenizer(spec: str | Path | None) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`: `bytes`, as is None, or a directory that `save_pretrained` wrote, without downloads
-    or code of the directory. Raises `DataError`."""
+    """Load the tokenizer of `data.tokenizer`, `bytes` for None, without downloads or code of the directory. Raises `DataError`."""
     if spec is None or spec == BYTES:
         return ByteTokenizer()
     path = Path(spec).expanduser()

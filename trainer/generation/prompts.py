@@ -41,8 +41,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
-    """Parse JSON lines, without empty ones; `where` names their source. Raises `DataError` with the numbers of invalid lines, and
-    where there is no prompt."""
+    """Parse JSON lines, without empty ones. Raises `DataError` with the numbers of invalid lines, and where there is no prompt."""
     prompts: list[PromptLine] = []
     problems: list[str] = []
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -118,8 +117,7 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
 
 
 def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:
-    """Return the tokens of text, messages or token ids. Raises `DataError`, with `where` as the prompt's name, for other values
-    and for text that the tokenizer cannot encode."""
+    """Return the tokens of a prompt. Raises `DataError`, with its name `where`, for other values and half characters."""
     problem = problem_of(prompt)
     if problem:
         raise DataError(f"{where} {problem}")

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from zeromesh.errors import PhaseError, QueueFullError
 
 Finish = Literal["stop", "length", "cancelled", "not_finite"]
-"""The reason why generation ended: an end token, the maximal length, a cancelled request, or NaN or infinite logits for the next
-token."""
+"""The reason why generation ended: an end token, the maximal length, a cancelled request, or NaN or infinite logits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

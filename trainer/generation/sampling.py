@@ -72,6 +72,5 @@ def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
 
 
 def logprobs_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of `tokens`, one for each row of `logits` [rows, vocabulary]; NaN where logits are NaN or
-    infinite."""
+    """Return the log-probabilities of `tokens`, one per row of `logits` [rows, vocabulary]; NaN for logits that are not finite."""
     return logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)

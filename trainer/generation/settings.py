@@ -121,8 +121,7 @@ class ModelSettings:
         self._tried.add(key)
 
     def why_unbatched(self, settings: GenerationConfig) -> str:
-        """Return the reason why requests with these settings cannot join a running batch of this model; empty if they can. All
-        ranks return the same."""
+        """Return the reason, the same on all ranks, why such requests cannot join a running batch; empty if they can."""
         module, name = self._module, type(self._module).__name__
         mode = settings.get_generation_mode()
         if mode not in PLAIN_MODES:

@@ -333,8 +333,7 @@ class Stepper:
         return float(sums[0]) / targets if targets else float("nan"), targets
 
     def _restore_training_flags(self) -> None:
-        """Undo a `model.eval()` that the user did not revert. A module that the user has put into evaluation mode alone (frozen
-        statistics) stays in it."""
+        """Undo a `model.eval()` that the user did not revert; a module that alone is in that mode (statistics) stays in it."""
         if self._modules[0].training:
             self._training_flags = [module.training for module in self._modules]
             return

@@ -85,8 +85,7 @@ def _unlike_its_class(model: Any) -> str:
 
 
 def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
-    """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, dropout included, else
-    the reason."""
+    """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, else why not."""
     head = small.get_output_embeddings()
     if type(head) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a Linear"
@@ -159,8 +158,7 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Run documents packed and alone through a small copy of a model. Raises `ConfigError` with the module that mixes their tokens,
-    or if the trial is impossible."""
+    """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     inside = pretrained_of(model)
     reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
     found = _difference(inside) if reads else "takes no position_ids, which separate documents"

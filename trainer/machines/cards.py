@@ -25,8 +25,7 @@ def known_machines() -> tuple[str, ...]:
 
 
 def find_name(text: str, names: Iterable[str] | None = None) -> str | None:
-    """Return the longest of `names` (default: the known machines) that words of `text`, such as `NVIDIA GeForce RTX 4090`, form;
-    None for no match."""
+    """Return the longest of `names` (default: the known machines) that words of `text` form, such as `NVIDIA GeForce RTX 4090`."""
     words = _words(text)
     parts = {"".join(words[start:end]) for start, end in combinations(range(len(words) + 1), 2)}
     known = known_machines() if names is None else names

@@ -210,8 +210,7 @@ def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = 
 
 @contextmanager
 def _limited_size(made: Any) -> Iterator[None]:
-    """Raise `ConfigError`, with the configuration's largest numbers, once modules that are built inside the block exceed any memory
-    or take too long."""
+    """Raise `ConfigError`, with the configuration's largest numbers, once modules that are built in the block take too much."""
     began, memory, total = time.process_time(), machine_bytes(), 0
 
     def refused(size: str) -> ConfigError:

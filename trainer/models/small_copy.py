@@ -165,8 +165,7 @@ def first_copy(
     most: int,
     seed: int = 0,
 ) -> Any | list[str]:
-    """Return the first copy of at most `most` parameters that builds and passes `check`, else the list of reasons. `reductions` are
-    arguments of `shrink_config`."""
+    """Return the first copy, by `shrink_config`, of at most `most` parameters that passes `check`, else the list of reasons."""
     reasons = []
     for sizes, layers in reductions:
         try:

@@ -111,8 +111,7 @@ class Profile(AbstractContextManager["Profile"]):
 
 
 def _write(profiler: profile, path: Path) -> None:
-    """Write the compressed trace. Backward ranges of units get a separate row, as viewers drop ranges that neither nest nor are
-    disjoint."""
+    """Write the compressed trace. Backward ranges of units get a row of their own, as viewers drop ranges that overlap."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         plain, packed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(plain))

@@ -163,8 +163,7 @@ def process_began() -> float:
 
 
 class StartTimes:
-    """Seconds of startup by part, in order, from `began` (on the clock of `now`) until the first step of a run in this process has
-    ended."""
+    """Seconds of startup by part, in order, from `began` (on the clock of `now`) to the end of this process's first step."""
 
     def __init__(self, began: float | None = None) -> None:
         self._last = now() if began is None else began

@@ -20,8 +20,7 @@ from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """The result of a step over all ranks. `loss` is the mean over targets; `tokens` counts inputs; `cause` is why a step was
-    skipped."""
+    """A step over all ranks. `loss` is the mean over targets, `tokens` counts inputs; a skipped step has a `cause`."""
 
     loss: float
     tokens: int

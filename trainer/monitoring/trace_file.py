@@ -50,8 +50,7 @@ class RankRing:
 
 
 def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
-    """Read the rings in a folder, by rank; returns them with remarks about those left out. Raises `StorageError` where there is
-    none."""
+    """Read the rings in a folder, by rank, with remarks about those left out. Raises `StorageError` where there is none."""
     rings, remarks = [], []
     for path in folder.glob("rank-*.ring"):
         try:

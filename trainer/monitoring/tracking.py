@@ -69,8 +69,7 @@ def step_row(line: Mapping[str, Any]) -> TrackedRow:
 
 
 def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
-    """Return the row of an evaluation, from its line in `evaluations.jsonl`, with `eval/NAME/...` for several sets; values that are
-    no numbers are left out."""
+    """Return the row of an evaluation, of the numbers in its line of `evaluations.jsonl`, as `eval/NAME/...` for several sets."""
     sets = sorted((match[1] for match in map(_OF_A_SET.fullmatch, line) if match), key=len, reverse=True)
     named = {}
     for name, value in line.items():

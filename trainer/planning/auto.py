@@ -88,8 +88,7 @@ def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> li
 def set_auto(
     config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
 ) -> tuple[TrainerConfig, Estimate]:
-    """Replace `auto` by the values of the fastest plan that fits; returns its estimate too. Raises `ConfigError` where none
-    fits."""
+    """Replace `auto` by the values of the fastest plan that fits, and return its estimate. Raises `ConfigError` without one."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
     more = {
         key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set

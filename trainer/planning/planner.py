@@ -103,8 +103,7 @@ class Planner:
         self._refused: dict[str, str] = {}
 
     def plan(self, ranks: int) -> Plan:
-        """Estimate every layout for `ranks` ranks. Raises `ConfigError` for ranks that fill no hosts, a model that cannot be
-        traced, and ranks that no layout divides."""
+        """Estimate every layout. Raises `ConfigError` for `ranks` that fill no hosts or have no layout, and untraceable models."""
         if ranks > self._host and ranks % self._host:
             raise ConfigError(
                 f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"

@@ -19,8 +19,7 @@ _REFUSALS = 6  # layouts that do not fit, shown with the reason
 
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
-    """Return the lines of a plan: a table, the reasons why other layouts do not fit, and what `more` ranks, another plan, would
-    gain."""
+    """Return the lines of a plan: a table, why other layouts do not fit, and what `more`, a plan for more ranks, would gain."""
     ranks = f"{counted(plan.ranks, 'rank')}"
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
@@ -91,8 +90,7 @@ def _plain(value: Any) -> str:
 
 
 def plan_json(plan: Plan) -> list[dict[str, Any]]:
-    """Return the rows as JSON values: `layout` (keys), `fits`, `why_not`, `bytes` by tier and purpose, `seconds` and their
-    `phases`."""
+    """Return the rows as JSON values, `bytes` by tier and purpose."""
     return [
         {
             "layout": {**each.layout.values_by_key(), "accumulation": each.layout.accumulation},

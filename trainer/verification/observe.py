@@ -278,8 +278,7 @@ def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> Pa
 def relative_errors_of(
     run: Recorder | PlainRun, plain: PlainRun, first: int = 0
 ) -> Iterator[tuple[str, int, str, float]]:
-    """Yield kind, step, name and relative difference of the losses, norms and last parameters of a run that began after step
-    `first` of the plain process."""
+    """Yield kind, step, name and relative difference of losses, norms and last parameters of a run from step `first` + 1 on."""
     last, rate = len(plain.steps), plain.config.optimizer.lr
     for kind, values, plain_values in (("loss", run.losses, plain.losses), ("norm", run.norms, plain.norms)):
         for step, (value, plain_value) in enumerate(zip(values, plain_values[first:], strict=True), start=first + 1):

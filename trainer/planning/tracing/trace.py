@@ -102,8 +102,7 @@ class Tracer:
         return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
-        """Divide the model of one tensor rank into units; equal blocks have the same specs. Raises `LayoutError` where it cannot be
-        divided."""
+        """Return the units of one tensor rank; equal blocks have the same specs. Raises `LayoutError` for an indivisible model."""
         with ExitStack() as undo:
             divided = self._divide(TracedExchange(tensor), False, undo)
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.

@@ -1,5 +1,4 @@
-"""The findings of `zeromesh doctor` about hardware: cores, memory and limits, accelerators, and directories that a run writes
-to."""
+"""The findings of `zeromesh doctor` about hardware: cores, memory and limits, accelerators, and the directories of runs."""
 
 import contextlib
 import os

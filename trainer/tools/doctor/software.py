@@ -32,8 +32,7 @@ _SLOW_NAME_SECONDS = 1.0
 
 
 class Level(StrEnum):
-    """The severity of a finding: a `PROBLEM` keeps runs from working, a `WARNING` keeps some runs from working, or from working
-    well."""
+    """The severity of a finding: a `PROBLEM` keeps runs from working, a `WARNING` some runs from working, or working well."""
 
     OK = "ok"
     WARNING = "warning"
@@ -42,8 +41,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The checked item `what` and the state `found`. A finding that is not ok also has its consequence `means` and the remedy
-    `do`."""
+    """The checked item `what` and the state `found`; if that is not ok, also its consequence `means` and the remedy `do`."""
 
     what: str
     found: str

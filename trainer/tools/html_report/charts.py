@@ -83,8 +83,7 @@ def charts_of(runs: Sequence[RunRecord]) -> list[Chart]:
 
 
 def thinned_indices(values: Sequence[float], most: int = MOST_POINTS) -> list[int]:
-    """Return the indices of at most `most` (4 or more) values: the first, lowest, highest and last one of equally long
-    stretches."""
+    """Return the indices of at most `most` (4 or more) values: the first, lowest, highest and last of equal stretches."""
     if len(values) <= most:
         return list(range(len(values)))
     ends = [number * len(values) // (most // 4) for number in range(most // 4 + 1)]
