@@ -130,7 +130,7 @@ def generate_in_rounds(
     on_progress: Callable[[Sequence[Progress]], object],
     why: str,
 ) -> None:
-    """Generate for requests with equal fields, similar lengths together, on all ranks, and note `why` they join no running batch."""
+    """Generate for requests with equal fields, similar lengths together, on all ranks; note `why` they join no running batch."""
     mesh, has_encoder, first = placed.mesh, placed.module.config.is_encoder_decoder, settings[0]
     # Padding would change an encoder's result: penalties count it, and a position of padding outside a sliding window attends to
     # nothing, which gives NaN.
