@@ -201,8 +201,7 @@ Goal = Literal["lowest", "highest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation's `value`, None before the first, and `step`; `waited` counts the evaluations since the last improvement
-    by `run.min_improvement` or more."""
+    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 

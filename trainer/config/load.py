@@ -61,8 +61,7 @@ _TYPE_KEYS = ("model_type", "python")
 
 
 def _merge(below: dict[str, Any], above: Mapping[str, Any], *, sections: bool = True) -> dict[str, Any]:
-    """Return `below` updated by `above`. A null replaces any value but a section, at the top level (`sections`): there it
-    stands for one whose keys are all commented out."""
+    """Return `below` updated by `above`. A null replaces any value, and is at the top level (`sections`) an empty section."""
     merged = dict(below)
     for key, value in above.items():
         under, given = merged.get(key), {} if value is None and sections else value

@@ -186,8 +186,7 @@ class BatchRules:
     """Names of the parameters of forward; None: samples keep all fields."""
     unused: bool | None = None
     """True if collators get only what forward takes, False if they get all. None drops text beside the model's inputs, which cannot
-    become a tensor, and for a collator of transformers, which makes a tensor of each field, all others that forward does not
-    take."""
+    become a tensor, and before collators of transformers, which make tensors of all fields, what forward does not take."""
     length_multiple: int | None = None
     """Padding at the end of text batches is cut off to a multiple of this many tokens; None keeps all padding."""
 

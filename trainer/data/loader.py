@@ -75,9 +75,8 @@ class Feed:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
 
     def first_batch(self) -> dict[str, Any]:
-        """Return the first batch with a target, all fields kept. Raises `DataError` if the first global batches have none. Every
-        rank reads the same microbatches, up to the first with a target, so all ranks raise or none does. A batch without `labels`
-        passes: the loss may use other fields."""
+        """Return the first batch with a target, all fields kept. Raises `DataError` on all ranks if the first global
+        batches, which every rank reads, have none. A batch without `labels` passes: the loss may use other fields."""
         plan = replace(self.plan, data_ranks=1)
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:

@@ -119,8 +119,7 @@ class RowCache(Cache):  # type: ignore[misc]
         columns.end += new_columns
 
     def merge(self, other: "RowCache", lengths: Sequence[int], *, most_rows: int) -> None:
-        """Add one row for each of `lengths`: the first columns of that row of `other`, as many as the length. Buffers have room for
-        `most_rows` rows at most."""
+        """Add one row for each of `lengths`: so many first columns of that row of `other`; buffers get at most `most_rows`."""
         columns = self.columns
         before, width = len(columns.lengths), max(columns.width, *lengths)
         rows, wider = before + len(lengths), width > columns.width
@@ -155,8 +154,7 @@ class RowCache(Cache):  # type: ignore[misc]
             columns.end = 0
 
     def _reallocate(self, like: "RowCache", *, rows: int | None, capacity: int, end: int) -> None:
-        """Reallocate buffers with `rows` rows (None: as many as now) and `capacity` columns, and move the contents to end at column
-        `end`; new buffers get the shapes of `like`."""
+        """Reallocate buffers, as `like`, with `rows` rows (None: as many) and `capacity` columns; contents then end at `end`."""
         columns = self.columns
         kept, used = slice(columns.end - columns.width, columns.end), len(columns.lengths)
         for layer, model in zip(self.layers, like.layers, strict=True):

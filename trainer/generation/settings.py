@@ -66,8 +66,7 @@ class ModelSettings:
 
     def for_request(self, fields: Mapping[str, Any], prompt_tokens: int, *, trial: bool = True) -> GenerationConfig:
         """Return the settings to continue a prompt of `prompt_tokens` tokens; with `trial` they first choose one token. Raises
-        `ConfigError` for fields that do not exist, have other values than transformers knows or do not go with the layout, and
-        `DataError` for a prompt that is too long for them."""
+        `ConfigError` for fields or values that are unknown or do not go with the layout, `DataError` for a prompt too long."""
         settings = settings_with(self._module, fields, _REFUSED, "generate")
         # The library's defaults for unset fields, such as top_k=50; lengths are decided below.
         defaults = settings._get_default_generation_params()
@@ -230,9 +229,8 @@ def _vocabulary(model: Any) -> int:
 
 
 def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh | None) -> None:
-    """Check the arguments of `generate`, with the same result on every rank; `mesh` is None for a model that is not partitioned.
-    Raises `ConfigError` for a model that does not generate and arguments that do not go with the layout, and `DataError` for
-    prompts that are padded on the right."""
+    """Check the arguments of `generate`, alike on every rank; `mesh` is None for a model that is not partitioned. Raises
+    `ConfigError` for the model or arguments that the layout does not allow, `DataError` for prompts padded on the right."""
     if not callable(getattr(model, "generate", None)):
         raise ConfigError(
             f"{type(model).__name__} has no generate; it generates where it is a Hugging Face model with a head"

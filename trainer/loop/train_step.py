@@ -43,8 +43,7 @@ _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 
 class DeviceBatch(dict[str, Any]):
     """A batch whose tensors are on the device inside `present`. transformers' models inspect masks and positions to decide if
-    attention needs a mask at all, which synchronizes an accelerator in every forward; the host answers instead, from the batch
-    before its copy."""
+    attention needs a mask, which synchronizes an accelerator in every forward; here the host answers, before its copy."""
 
     def __init__(
         self,

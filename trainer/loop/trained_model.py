@@ -68,8 +68,7 @@ class TrainedModel(PlacedModel):
 
     def explain(self, error: BaseException) -> BaseException:
         """Write this rank's bytes after an out-of-memory error, of the process and by tier and purpose, and return an error that
-        names the file; return any other error as it is. `uncounted` are bytes outside the ledger, as of activations and
-        libraries."""
+        names the file; return any other error as it is. `uncounted` are bytes outside the ledger, as of libraries."""
         if not is_out_of_memory(error):
             return error
         mesh, engine, step = self.mesh, self.engine, self.steps_made()

@@ -23,8 +23,7 @@ from zeromesh.trainer.weights.safetensors_source import quiet_library
 ComputeLoss = Callable[
     [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]
 ]
-"""A user's `(model, batch) -> (sum, count)`, a scalar sum of losses and their number; an optional third element holds scalars to
-log, by name."""
+"""A user's `(model, batch) -> (sum, count)`, a scalar sum of losses and their number, and perhaps scalars to log, by name."""
 
 LossMode = Literal["auto", "native", "liger"]
 # The library's names of losses (`model.loss_type`).

@@ -242,8 +242,7 @@ def check_model(section: ModelSection) -> None:
 
 
 def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
-    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB). Raises `ConfigError` for a
-    processor that cannot be loaded."""
+    """Return the model's image processor, or ViT's for its size, and its picture mode (L or RGB). Raises `ConfigError`."""
     if model is not None:
         made, directory = getattr(model, "config", None), None
     else:

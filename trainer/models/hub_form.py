@@ -44,8 +44,7 @@ class HubNames:
     """The form on the Hub of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
     def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
-        """Take a transformers model, which is not read, or None to leave names unchanged, and the meta tensors to convert. Raises
-        `CheckpointError` if transformers cannot revert one."""
+        """Take a transformers model, or None to keep names, and meta tensors. Raises `CheckpointError` for irreversible ones."""
         self.note = note
         self._model: Any = None
         converters: list[Any] = []

@@ -31,8 +31,7 @@ class Profile(AbstractContextManager["Profile"]):
     def __init__(
         self, section: ProfileSection, directory: Path, engine: ZeroEngine, first: int, note: Callable[[str], None]
     ) -> None:
-        """`first` is the process's first step. On rank 0 the second one also leaves a file with the changes of bytes by purpose, as
-        the first one allocates persistent memory."""
+        """On rank 0 the step after `first`, which allocates persistent memory, leaves a file with changes of bytes by purpose."""
         begin, end = section.steps or (0, -1)
         self.steps = range(begin, end + 1)
         """The traced steps, counted from 1."""
@@ -92,8 +91,7 @@ class Profile(AbstractContextManager["Profile"]):
 
     def _stop(self) -> None:
         """Stop recording, and write the trace. gloo's threads write the end of a profiled collective into the profiler's memory
-        even after it was freed, so collectives have to end first. After an error of a peer they may never end, and recording goes
-        on."""
+        even after it was freed, so collectives end first. After an error of a peer they may never end, and recording goes on."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return

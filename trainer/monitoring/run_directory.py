@@ -81,8 +81,7 @@ class RunDirectory:
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
     ) -> Iterator[MetricsWriter | None]:
         """Write the configuration, without secrets, and a line about this start, with `facts` about the model, and yield the writer
-        of metrics, which continues after `step`. Inside the block a file has the activity of every rank, and each rank writes its
-        latest events on request, and at the end."""
+        of metrics, which continues after `step`. Inside, a file has all ranks' activity; they write events when asked."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}
         header = {"rank": mesh.rank, "host": mesh.locations[mesh.rank].host, "one_host": mesh.one_host, "axes": axes}
         header["units"] = [name.removeprefix("unit ") for name in mesh.watch.unit_names.get(mesh.rank, ())]

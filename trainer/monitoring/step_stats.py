@@ -67,8 +67,7 @@ class StepStats:
 
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
         """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
-        most. `grad_norm` is the norm before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's seconds
-        and peak bytes."""
+        most. `grad_norm` is before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's."""
         line: dict[str, Any] = {
             "step": step,
             "loss": result.loss,

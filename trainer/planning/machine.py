@@ -124,8 +124,7 @@ class Machine(Section):
 
     def product_seconds(self, product: Product) -> float:
         """Return the seconds of one matrix product, alone on its host, by the roofline of Williams, Waterman and Patterson (2009):
-        operations over their rate, or bytes over the memory bandwidth, whichever is longer. Raises `ConfigError` for a dtype
-        without a rate."""
+        operations over their rate, or bytes over the memory bandwidth. Raises `ConfigError` for a dtype without a rate."""
         rate = self.device.products.get(product.dtype)
         if rate is None:
             known = ", ".join(self.device.products)
@@ -238,8 +237,7 @@ class Machine(Section):
         self, elements: float, *, moments: int = 2, on: DeviceOrHost = "device", ranks_on_host: int | None = None
     ) -> float:
         """Return the seconds of one rank's update of `elements` float32 elements with so many moments (2 for AdamW). Where its rate
-        is not measured, the memory limits it: of the device, or its share of the host's (`ranks_on_host`, by default all of a
-        host)."""
+        is not measured, the memory limits it: of the device, or the share of `ranks_on_host` (by default all) of the host's."""
         per_element = self.update.device if on == "device" else self.update.host
         nbytes = _ADAMW_FIXED + _ADAMW_MOMENT * moments
         ranks = self.host.devices if ranks_on_host is None else ranks_on_host

@@ -215,8 +215,7 @@ class _DeviceMeter:
         return torch.randn(shape, device=self.device).to(dtype)
 
     def _product(self, rows: int, inner: int, columns: int, dtype: torch.dtype) -> float:
-        """Return the operations per second of a linear layer's products, forward and for both gradients. On a CPU several weights
-        alternate, so that none is cached at its next use."""
+        """Return the operations per second of a linear layer's products. On a CPU weights alternate, so that none is cached."""
         given, grad = self._random(rows, inner, dtype=dtype), self._random(rows, columns, dtype=dtype)
         copies = 1 if self._on_device else max(1, _CACHE_BYTES // (inner * columns * dtype.itemsize))
         weights = itertools.cycle(self._random(columns, inner, dtype=dtype).repeat(copies, 1, 1).unbind())

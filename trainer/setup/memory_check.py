@@ -28,8 +28,7 @@ _TIGHT_DIVISOR = 10
 
 
 class HostMemory:
-    """The bytes that the ranks of one host need for the states of a planned model, and for `inputs`, each rank's offloaded inputs
-    of recomputed blocks, and those that are available."""
+    """The bytes available to the ranks of one host, and needed for states and for `inputs`, each rank's offloaded block inputs."""
 
     def __init__(
         self, model: nn.Module, options: ZeroOptions, mesh: Mesh, transport: str, inputs: int, cuts: ModelCuts | None
@@ -58,8 +57,7 @@ class HostMemory:
         )
 
     def check(self) -> list[str]:
-        """Raise `StorageError` if more is needed than an accelerator's memory, the host's memory and swap, or its disks. Returns
-        notes on tight memory, and on files."""
+        """Raise `StorageError` if memory, with the host's swap, or disks are short. Returns notes on tight memory, and on files."""
         self._require_room()
         return [*self._notes(), *self._require_disk()]
 

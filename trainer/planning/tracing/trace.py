@@ -78,8 +78,7 @@ class Tracer:
         self, batch: Mapping[str, Any], *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none"
     ) -> Trace:
         """Trace a microbatch on one of `tensor` tensor ranks. `batch` holds real integers; of other tensors only shapes matter.
-        Raises `ConfigError` for a model that cannot be run without values, with the reason, and `LayoutError` for one that cannot
-        be divided so."""
+        Raises `ConfigError` for a model that cannot be run without values, and `LayoutError` for one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))

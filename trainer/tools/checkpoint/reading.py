@@ -270,8 +270,7 @@ _ABSENT = "(absent)"
 
 
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
-    """Show the differences in counters, settings and elements, of any bit or above the tolerance; returns True for none. Raises
-    `CheckpointError` when one of them is damaged."""
+    """Show the differences, of any bit or above the tolerance; returns True for none. Raises `CheckpointError` for damage."""
     readers = CheckpointReader(one), CheckpointReader(two)
     console.note(f"A: {one}")
     console.note(f"B: {two}")
