@@ -5,7 +5,6 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,6 @@ from torch import nn
 from torch.func import functional_call
 
 from zeromesh.errors import ConfigError, some
-from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
-from zeromesh.flat.layout import StridedRows
-from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import Head, LoraSection
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
@@ -198,22 +194,6 @@ class AdaptedSource(ParameterSource):
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         source, name = self.origin(fqn)
         return source.read(name, start, end)
-
-    def fill(self, fqn: str, rows: StridedRows, interval: Interval, out: torch.Tensor) -> None:
-        source, name = self.origin(fqn)
-        source.fill(name, rows, interval, out)
-
-    def file_position(self, fqn: str, start: int, dtype: torch.dtype) -> tuple[Path, int] | None:
-        source, name = self.origin(fqn)
-        return source.file_position(name, start, dtype)
-
-    def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
-        source, name = self.origin(fqn)
-        return source.encoded(name, codec, dtype)
-
-    def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
-        source, name = self.origin(fqn)
-        return source.encoded_place(name, codec, dtype)
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         self._source.expect((self._inside[name], start, end) for name, start, end in ranges if name in self._inside)

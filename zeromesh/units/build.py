@@ -282,11 +282,11 @@ def _encode_weights(
     pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
     codec = options.weights.codec if options.weights is not None else codec_of(layout)
     for slot in layout.slots:
-        described = slot.spec.name, codec, slot.spec.dtype
-        if stored is not None and (place := source.encoded_place(*described)) is not None:
+        origin, name = source.origin(slot.spec.name)
+        if stored is not None and (place := origin.encoded_place(name, codec, slot.spec.dtype)) is not None:
             tables.append(place.tables.to(mesh.device))
             continue
-        parameter = encoded_part(slot.spec, codec, source.read, source.encoded(*described))
+        parameter = encoded_part(slot.spec, codec, source.read, origin.encoded(name, codec, slot.spec.dtype))
         tables.append(parameter.tables.to(mesh.device))
         if slot.spec.fqn in pieces:
             shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())
@@ -309,8 +309,9 @@ def _runs_in_files(
     for piece in layout.pieces(interval):
         if _short_rows(piece) is not None:
             return None
+        origin, name = source.origin(piece.spec.name)
         for run in piece.spec.region.runs(piece.in_parameter):
-            place = source.file_position(piece.spec.name, run.logical, first.dtype)
+            place = origin.file_position(name, run.logical, first.dtype)
             if place is None:
                 return None
             start = piece.in_shard.start + run.local - piece.in_parameter.start
@@ -325,7 +326,8 @@ def _encoded_runs(
     """Return the runs of an encoded shard's bytes in files, as `_runs_in_files`."""
     places = {}
     for slot in layout.slots:
-        place = source.encoded_place(slot.spec.name, codec_of(layout), slot.spec.dtype)
+        origin, name = source.origin(slot.spec.name)
+        place = origin.encoded_place(name, codec_of(layout), slot.spec.dtype)
         if place is None or not slot.spec.region.is_whole:
             return None
         places[slot.spec.fqn] = place
@@ -383,15 +385,16 @@ def _short_rows(piece: ShardPiece) -> StridedRows | None:
 
 
 def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
+    origin, name = source.origin(piece.spec.name)
     for rows, interval, start in _selections(piece):
         memory = master.view(start, start + interval.length, _CPU)
         if memory is not None:
-            source.fill(piece.spec.name, rows, interval, memory)
+            origin.fill(name, rows, interval, memory)
             continue
         for begin in range(0, interval.length, _CHUNK):
             part = Interval(start=interval.start + begin, end=min(interval.start + begin + _CHUNK, interval.end))
             passing = torch.empty(part.length, dtype=master.dtype)
-            source.fill(piece.spec.name, rows, part, passing)
+            origin.fill(name, rows, part, passing)
             master.write(start + begin, passing).wait()
 
 

@@ -227,7 +227,7 @@ class ParameterSource(Protocol):
         return None
 
     def origin(self, fqn: str) -> tuple["ParameterSource", str]:
-        """Return the source that has the values of a parameter, and its name there."""
+        """Return the source that has the values of a parameter, and its name there. Builders ask it for them."""
         return self, fqn
 
     def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
