@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.quantized_directories import mark, quantize, quantize_fp8, random_mxfp4
 from tests.support.trainer_cases import llama, seeded, sentences, settings
-from zeromesh import Trainer
+from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import Codec
 from zeromesh.flat.layout import StridedRows
@@ -17,6 +17,7 @@ from zeromesh.intervals import Interval
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles
+from zeromesh.units.unit import all_buckets
 
 pytest.importorskip("bitsandbytes")
 UP = "model.layers.1.mlp.up_proj.weight"
@@ -115,3 +116,19 @@ def test_other_forms_are_refused_by_name(base: Path, tmp_path: Path) -> None:
     mark(small, {"quant_method": "gptq", "bits": 4})
     with pytest.raises(ConfigError, match=r"is quantized by gptq, which is not decoded here: "):
         build_model(section, 3)
+
+
+@pytest.mark.parametrize("tier", ["none", "file"])
+def test_generation_is_that_of_the_decoded_weights(base: Path, tmp_path: Path, tier: str) -> None:
+    decoded = quantize(base, tmp_path / "small", "nested")
+    save_file(decoded, base / "model.safetensors", {"format": "pt"})
+    found = []
+    for source in (base, tmp_path / "small"):
+        sections = {"run": {"output_dir": str(tmp_path)}, "zero": {"stage": 3}, "offload": {"parameters": tier}}
+        with Generator(source, **sections) as generator:
+            encoded = [each for each in all_buckets(generator.engine.units) if each.layout.first.codec is not None]
+            assert bool(encoded) == (source != base)
+            files = [part.slot for each in encoded for part in each.master.encoded.parts if part.slot is not None]
+            assert {Path(slot.label).parent for slot in files} == ({source} if encoded and tier == "file" else set())
+            found.append([each.tokens for each in generator.generate([[1, 2, 3], [9, 8]], max_new_tokens=6)])
+    assert found[0] == found[1]
