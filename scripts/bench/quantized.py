@@ -137,12 +137,10 @@ def peft(model: str, steps: int, *, four_bits: bool) -> dict[str, Any]:
 
 def generate(folder: str, model: str, sections: dict[str, Any], steps: int) -> dict[str, Any]:
     """Generate, one token a step, with the base; parameters stay where `sections` has them."""
-    config = {"model": {"source": model, **sections.get("model", {})}, "run": {"output_dir": folder}}
-    config |= {key: value for key, value in sections.items() if key != "model"}
     prompts = [[1 + number, 5, 7] for number in range(4)]
     base, sampler, began = memory_now(1), Sampler(1), time.perf_counter()
     sampler.watch(on=True)
-    with Generator(config) as generator:
+    with Generator(model, run={"output_dir": folder}, precision={"compute": "bfloat16"}, **sections) as generator:
         generator.generate(prompts, max_new_tokens=2)
         start = time.perf_counter() - began
         sampler.watch(on=False)
