@@ -1,6 +1,9 @@
 """`zeromesh doctor`: how it judges what a machine shows, and that it looks at this one."""
 
+import ast
+import inspect
 import json
+import string
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ from zeromesh.offload.io import direct_io
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.doctor import hardware, software
 from zeromesh.trainer.tools.doctor.hardware import DiskTimes
-from zeromesh.trainer.tools.doctor.software import Finding, Level, problem, report_lines, warning
+from zeromesh.trainer.tools.doctor.software import Finding, Level, judge, report_lines
 
 GIB = 1 << 30
 
@@ -34,15 +37,33 @@ def texts(findings: Iterable[Finding]) -> str:
 
 
 def test_what_is_not_ok_says_what_that_means_and_what_to_do() -> None:
-    bad = problem("memory", "none", "It is bad.", "Buy some.")
-    lines = list(report_lines("machine", [warning("cores", "2", "It is bad.", "Buy.", when=False), bad]))
+    bad = judge("shared memory", "none")
+    lines = list(report_lines("machine", [judge("cores", "2", when=False, threads=1), bad]))
     assert lines == [
         "machine",
-        "  ok       cores   2",
-        "  PROBLEM  memory  none",
-        "                   It is bad.",
-        "                   -> Buy some.",
+        "  ok       cores          2",
+        "  PROBLEM  shared memory  none",
+        "                          Ranks of one host meet in anonymous shared memory.",
+        "                          -> Allow the system call memfd_create in the container's seccomp profile.",
     ]
+
+
+def test_the_code_and_the_file_name_the_same_findings_and_fields() -> None:
+    # The names of these are in variables, and their texts have no fields.
+    given: dict[str, set[str]] = {name: set() for name in (*software._DEBUGGING, "open files", "processes")}
+    for module in (hardware, software):
+        for node in ast.walk(ast.parse(inspect.getsource(module))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "judge":
+                names = {each.value for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)}
+                given |= dict.fromkeys(names, {str(each.arg) for each in node.keywords} - {"when"})
+    assert given == {
+        name: {
+            field for text in texts.values() for _, field, _, _ in string.Formatter().parse(text) if field is not None
+        }
+        for name, texts in software._TEXTS.items()
+    }
+    assert all(len(texts.keys() - {"what"}) == 2 and "do" in texts for texts in software._TEXTS.values())
+    assert all(texts.keys() <= {"what", "do", "warning", "problem"} for texts in software._TEXTS.values())
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from zeromesh.offload.io.direct_io import IN_MEMORY, PositionalFile, free_bytes,
 from zeromesh.offload.io.transfer import allocate_pages
 from zeromesh.offload.memory.ledger import available_bytes, group_settings, machine_bytes
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.tools.doctor.software import Finding, problem, warning
+from zeromesh.trainer.tools.doctor.software import Finding, judge
 
 _LEAST_MEMORY = 2 << 30  # bytes
 _LEAST_SHARED = 1 << 30
@@ -42,61 +42,34 @@ def machine() -> Iterator[Finding]:
     cores = available_cores()
     shares = [each.split() for each in group_settings("cpu.max")]
     quota = min((int(used) / int(period) for used, period in shares if used.isdecimal()), default=cores)
-    yield warning(
-        "cores",
-        f"{cores}, and time of {quota:g} by the control group" if quota < cores else str(cores),
-        "Processes take a thread for every core that they see, and all stand still when the time is used up.",
-        f"Set OMP_NUM_THREADS to {max(1, int(quota))} divided by --nproc, or allow more time (containers: --cpus).",
-        when=quota < cores,
-    )
+    found = f"{cores}, and time of {quota:g} by the control group" if quota < cores else str(cores)
+    yield judge("cores", found, when=quota < cores, threads=max(1, int(quota)))
     available, total, allowed = available_bytes(), machine_bytes(), _group_limit("memory.max")
     group = f"{human_bytes(allowed)} by the control group, " if allowed is not None and allowed < total else ""
-    yield warning(
-        "memory",
-        f"{human_bytes(available)} free of {group}{human_bytes(total)}",
-        "torch and transformers alone take about half a GiB a process; a process that asks for too much is killed.",
-        "End what else runs here, or allow the control group (container, job) more memory.",
-        when=available < _LEAST_MEMORY,
-    )
+    found = f"{human_bytes(available)} free of {group}{human_bytes(total)}"
+    yield judge("memory", found, when=available < _LEAST_MEMORY)
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     size = shared.f_frsize * shared.f_blocks if shared is not None else 0
-    yield warning(
-        "/dev/shm",
-        "not there" if shared is None else human_bytes(size),
-        "NCCL and workers of data loaders share memory there, and die of SIGBUS when it is full; zeromesh does not use it.",
-        "Start the container with --shm-size=8g (Kubernetes: an emptyDir of medium Memory at /dev/shm).",
-        when=shared is not None and size < _LEAST_SHARED,
-    )
+    found = "not there" if shared is None else human_bytes(size)
+    yield judge("/dev/shm", found, when=shared is not None and size < _LEAST_SHARED)
     try:
         os.close(os.memfd_create("zeromesh-doctor"))
     except OSError:
-        yield problem(
-            "shared memory",
-            "memfd_create is refused",
-            "Ranks of one host meet in anonymous shared memory.",
-            "Allow the system call memfd_create in the container's seccomp profile.",
-        )
+        yield judge("shared memory", "memfd_create is refused")
     yield from _limits()
 
 
 def _limits() -> Iterator[Finding]:
     locked, files, threads = map(_limit, (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    yield warning(
+    yield judge(
         "locked memory",
         "no limit" if locked is None else human_bytes(locked),
-        "InfiniBand cannot register its buffers.",
-        "Set ulimit -l unlimited (containers: --ulimit memlock=-1; Slurm: PropagateResourceLimitsExcept=MEMLOCK).",
         when=accelerator.current_accelerator() is not None and locked is not None and locked < _LEAST_LOCKED,
     )
     processes = min((each for each in (threads, _group_limit("pids.max")) if each is not None), default=None)
-    connections = "Ranks hold a connection for each peer and group, and a file for each shard that they read."
-    counted = "Each rank has tens of threads, which count as processes here."
-    for what, limit, means, do in (
-        ("open files", files, connections, "Set ulimit -n 65536 (containers: --ulimit nofile=65536)."),
-        ("processes", processes, counted, "Set ulimit -u unlimited, or allow the container more (--pids-limit=-1)."),
-    ):
+    for name, limit in (("open files", files), ("processes", processes)):
         found = "no limit" if limit is None else f"up to {limit:,}"
-        yield warning(what, found, means, do, when=limit is not None and limit < _LEAST_COUNT)
+        yield judge(name, found, when=limit is not None and limit < _LEAST_COUNT)
 
 
 def _group_limit(name: str) -> int | None:
@@ -116,12 +89,10 @@ def accelerators() -> Iterator[Finding]:
         driver = match[1] if match else "of an unknown version"
     built, version = accelerator.build_platform(), torch.__version__
     if not built:
-        yield problem(
+        yield judge(
             "torch",
             f"{f'a driver ({driver}), but' if driver else 'no device;'} torch {version} "
             + ("is built for CPUs alone" if driver else "computes on the CPU"),
-            "Runs would compute on the CPU, beside devices that stand still.",
-            "Install a build of torch with CUDA: the selector on pytorch.org gives the command.",
             when=bool(driver),
         )
         return
@@ -132,39 +103,23 @@ def accelerators() -> Iterator[Finding]:
     except RuntimeError as failure:
         error = summary(failure)
     if not devices:
-        yield problem(
-            "devices",
-            f"none can be used: {error}" if driver else "none; torch computes on the CPU",
-            "There is a driver, but no device for this process: runs would compute on the CPU.",
-            f"Update a driver that is too old for {built}; look at CUDA_VISIBLE_DEVICES, at what nvidia-smi says, and "
-            "whether the container was started with --gpus all.",
-            when=bool(driver),
-        )
+        found = f"none can be used: {error}" if driver else "none; torch computes on the CPU"
+        yield judge("devices", found, when=bool(driver), built=built)
         return
     yield from map(device, devices)
     yield Finding("collectives", accelerator.collectives_library() or "torch names no library for these devices")
 
 
 def device(each: torch.device) -> Finding:
-    what, name = f"device {each.index}", accelerator.device_name(each)
-    architecture = accelerator.architecture(each) or each.type
+    name, architecture = accelerator.device_name(each), accelerator.architecture(each) or each.type
     try:
         memory = accelerator.device_memory(each)
         torch.ones(2, device=each).sum().item()
     except RuntimeError as error:
-        return problem(
-            what,
-            f"{name}, {architecture}: {summary(error)}",
-            "torch cannot compute there: the device is broken or taken, or this build has no kernels for it.",
-            f"Install a build of torch with kernels for {architecture}, or leave it out with CUDA_VISIBLE_DEVICES.",
-        )
-    return warning(
-        what,
-        f"{name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}, {architecture}",
-        "Another process computes there: a run has less memory, and waits.",
-        "Look at nvidia-smi, end what should not be there, or choose other devices with CUDA_VISIBLE_DEVICES.",
-        when=memory.free < (1 - _BUSY) * memory.total,
-    )
+        found = f"{name}, {architecture}: {summary(error)}"
+        return judge("device failure", found, index=each.index, architecture=architecture)
+    found = f"{name}, {human_bytes(memory.free)} free of {human_bytes(memory.total)}, {architecture}"
+    return judge("device memory", found, when=memory.free < (1 - _BUSY) * memory.total, index=each.index)
 
 
 class DiskTimes(NamedTuple):
@@ -185,55 +140,32 @@ def directory(path: Path) -> Iterator[Finding]:
     try:
         times = measure(file)
     except StorageError as error:
-        yield problem(
-            str(path),
-            f"cannot be written: {error}",
-            "A run that is to write there ends before it begins.",
-            "Give another directory (run.output_dir, offload.directory), or mend its owner, mode or mount.",
-        )
+        yield judge("directory", f"cannot be written: {error}", path=path)
         return
     finally:
         with contextlib.suppress(OSError):
             file.unlink()
     kind = mount_of(used)[1]
     memory = kind in IN_MEMORY
-    local = "Set offload.directory to a local disk, if parameters or states rest on files."
-    yield warning(
-        str(path),
+    yield judge(
+        "file system in memory" if memory else "network file system",
         (kind or "an unknown file system") + ("" if used == absolute else f" (not there yet; {used} is)"),
-        "That is memory and no disk: checkpoints there are lost with the machine, and offload to it frees nothing."
-        if memory
-        else "A network file system is good for checkpoints of several hosts, and bad for swap files of offload.",
-        "Give a directory on a disk." if memory else local,
         when=memory or kind in _NETWORKS,
+        path=path,
     )
     free, status = free_bytes(used), os.statvfs(used)
     few = status.f_files > 0 and status.f_favail < _LEAST_INODES
-    yield warning(
-        "  room",
-        f"{human_bytes(free)} free" + (f", {status.f_favail:,} files" if few else ""),
-        "A checkpoint has up to 14 bytes a parameter (AdamW in float32, weights in bfloat16), and several are kept.",
-        "Make room, lower checkpoint.keep_last, or give a larger disk.",
-        when=free < _LEAST_ROOM or few,
-    )
+    found = f"{human_bytes(free)} free" + (f", {status.f_favail:,} files" if few else "")
+    yield judge("room", found, when=free < _LEAST_ROOM or few)
     cache = "past the page cache" if times.direct else "through the page cache (no O_DIRECT)"
-    yield warning(
-        "  speed",
+    yield judge(
+        "speed" if times.direct else "page cache",
         f"{times.written / 1e6:,.0f} MB/s written, {times.read / 1e6:,.0f} MB/s read, {cache}; "
         f"{1000 * times.sync_seconds:.2g} ms until 4 KiB are on the disk",
-        "One thread moves little here: offload to files and checkpoints wait for the disk."
-        if times.direct
-        else "Swap files of offload would fill memory with copies of themselves; the speed is partly that of memory.",
-        local if times.direct else local.replace("local disk", "disk with ext4 or xfs"),
         when=not times.direct or min(times.written, times.read) < _SLOW_BYTES,
     )
     if not times.locks:
-        yield problem(
-            "  locks",
-            "flock and fcntl are refused",
-            "Runs lock their directory, so that no two of them write into one.",
-            "Mount it with locks (NFS: without nolock, and with a lock daemon), or take another directory.",
-        )
+        yield judge("locks", "flock and fcntl are refused")
 
 
 def measure(path: Path) -> DiskTimes:
