@@ -23,26 +23,6 @@ _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")  # more digits make a float, m
 _PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _INFINITY_OR_NAN = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_PARSER_MESSAGES = (
-    (r"found character '\\t'", "a tab; indent with spaces, and put spaces after ':'"),
-    (
-        "mapping values are not allowed",
-        "a second ':' in one entry, or a line indented too far; a text with ': ' needs quotes, and a comment begins with #",
-    ),
-    ("<stream end>", "the text ends where something is still open; close it with ], } or a quote"),
-    ("while scanning a quoted scalar", "a text whose quote is never closed"),
-    ("could not find expected ':'", "a line that is neither `key: value` nor `- item`"),
-    ("expected <block end>", "this is not indented as the lines above; keys of one section begin in one column"),
-    ("expected ',' or", "a comma or a closing bracket is missing, or a comment does not begin with #"),
-    (r"found character '[@`%]'", "a text that begins with @, ` or % needs quotes"),
-    ("unknown escape character", r"an unknown escape; write \\ for a backslash, or single quotes around the text"),
-    ("found undefined alias", "a text that begins with * needs quotes"),
-    ("but found another document", "a second document starts here; a configuration is one document"),
-    ("found duplicate anchor", "an anchor of this name is there already; give it another name"),
-    ("a constructor for the tag", "tags (!...) are not allowed; write plain values"),
-    ("unconstructable recursive", "an alias of something that it is a part of"),
-)
-"""Patterns of parser messages with their replacements, as the originals may quote a line with a secret."""
 
 
 def read_yaml(path: Path, missing: str, *, where: str) -> Any:
@@ -64,6 +44,12 @@ def read_yaml(path: Path, missing: str, *, where: str) -> Any:
     return parse_yaml(text, where=where)
 
 
+def read_table(path: Path) -> dict[str, Any]:
+    """Return the value of `parse_yaml` for a file of texts and figures that stands beside the code."""
+    table: dict[str, Any] = parse_yaml(path.read_text(encoding="utf-8"), where=path.name)
+    return table
+
+
 def parse_yaml(text: str, *, where: str) -> Any:
     """Return the value of the document in `text`. Raises `ConfigError`, with `where` and mostly the line, for refused text."""
     if len(text) > MAX_BYTES:
@@ -79,7 +65,8 @@ def parse_yaml(text: str, *, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark, message = error.problem_mark or error.context_mark, f"{error.context or ''} {error.problem or ''}"
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        why = next((words for pattern, words in _PARSER_MESSAGES if re.search(pattern, message)), str(error.problem))
+        table = read_table(Path(__file__).with_name("parser_messages.yaml"))
+        why = next((words for pattern, words in table.items() if re.search(pattern, message)), str(error.problem))
         if mark and "${" in "".join(text.splitlines()[mark.line : mark.line + 1]):
             why += "; a text with ${...} needs quotes between { } or [ ]"
         raise ConfigError(place + why, where=where) from None

@@ -18,12 +18,10 @@ from zeromesh.environment import INTERFACE, LOOPBACK, available_cores, read_envi
 from zeromesh.errors import ConfigError
 from zeromesh.launch.self_test import try_exchange
 from zeromesh.mesh.network_interfaces import interfaces
-from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.config.yaml_reader import read_table
 from zeromesh.trainer.formatting import human_seconds
 
-_TEXTS: dict[str, dict[str, str]] = parse_yaml(
-    Path(__file__).with_name("findings.yaml").read_text(encoding="utf-8"), where="findings.yaml"
-)
+_TEXTS: dict[str, dict[str, str]] = read_table(Path(__file__).with_name("findings.yaml"))
 _DEBUGGING = {
     "CUDA_LAUNCH_BLOCKING": "1",
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",

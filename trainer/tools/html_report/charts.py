@@ -2,14 +2,14 @@
 
 import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import resources
 from itertools import accumulate, pairwise
 from math import isfinite, log, nan
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 from zeromesh.errors import ConfigError, counted, printable
-from zeromesh.trainer.config.yaml_reader import parse_yaml
+from zeromesh.trainer.config.yaml_reader import read_table
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
 
@@ -40,9 +40,7 @@ _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
 }
 """The format of a number in a legend, of ticks and of hover values in d3's notation, and the suffix of both."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-_TABLES: dict[str, Any] = parse_yaml(
-    resources.files(__package__).joinpath("charts.yaml").read_text(encoding="utf-8"), where="charts.yaml"
-)
+_TABLES = read_table(Path(__file__).with_name("charts.yaml"))
 COLORS, LAYOUT = _TABLES["colors"], _TABLES["layout"]
 
 
