@@ -25,9 +25,10 @@ from zeromesh.trainer.models.adapters import add_lora, pretrained_of
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.setup.engine_options import biases_and_norms
+from zeromesh.trainer.setup.engine_options import biases_and_norms, encoded_weights
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
+from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.hooks import watch_outputs
 
@@ -73,6 +74,18 @@ class PlainRun:
         self.compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
         if config.model.attention is not None:
             use_attention(model, config.model.attention, self.compute, torch.device("cpu"))
+        self.rounding = ""
+        """What a codec changes of the frozen weights before training; empty without one."""
+        if (weights := encoded_weights(config.model.weights)) is not None:
+            names, change, size = encoded_names(model, weights), 0.0, 0.0
+            for parameter in map(model.get_parameter, names):
+                given = parameter.detach().to(self.compute)
+                parameter.data = weights.codec.rounded(given).to(parameter.dtype)
+                change += float((parameter.detach() - given).double().square().sum())
+                size += float(given.double().square().sum())
+            self.rounding = (
+                f"{weights.codec.name} rounds {len(names)} matrices by {(change / size) ** 0.5:.2g} of their norm"
+            )
         self.masters = {
             name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
             for name, each in model.named_parameters()

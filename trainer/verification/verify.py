@@ -68,7 +68,7 @@ def verify(
         digests=_digests(subject),
         passes=verification.passes,
         checks=verification.checks,
-        notes=subject.notes,
+        notes=(*subject.notes, *filter(None, [verification.plain.rounding])),
         seconds=time.perf_counter() - began,
     )
     if out is not None and mesh.rank == 0:

@@ -130,6 +130,14 @@ class Codec:
         scales, groups = _quantize_int8(absmax - mean, GROUP)
         return EncodedParameter(codes=codes, scales=scales, tables=torch.cat([groups, mean[None]]))
 
+    @in_own_dtypes
+    def rounded(self, values: torch.Tensor) -> torch.Tensor:
+        """Return a parameter as it is after encoding and decoding, of the same shape and dtype."""
+        flat = values.detach().cpu().reshape(-1)
+        parameter, out = self.encode(lambda start, end: flat[start:end], flat.numel()), torch.empty_like(flat)
+        self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), out)
+        return out.view(values.shape)
+
     def _encode_blocks(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and the scales of consecutive blocks, of which the last may be shorter."""
         if self.name == "int8":

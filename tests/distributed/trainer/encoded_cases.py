@@ -25,9 +25,7 @@ def rounded(model: Any, name: CodecName, *, nested: bool = True) -> Any:
         linear = hasattr(model.get_submodule(key.rpartition(".")[0]), "in_features")
         if parameter.requires_grad or not linear or "lm_head" in key or not key.endswith("weight"):
             continue
-        flat = parameter.data.view(-1)
-        encoded = codec.encode(lambda start, end, flat=flat: flat[start:end], flat.numel())
-        codec.decode(encoded.codes, codec.scale_values(encoded.scales, encoded.tables), flat)
+        parameter.data = codec.rounded(parameter.data)
     return model
 
 

@@ -51,6 +51,15 @@ def test_a_right_layout_passes(workers: Workers, tmp_path: Path) -> None:
     assert set(certificate["digests"]) == {"config", "weights", "data"}
 
 
+def test_a_codec_is_all_that_changes_the_frozen_weights(workers: Workers, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    sections = {"model": {"lora": {"rank": 2}, "weights": "fp4"}, "parallel": {"tensor": 2}}
+    found = workers.run(2, f"{CASES}:small_llama", folder=str(tmp_path), fault="", checks=[], **sections)[0]
+    assert found["passed"], found
+    notes = json.loads((tmp_path / "run/certificate.json").read_text())["notes"]
+    assert re.fullmatch(r"fp4 rounds 14 matrices by 0\.1\d of their norm", notes[-1]), notes
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "name"),
     [
