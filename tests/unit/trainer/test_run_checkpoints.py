@@ -36,7 +36,7 @@ class World:
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         return [payload if self.first is None else self.first]
 
-    def all_or_raise(self, what: str, work: Callable[[], Any], kind: Any, *, first: bool = False) -> list[Any]:
+    def all_or_raise(self, what: str, work: Callable[[], Any], kind: Any, **given: Any) -> list[Any]:
         return [work()]
 
 
@@ -405,9 +405,8 @@ def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
         for kind in (MODEL, MASTER, AVERAGE, "exp_avg")
         for name in ("a", "left")
     }
-    manifest = SimpleNamespace(
-        step=6, files={NAME: 0}, tensors=[s for s in specs.values() if averaged or s.kind != AVERAGE]
-    )
+    tensors = [s for s in specs.values() if averaged or s.kind != AVERAGE]
+    manifest = SimpleNamespace(step=6, files={NAME: 0}, tensors=tensors, is_elsewhere=lambda path: False)
     document = {"averages": 5, "passed_over": 3, "callbacks": {"loop": {"without": ["left"]}}}
     reader: Any = SimpleNamespace(manifest=manifest, directory=Path("here"), document=lambda name: document)
     filled: list[str] = []
@@ -425,6 +424,8 @@ def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
     holdings = SimpleNamespace(
         tensors=lambda *, reading: list(specs.values()),
         shards_to_read=lambda: [SimpleNamespace(spec=each) for each in specs.values()],
+        encoded=set,
+        unlike_encoded=lambda names, read: names,
     )
     engine: Any = SimpleNamespace(mesh=one_mesh(), model=nn.Linear(1, 1), checkpoint_state=holdings, loading=loading)
     engine.load_progress = lambda **given: updates.append(given["updates"])
