@@ -402,7 +402,7 @@ def require_same_encoded(reader: CheckpointReader, engine: ZeroEngine, names: se
     """Raise `LayoutError` on all ranks unless the source of a checkpoint's frozen weights gives an engine's encoded ones."""
 
     def compare() -> None:
-        if unlike := engine.checkpoint_state.unlike_encoded(names, elements_of(reader)):
+        if names and (unlike := engine.checkpoint_state.unlike_encoded(names, elements_of(reader))):
             raise LayoutError(
                 f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here; give the "
                 "model whose adapters these are"

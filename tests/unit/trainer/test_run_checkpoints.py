@@ -425,7 +425,6 @@ def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
         tensors=lambda *, reading: list(specs.values()),
         shards_to_read=lambda: [SimpleNamespace(spec=each) for each in specs.values()],
         encoded=set,
-        unlike_encoded=lambda names, read: names,
     )
     engine: Any = SimpleNamespace(mesh=one_mesh(), model=nn.Linear(1, 1), checkpoint_state=holdings, loading=loading)
     engine.load_progress = lambda **given: updates.append(given["updates"])
