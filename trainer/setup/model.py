@@ -73,8 +73,7 @@ def build_trained_model(
     """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises a
     `ZeromeshError` for what cannot be trained before anything large is allocated."""
     console.status("building the model")
-    built = build_whole_model(inputs.model, config, data.tokenizer)
-    model = built.model
+    model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
     _adapt_to_data(model, config, data, console)
     options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:

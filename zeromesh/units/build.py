@@ -104,8 +104,7 @@ def build_units(
         None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
         for layout, kept in pairs
     ]
-    trained = [layout for layout in flat if layout.first.requires_grad]
-    ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
+    ring = options.gradient_slots, slot_bytes([each for each in flat if each.first.requires_grad], options, mesh.device)
     moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout in flat]
     leads = [_page_offset(dtype, runs) for dtype, runs in zip(moved, stored, strict=True)]
     if options.offload.in_place or options.weights is not None:
