@@ -85,8 +85,10 @@ def pin_sources(
 
 def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:
     """Return the section with the codec of a directory in 4 bits whose matrices are frozen, unless `weights` names another."""
+    if model.weights is not None or (trains and model.lora is None):
+        return model
     directory = directory_of(model.source or "", model.revision)
-    if model.weights is not None or (trains and model.lora is None) or not (directory / "config.json").is_file():
+    if not (directory / "config.json").is_file():
         return model
     with closing(open_files(directory)[0]) as files:
         found = files.section() if isinstance(files, QuantizedFiles) else None
