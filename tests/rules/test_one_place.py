@@ -59,7 +59,21 @@ CHANGES = {
         ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n"),
         ("zeromesh/settings/keys.py", '    on_nonfinite: Literal["skip", "stop"] = "skip"\n', "    calm: Count = 3\n"),
     ],
-    "a codec of weights, of which a byte is the number of sixteenths": [
+    "a codec of weights at rest": [
+        ("zeromesh/settings/keys.py", 'CodecName = Literal["nf4", ', '"sixteenths", '),
+        (
+            "zeromesh/flat/codec.py",
+            "CODECS: dict[CodecName, CodecRow] = {\n",
+            '    "sixteenths": CodecRow(\n'
+            "        block=32,\n"
+            "        quantize=lambda values, block: (\n"
+            "            (values * 16).to(torch.int8).view(torch.uint8), torch.ones(-(-len(values) // block))\n"
+            "        ),\n"
+            "        dequantize=lambda codes: codes.view(torch.int8).float() / 16,\n"
+            "    ),\n",
+        ),
+    ],
+    "a data type of files, of which a byte is the number of sixteenths": [
         (
             "zeromesh/checkpoint/format/safetensors_layout.py",
             "DTYPES = {\n",
@@ -96,7 +110,8 @@ PLACES = {
     "a schedule": 1,
     "a key": 1,
     "a key that the engine reads": 1,
-    "a codec of weights, of which a byte is the number of sixteenths": 2,
+    "a codec of weights at rest": 2,
+    "a data type of files, of which a byte is the number of sixteenths": 2,
     "a launcher": 1,
     "a tracker": 1,
 }
@@ -122,6 +137,11 @@ os.environ |= {"FLUX_TASK_RANK": rank, "FLUX_TASK_LOCAL_ID": rank}
 assert main(["config", "new.yaml"]) == 0
 with Trainer(config="new.yaml") as trainer:
     assert (trainer.engine.options.warmth, trainer.engine.options.calm) == (5, 4)
+    trainer.fit()
+    settings = trainer.config.model_dump(exclude_unset=True)
+settings["run"]["name"] = "encoded"
+settings["model"] |= {"lora": {"rank": 1}, "weights": "sixteenths"}
+with Trainer(config=settings) as trainer:
     trainer.fit()
 assert rank == "1" or os.wait()[1] == 0
 """
@@ -168,6 +188,8 @@ def test_each_of_these_is_one_place(tmp_path: Path) -> None:
     assert line["lr"] == 0.125
     assert "WARNING" not in said
     assert json.loads((run / "dummy.jsonl").read_text()) == [1, line["loss"]]
+    (encoded,) = read_metrics(tmp_path / "runs/encoded/metrics.jsonl")
+    assert encoded["loss"] == line["loss"], "the codec has all values, and adapters begin with nothing"
     (file,) = (run / "checkpoints" / "step-00000001").glob("model-*.safetensors")
     after = load_file(file)
     assert after.keys() == weights.keys()

@@ -15,10 +15,7 @@ def quantize(source: Path, target: Path, kind: str) -> Values:
     """Write the directory `source` with its projections in nf4, nested nf4 ("nested"), fp4 or int8; what bitsandbytes decodes."""
     import bitsandbytes.functional as functional
 
-    target.mkdir()
-    for file in source.glob("*.json"):
-        (target / file.name).write_bytes(file.read_bytes())
-    decoded, stored = load_file(source / "model.safetensors"), dict[str, torch.Tensor]()
+    decoded, stored = _begin(source, target), dict[str, torch.Tensor]()
     for name, value in decoded.items():
         if "_proj.weight" not in name:
             stored[name] = value
@@ -40,6 +37,14 @@ def quantize(source: Path, target: Path, kind: str) -> Values:
     return decoded
 
 
+def _begin(source: Path, target: Path) -> Values:
+    """Make the directory `target` with what describes the model of `source`; the values of that."""
+    target.mkdir()
+    for file in source.glob("*.json"):
+        (target / file.name).write_bytes(file.read_bytes())
+    return load_file(source / "model.safetensors")
+
+
 def mark(directory: Path, quantization: Mapping[str, Any]) -> None:
     """Say in a directory's configuration how it is quantized."""
     path = directory / "config.json"
@@ -48,10 +53,7 @@ def mark(directory: Path, quantization: Mapping[str, Any]) -> None:
 
 def quantize_fp8(source: Path, target: Path, block: int) -> Values:
     """Write the directory `source` with its projections in FP8 and a scale for each square block; the values that it stands for."""
-    target.mkdir()
-    for file in source.glob("*.json"):
-        (target / file.name).write_bytes(file.read_bytes())
-    decoded, stored = load_file(source / "model.safetensors"), dict[str, torch.Tensor]()
+    decoded, stored = _begin(source, target), dict[str, torch.Tensor]()
     for name, value in decoded.items():
         stored[name] = value
         if "_proj.weight" in name:

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
-from zeromesh.flat.codec import BLOCKS, Codec
+from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
@@ -62,8 +62,9 @@ def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
     """Return the engine's option of a section, None for none."""
     if section is None:
         return None
-    block, nested = section.block or BLOCKS[section.codec], section.nested and section.codec != "fp8"
-    return EncodedWeights(codec=Codec(name=section.codec, block=block, nested=nested), skip=section.skip)
+    row = CODECS[section.codec]
+    codec = Codec(name=section.codec, block=section.block or row.block, nested=section.nested and row.nests)
+    return EncodedWeights(codec=codec, skip=section.skip)
 
 
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:

@@ -17,7 +17,7 @@ from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, StorageError, library_errors
-from zeromesh.flat.codec import BLOCKS, GROUP, Codec, EncodedParameter, EncodedPlace, nested_values
+from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter, EncodedPlace
 from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -57,7 +57,7 @@ class QuantizedFiles(TensorFiles):
             state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
             nested = f"{weight}.nested_absmax" in self._specs
             codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
-            if state["quant_type"] not in BLOCKS or (nested and state["nested_blocksize"] != GROUP):
+            if state["quant_type"] not in CODECS or (nested and state["nested_blocksize"] != GROUP):
                 raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
             self._encoded[weight] = _Encoded(
                 codec=codec, mean=state["nested_offset"] if nested else 0.0, digest=state.get("xxh3")
@@ -174,7 +174,10 @@ def stored_form(
     }
     found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
     if codec.nested:
-        found |= {f"{name}.nested_absmax": parameter.tables[:-1].clone(), f"{name}.nested_quant_map": nested_values()}
+        found |= {
+            f"{name}.nested_absmax": parameter.tables[:-1].clone(),
+            f"{name}.nested_quant_map": Codec(name="int8", block=GROUP).values(),
+        }
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
     text = json.dumps({**state, "xxh3": _digest(parameter)}).encode()
     return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}

@@ -11,12 +11,13 @@ layout. Of a nested scale, `tables` has what the blocks share: a float32 for eac
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
@@ -31,31 +32,19 @@ _GRID = 65_535
 _CHUNK = 1 << 18
 """Elements that are encoded or decoded at a time."""
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_LARGEST_FP8 = 448.0
 _NF4 = (
     (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
     + (-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224)
     + (0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0)
 )
-_FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
-"""The values of positive codes, in 12ths; those of negative codes follow."""
-BLOCKS: dict[CodecName, int] = {"nf4": 64, "fp4": 64, "int8": 256, "fp8": 128}
-"""The codecs, and the elements of a block by default."""
+_FP4 = tuple(sign * twelfths / 12 for sign in (1.0, -1.0) for twelfths in (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0))
 
 
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-
-
-def in_own_dtypes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a function compute in the dtypes that it names, also where a mode of torch functions widens those of a model."""
-
-    @wraps(function)
-    def call(*arguments: _P.args, **options: _P.kwargs) -> _T:
-        with torch._C.DisableTorchFunction():
-            return function(*arguments, **options)
-
-    return call
+@contextmanager
+def in_own_dtypes() -> Iterator[None]:
+    """Compute in the dtypes that are named, also where a mode of torch functions widens those of a model; it also decorates."""
+    with torch._C.DisableTorchFunction():
+        yield
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +67,22 @@ class EncodedPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CodecRow:
+    """How blocks become codes, and codes numbers. `quantize(values, block)` returns a code, uint8, for each of `values`, float32
+    1-D, and the float32 scale of each block, of which the last may be shorter; `dequantize(codes)` a float32 number for each."""
+
+    block: int
+    """Elements of a block by default."""
+    quantize: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+    dequantize: Callable[[torch.Tensor], torch.Tensor]
+    codes_in_byte: int = 1
+    nests: bool = False
+    """True if scales may be kept in 8 bits too."""
+    by_kernels: bool = False
+    """True if bitsandbytes has operators that decode it, by its name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Codec:
     """A codec with `block` elements for each scale. Raises `LayoutError` for a block that codes do not fill in whole bytes."""
 
@@ -91,7 +96,7 @@ class Codec:
 
     @property
     def codes_in_byte(self) -> int:
-        return 2 if self.name in ("nf4", "fp4") else 1
+        return CODECS[self.name].codes_in_byte
 
     @property
     def scale_dtype(self) -> torch.dtype:
@@ -108,10 +113,8 @@ class Codec:
         return self.code_bytes(numel) + self.blocks(numel) * self.scale_dtype.itemsize
 
     def values(self) -> torch.Tensor:
-        """Return the float32 values of the codes, in their order; none for those that are numbers themselves."""
-        if self.name == "fp8":
-            return torch.empty(0)
-        return nested_values() if self.name == "int8" else _levels(self.name, _CPU).clone()
+        """Return the float32 numbers of all codes, in their order."""
+        return CODECS[self.name].dequantize(torch.arange(1 << 8 // self.codes_in_byte, dtype=torch.uint8))
 
     def encode(self, values: Callable[[int, int], torch.Tensor], numel: int) -> EncodedParameter:
         """Encode a flat parameter of `numel` elements, of which `values(start, end)` returns a part, 1-D, in the dtype in which it
@@ -121,7 +124,10 @@ class Codec:
         step = max(_CHUNK // self.block, 1) * self.block
         for start in range(0, numel, step):
             end = min(start + step, numel)
-            found, most = self._encode_blocks(values(start, end).float())
+            part = torch.nn.functional.pad(values(start, end).float(), (0, -(end - start) % self.codes_in_byte))
+            found, most = CODECS[self.name].quantize(part, self.block)
+            if self.codes_in_byte == 2:
+                found = (found[::2] << 4) | found[1::2]
             codes[start // self.codes_in_byte :][: found.numel()] = found
             absmax[start // self.block :][: most.numel()] = most
         if not self.nested:
@@ -130,37 +136,13 @@ class Codec:
         scales, groups = _quantize_int8(absmax - mean, GROUP)
         return EncodedParameter(codes=codes, scales=scales, tables=torch.cat([groups, mean[None]]))
 
-    @in_own_dtypes
+    @in_own_dtypes()
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return a parameter as it is after encoding and decoding, of the same shape and dtype."""
         flat = values.detach().cpu().reshape(-1)
         parameter, out = self.encode(lambda start, end: flat[start:end], flat.numel()), torch.empty_like(flat)
         self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), out)
         return out.view(values.shape)
-
-    def _encode_blocks(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and the scales of consecutive blocks, of which the last may be shorter."""
-        if self.name == "int8":
-            return _quantize_int8(values, self.block)
-        whole = values.numel() // self.block * self.block
-        blocks, rest = values[:whole].view(-1, self.block), values[whole:]
-        absmax = torch.cat([blocks.abs().amax(1), *([rest.abs().amax()[None]] if rest.numel() else [])])
-        if self.name == "fp8":
-            scales = (absmax / _LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
-            spread = scales.repeat_interleave(self.block)[: values.numel()]
-            return (values / spread).to(torch.float8_e4m3fn).view(torch.uint8), scales
-        scaled = [(blocks * (1.0 / absmax[: len(blocks)].clamp(min=1e-38))[:, None]).view(-1)]
-        if rest.numel():
-            absmax[-1] = absmax[-1].clamp(min=1e-38)
-            scaled.append(rest / absmax[-1])
-        scaled += [torch.zeros(1)] if values.numel() % 2 else []
-        bounds, order = _bounds(self.name)
-        together = torch.cat(scaled)
-        places = torch.zeros(together.shape, dtype=torch.uint8)
-        for bound in bounds.tolist():  # Three times as fast as torch.bucketize.
-            places += together > bound
-        found = order[places.int()]
-        return (found[::2] << 4) | found[1::2], absmax
 
     def scale_values(self, scales: torch.Tensor, tables: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the float32 scales of consecutive blocks of one parameter, of which the first is block `first`."""
@@ -181,31 +163,20 @@ class Codec:
             )
 
     def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        count = out.numel()
-        even = self.codes_in_byte == 1 or not count % 2
-        bnb = _bitsandbytes() if out.dtype in _KERNEL_DTYPES and even else None
-        if bnb and self.codes_in_byte == 2:
+        count, row = out.numel(), CODECS[self.name]
+        even = row.codes_in_byte == 1 or not count % 2
+        if row.by_kernels and even and out.dtype in _KERNEL_DTYPES and (bnb := _bitsandbytes()):
             out.copy_(bnb.dequantize_4bit.default(codes, scales, self.block, self.name, [count], out.dtype).view(-1))
             return
-        if self.name == "fp8":
-            values = codes.view(torch.float8_e4m3fn).float()
-        elif self.name == "int8":
-            values = _int8_values(codes.device)[codes.int()]
-        else:
-            both = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
-            values = _levels(self.name, codes.device)[both.int()]
-        whole = count // self.block * self.block
+        if row.codes_in_byte == 2:
+            codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
+        values, whole = row.dequantize(codes), count // self.block * self.block
         if whole:
             out[:whole].view(-1, self.block).copy_(
                 values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
             )
         if whole < count:
             out[whole:].copy_(values[whole:] * scales[-1])
-
-
-def nested_values() -> torch.Tensor:
-    """Return the float32 values of the 256 codes of nested scales."""
-    return _int8_values(_CPU).clone()
 
 
 @cache
@@ -221,20 +192,43 @@ def _bitsandbytes() -> Any:
 
 
 @cache
-def _levels(name: str, device: torch.device) -> torch.Tensor:
-    """Return the values of the 16 codes."""
-    if name == "nf4":
-        return torch.tensor(_NF4, device=device)
-    positive = torch.tensor(_FP4, device=device) / 12.0
-    return torch.cat([positive, -positive])
+def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(levels, device=device)
 
 
 @cache
-def _bounds(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(levels: tuple[float, ...]) -> tuple[list[float], torch.Tensor]:
     """Return the midpoints between the values of codes, ascending, and the codes in the order of their values."""
-    levels = _levels(name, _CPU)
-    order = levels.argsort()
-    return (levels[order[:-1]] + levels[order[1:]]) / 2, order.to(torch.uint8)
+    values = _levels(levels, _CPU)
+    order = values.argsort()
+    return ((values[order[:-1]] + values[order[1:]]) / 2).tolist(), order.to(torch.uint8)
+
+
+def _quantize_to(levels: tuple[float, ...], values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    whole = values.numel() // block * block
+    blocks, rest = values[:whole].view(-1, block), values[whole:]
+    absmax = blocks.abs().amax(1)
+    scaled = [(blocks * (1.0 / absmax.clamp(min=1e-38))[:, None]).view(-1)]
+    if rest.numel():
+        absmax = torch.cat([absmax, rest.abs().amax()[None].clamp(min=1e-38)])
+        scaled.append(rest / absmax[-1])
+    bounds, order = _bounds(levels)
+    together = torch.cat(scaled)
+    places = torch.zeros(together.shape, dtype=torch.uint8)
+    for bound in bounds:  # Three times as fast as torch.bucketize.
+        places += together > bound
+    return order[places.int()], absmax
+
+
+def _four_bits(levels: tuple[float, ...]) -> CodecRow:
+    return CodecRow(
+        block=64,
+        quantize=partial(_quantize_to, levels),
+        dequantize=lambda codes: _levels(levels, codes.device)[codes.int()],
+        codes_in_byte=2,
+        nests=True,
+        by_kernels=True,
+    )
 
 
 @cache
@@ -266,3 +260,25 @@ def _quantize_int8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torc
     # One rounding of the product and the sum, as of a fused multiply-add.
     places = (((scaled + 1.0) * 0.5).double() * _GRID + 0.5).float().nan_to_num(0.0).int()
     return torch.where(absmax.repeat_interleave(block)[:count] == 0, 0, _int8_codes()[places]), absmax
+
+
+def _dequantize_int8(codes: torch.Tensor) -> torch.Tensor:
+    return _int8_values(codes.device)[codes.int()]
+
+
+def _quantize_fp8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    count = values.numel()
+    absmax = torch.nn.functional.pad(values, (0, -count % block)).view(-1, block).abs().amax(1)
+    scales = (absmax / torch.finfo(torch.float8_e4m3fn).max).clamp(min=torch.finfo(torch.float32).tiny)
+    return (values / scales.repeat_interleave(block)[:count]).to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
+CODECS: dict[CodecName, CodecRow] = {
+    "nf4": _four_bits(_NF4),
+    "fp4": _four_bits(_FP4),
+    "int8": CodecRow(block=256, quantize=_quantize_int8, dequantize=_dequantize_int8, nests=True),
+    "fp8": CodecRow(
+        block=128, quantize=_quantize_fp8, dequantize=lambda codes: codes.view(torch.float8_e4m3fn).float()
+    ),
+}
+"""The codecs, by the names of `model.weights`."""

@@ -48,7 +48,7 @@ class EncodedShard:
     def nbytes(self) -> int:
         return round_up(self.codec.nbytes(self.length), ALIGNMENT)
 
-    @in_own_dtypes
+    @in_own_dtypes()
     def decode(self, encoded: TieredTensor | torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
         """Fill `out`, 1-D, with the elements from `start` on, from the bytes of the shard, uint8."""
         wanted, block = Interval(start=start, end=start + out.numel()), self.codec.block
@@ -183,7 +183,7 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
     return replace(codec, block=block, nested=False)
 
 
-@in_own_dtypes
+@in_own_dtypes()
 def encoded_part(
     spec: ParameterSpec, codec: Codec, source: ReadElements, stored: EncodedParameter | None = None
 ) -> EncodedParameter:

@@ -13,14 +13,14 @@ from tests.support.plain import error_of
 from tests.support.trainer_cases import digest, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
-from zeromesh.flat.codec import BLOCKS, Codec
+from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.settings.keys import CodecName
 
 
 def rounded(model: Any, name: CodecName, *, nested: bool = True) -> Any:
     """The model with the values of a codec in the frozen matrices of its linear layers, but the head's."""
-    codec = Codec(name=name, block=BLOCKS[name], nested=nested and name != "fp8")
+    codec = Codec(name=name, block=CODECS[name].block, nested=nested and name != "fp8")
     for key, parameter in model.named_parameters():
         linear = hasattr(model.get_submodule(key.rpartition(".")[0]), "in_features")
         if parameter.requires_grad or not linear or "lm_head" in key or not key.endswith("weight"):

@@ -10,7 +10,7 @@ import torch
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat import codec as codecs
-from zeromesh.flat.codec import BLOCKS, Codec, EncodedParameter
+from zeromesh.flat.codec import CODECS, Codec, EncodedParameter
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of_part, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterPart, ParameterSpec, Region, build_layout
 from zeromesh.intervals import Interval
@@ -71,7 +71,7 @@ def test_eight_bits_are_those_of_bitsandbytes(dtype: torch.dtype) -> None:
 def test_torch_alone_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: CodecName, dtype: torch.dtype) -> None:
     pytest.importorskip("bitsandbytes")
     for count in SIZES:
-        given, codec, both = values(count, dtype), Codec(name=name, block=BLOCKS[name], nested=name != "fp8"), []
+        given, codec, both = values(count, dtype), Codec(name=name, block=CODECS[name].block, nested=name != "fp8"), []
         for kernels in (codecs._bitsandbytes(), None):
             with monkeypatch.context() as patched:
                 patched.setattr(codecs, "_bitsandbytes", lambda kernels=kernels: kernels)
@@ -85,7 +85,7 @@ def test_values_that_codes_stand_for_stay_as_they_are(monkeypatch: pytest.Monkey
     monkeypatch.setattr(codecs, "_bitsandbytes", lambda: None)
     for name, levels in (("nf4", 16), ("fp4", 15)):
         codec = Codec(name=name, block=64)
-        given = codecs._levels(name, torch.device("cpu")).repeat(8) * 3
+        given = Codec(name=name, block=64).values().repeat(8) * 3
         assert given.unique().numel() == levels
         assert torch.equal(decode(codec, encode(codec, given), 128, torch.float32), given)
     powers = 2.0 ** torch.arange(-6, 9).repeat(128)[:128]
@@ -116,7 +116,7 @@ def _writer(data: torch.Tensor) -> Callable[[int, torch.Tensor], object]:
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int) -> None:
-    codec = Codec(name=name, block=BLOCKS[name], nested=name != "fp8")
+    codec = Codec(name=name, block=CODECS[name].block, nested=name != "fp8")
     shapes = [(31, 33), (7, 64), (1, 1), (300, 257)]
     given = {f"p{n}": values(prod(shape)) for n, shape in enumerate(shapes)}
     layout = bucket(codec, shapes, parts)
@@ -157,7 +157,7 @@ def region_of(shape: tuple[int, int], dimension: int, rows: Sequence[tuple[int, 
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_part_has_the_codes_of_the_whole(name: CodecName, dimension: int, rows: list[tuple[int, int]]) -> None:
-    shape, codec = (48, 96), Codec(name=name, block=BLOCKS[name], nested=name != "fp8")
+    shape, codec = (48, 96), Codec(name=name, block=CODECS[name].block, nested=name != "fp8")
     given = values(prod(shape))
     whole = decode(codec, encode(codec, given), given.numel(), torch.float32).view(shape)
     region = region_of(shape, dimension, rows)
