@@ -175,6 +175,11 @@ class SimulatedGroup(dist.ProcessGroup):
         kind.reduceOp = options.reduceOp if options is not None else dist.ReduceOp.SUM
 
         def start(ins: list[torch.Tensor], outs: list[torch.Tensor]) -> Any:
+            if output.device.type == "cpu":  # gloo sums in place, and nothing copies what arrives.
+                work = self._gloo.allreduce(summed := [whole.clone()], kind)
+                work.wait()
+                output.copy_(summed[0].reshape(-1).chunk(self._count)[self._own].view(output.shape))
+                return work
             work = self._gloo.allreduce(ins, kind)
             outs[0] = outs[0].set_(ins[0].reshape(-1).chunk(self._count)[self._own].view(outs[0].shape))
             return work
