@@ -4,7 +4,7 @@
 
 Parameters begin at whole blocks of a bucket, and shards are cut there, so no block has elements on two ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
@@ -51,6 +51,7 @@ class EncodedShard:
     @in_own_dtypes()
     def decode(self, encoded: TieredTensor | torch.Tensor, out: torch.Tensor, start: int = 0) -> None:
         """Fill `out`, 1-D, with the elements from `start` on, from the bytes of the shard, uint8."""
+        rest = TieredTensor.of(encoded) if isinstance(encoded, torch.Tensor) else encoded
         wanted, block = Interval(start=start, end=start + out.numel()), self.codec.block
         if sum(where.intersect(wanted).length for where, *_ in self.pieces) < out.numel():
             out.zero_()
@@ -64,48 +65,34 @@ class EncodedShard:
             whole = target
             if (begin, end) != (part.start, part.end):
                 whole = torch.empty(end - begin, dtype=out.dtype, device=out.device)
-            codes, scales = self._codes_and_scales(encoded, begin, end, out.device)
+            places = self._places(Interval(start=begin, end=end), self.codec.code_bytes(self.length))
+            codes, scales = (rest.slice(place.start, place.end).load(out.device) for place in places)
             first = first_block + (begin - where.start) // block
-            self.codec.decode(codes, self.codec.scale_values(scales, tables, first), whole)
+            scales = self.codec.scale_values(scales.view(self.codec.scale_dtype), tables, first)
+            self.codec.decode(codes, scales, whole)
             if whole is not target:
                 target.copy_(whole[part.start - begin : part.end - begin])
 
-    def _codes_and_scales(
-        self, encoded: TieredTensor | torch.Tensor, begin: int, end: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the codes and the scales of elements [begin, end), which begin at a block."""
-        codec, at, size = self.codec, self.codec.code_bytes(self.length), self.codec.scale_dtype.itemsize
-        places = (
-            (codec.code_bytes(begin), codec.code_bytes(end)),
-            (at + codec.blocks(begin) * size, at + codec.blocks(end) * size),
-        )
-        if isinstance(encoded, torch.Tensor):
-            codes, scales = (encoded[first:last] for first, last in places)
-        else:
-            codes, scales = (encoded.slice(first, last).load(device) for first, last in places)
-        return codes, scales.view(codec.scale_dtype)
+    def _places(self, elements: Interval, scales_at: int = 0) -> tuple[Interval, Interval]:
+        """Return the bytes of the codes and of the scales, which begin at `scales_at`, of elements that begin at a block."""
+        codec, size = self.codec, self.codec.scale_dtype.itemsize
+        first, last = (scales_at + codec.blocks(end) * size for end in (elements.start, elements.end))
+        codes = Interval(start=codec.code_bytes(elements.start), end=codec.code_bytes(elements.end))
+        return codes, Interval(start=first, end=last)
 
-    def ranges(self, piece: ShardPiece) -> tuple[tuple[int, Interval], tuple[int, Interval]]:
+    def ranges(self, piece: ShardPiece) -> list[tuple[int, Interval]]:
         """Return where the codes and the scales of a part of a parameter begin in the shard, and their bytes in the parameter's."""
-        codec, inside, here = self.codec, piece.in_parameter, piece.in_shard
-        size = codec.scale_dtype.itemsize
-        codes = Interval(start=codec.code_bytes(inside.start), end=codec.code_bytes(inside.end))
-        scales = Interval(start=codec.blocks(inside.start) * size, end=codec.blocks(inside.end) * size)
-        at = codec.code_bytes(self.length) + codec.blocks(here.start) * size
-        return (codec.code_bytes(here.start), codes), (at, scales)
+        here = self._places(piece.in_shard, self.codec.code_bytes(self.length))
+        return [(at.start, part) for at, part in zip(here, self._places(piece.in_parameter), strict=True)]
 
-    def store(
-        self, piece: ShardPiece, parameter: EncodedParameter, write: Callable[[int, torch.Tensor], object]
-    ) -> None:
-        """Pass the bytes of a part of a parameter to `write(begin, bytes)`, by their places in the shard."""
-        stored = parameter.codes, parameter.scales.view(torch.uint8)
-        for (begin, part), data in zip(self.ranges(piece), stored, strict=True):
-            write(begin, data[part.start : part.end])
+    def stored(self, piece: ShardPiece, parameter: EncodedParameter) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the bytes of a part of a parameter, codes and scales, and where they begin in the shard."""
+        for (begin, part), data in zip(self.ranges(piece), (parameter.codes, parameter.scales), strict=True):
+            yield begin, data.view(torch.uint8)[part.start : part.end]
 
 
 class EncodedTensor(TieredTensor):
-    """A flat tensor, `[numel]` of `dtype`, that rests on its tiers as the bytes of a shard, and is decoded into what it is read
-    into. It takes no other values than its own."""
+    """A flat tensor, `[numel]` of `dtype`, that rests as a shard's bytes and is decoded by reads. It takes its own values alone."""
 
     def __init__(self, dtype: torch.dtype, shard: EncodedShard, encoded: TieredTensor, at: Interval) -> None:
         """The tensor is the elements `at` of a shard whose bytes are `encoded`, uint8."""
@@ -134,14 +121,9 @@ class EncodedTensor(TieredTensor):
 
     def differs(self, piece: ShardPiece, parameter: EncodedParameter) -> bool:
         """Return True if a part of a parameter has other bytes here than `parameter`, which was encoded from other values."""
-        unlike: list[bool] = []
-
-        def compare(begin: int, data: torch.Tensor) -> None:
-            own = self.encoded.slice(begin, begin + data.numel()).load(_CPU)
-            unlike.append(not torch.equal(own, data))
-
-        self._shard.store(piece, parameter, compare)
-        return any(unlike)
+        stored = self._shard.stored(piece, parameter)
+        pairs = [(self.encoded.slice(begin, begin + data.numel()).load(_CPU), data) for begin, data in stored]
+        return not all(torch.equal(own, other) for own, other in pairs)
 
     def write(self, start: int, data: torch.Tensor) -> Transfer:
         own = torch.empty_like(data)
@@ -159,15 +141,13 @@ class EncodedTensor(TieredTensor):
 
 
 def codec_of(layout: BucketLayout) -> Codec:
-    """Return the codec of a bucket that has one."""
     if (codec := layout.first.codec) is None:
         raise LayoutError(f"bucket {layout.name} has no codec")
     return codec
 
 
 def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
-    """Return the codec of a rank's part of a parameter: with smaller blocks where a cut falls inside one, and a float32 scale for
-    each. Raises `LayoutError` where no block fits."""
+    """Return the codec of a rank's part of a parameter: where cuts fall inside blocks, with smaller blocks and float32 scales."""
     if region.is_whole:
         return codec
     rows, block = region.rows(), codec.block
@@ -188,14 +168,11 @@ def encoded_part(
     spec: ParameterSpec, codec: Codec, source: ReadElements, stored: EncodedParameter | None = None
 ) -> EncodedParameter:
     """Encode a parameter whole, if it is not `stored` so, and return what of it this rank holds, in the blocks of its own codec."""
-    region, part = spec.region, spec.codec
-
-    def values(start: int, end: int) -> torch.Tensor:
-        return source(spec.name, start, end).to(device=_CPU, dtype=spec.dtype)
-
-    whole = codec.encode(values, prod(region.shape)) if stored is None else stored
-    rows = region.rows()
-    if part is None or region.is_whole or rows is None:
+    region, part, rows = spec.region, spec.codec, spec.region.rows()
+    whole = stored or codec.encode(
+        lambda start, end: source(spec.name, start, end).to(device=_CPU, dtype=spec.dtype), prod(region.shape)
+    )
+    if part is None or rows is None:
         return whole
     numel, block = rows.count * rows.width, part.block
     scales = codec.scale_values(whole.scales, whole.tables).repeat_interleave(codec.block // block)
@@ -204,14 +181,10 @@ def encoded_part(
         codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)
     found = torch.empty(region.numel, dtype=torch.uint8)
     rows.take(codes[:numel], 0, Interval(start=0, end=region.numel), found)
-    coarse = StridedRows(
-        count=rows.count,
-        width=-(-rows.width // block),
-        columns=tuple(Interval(start=each.start // block, end=-(-each.end // block)) for each in rows.columns),
-    )
-    count = part.blocks(region.numel)
-    kept = torch.empty(count)
-    coarse.take(scales, 0, Interval(start=0, end=count), kept)
+    columns = tuple(Interval(start=each.start // block, end=-(-each.end // block)) for each in rows.columns)
+    coarse = StridedRows(count=rows.count, width=-(-rows.width // block), columns=columns)
+    kept = torch.empty(part.blocks(region.numel))
+    coarse.take(scales, 0, Interval(start=0, end=kept.numel()), kept)
     if codec.codes_in_byte == 2:
         found = torch.nn.functional.pad(found, (0, found.numel() % 2))
         found = (found[::2] << 4) | found[1::2]

@@ -3,7 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice
 from math import prod
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,16 +20,7 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, Stride
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import (
-    FileSettings,
-    Ledger,
-    Purpose,
-    Tier,
-    TieredPart,
-    TieredTensor,
-    Tiers,
-    allocate_lasting,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
@@ -46,17 +40,15 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
             trained = "trained" if spec.requires_grad else "frozen"
             where = f"number {number} of bucket {layout.name}"
             values[f"parameter {spec.fqn}"] = f"{list(spec.shape)} {spec.dtype} {trained}, {where}"
-    advice = (
-        "All ranks must build one model, with the same shapes, dtypes and frozen parameters, under the same options"
-    )
+    advice = "All ranks must build one model, with equal shapes, dtypes and frozen parameters, under the same options"
     group.require_same(values, LayoutError, advice=advice)
 
 
+_Runs = list[TieredPart] | None
+_Weights = tuple[TieredTensor, TieredTensor | None]
 _CPU = torch.device("cpu")
-_CHUNK = 1 << 20
-"""The most elements of a parameter that are copied to an offloaded shard at a time."""
-_LEAST_RUN = 1 << 18
-"""Bytes of a run of rows below which neighbouring runs are read together."""
+_CHUNK = 1 << 20  # the most elements of a parameter that are copied to an offloaded shard at a time
+_LEAST_RUN = 1 << 18  # bytes of a run of rows below which neighbouring runs are read together
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,10 +64,7 @@ class BuiltUnits:
 
 
 def plan_layouts(plan: Sequence[UnitPlan], parts: int) -> list[list[BucketLayout]]:
-    return [
-        [build_layout(f"{unit.name}/{number}", specs, parts) for number, specs in enumerate(unit.buckets())]
-        for unit in plan
-    ]
+    return [[build_layout(f"{unit.name}/{n}", specs, parts) for n, specs in enumerate(unit.buckets())] for unit in plan]
 
 
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
@@ -95,15 +84,13 @@ def build_units(
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
+    builder = _BucketBuilder(model=model, mesh=mesh, options=options, source=source, tiers=tiers)
     # The source reads ahead while memory is reserved.
-    source.expect(_reads(flat, mesh, options))
+    source.expect(builder.reads(flat))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     pairs = list(zip(flat, keep, strict=True))
-    stored = [
-        None if kept else _runs_in_files(layout, _rank_interval(layout, mesh, options), options, source, tiers)
-        for layout, kept in pairs
-    ]
+    stored = [None if kept else builder.runs_in_files(layout) for layout, kept in pairs]
     ring = options.gradient_slots, slot_bytes([each for each in flat if each.first.requires_grad], options, mesh.device)
     moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout in flat]
     leads = [_page_offset(dtype, runs) for dtype, runs in zip(moved, stored, strict=True)]
@@ -129,18 +116,10 @@ def build_units(
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
-    built = zip(transport.buffers, stored, strict=True)
+    built = map(partial(builder.build, transport), flat, transport.buffers, stored)
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
-        module = model.get_submodule(unit_plan.module)
-        buckets = []
-        for layout in unit_layouts:
-            buffer, runs = next(built)
-            if options.weights is not None and layout.first.codec is not None:
-                buffer, weights = _encode_weights(layout, buffer, runs, mesh, options, source, tiers, transport)
-            else:
-                weights = _read_weights(layout, buffer, runs, mesh, options, source, tiers)
-            buckets.append(_build_bucket(model, layout, buffer, weights, mesh, options, source, tiers))
+        module, buckets = model.get_submodule(unit_plan.module), list(islice(built, len(unit_layouts)))
         units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
     releases = releases or any(layout.first.codec is not None for layout in flat)
@@ -169,11 +148,8 @@ def ring_bytes(transport: str, slots: int, nbytes: int) -> int:
 
 def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: torch.device) -> int:
     """Return the bytes of one gradient slot: the largest bucket in the dtype of the transfer."""
-    on_device = is_accelerator(device)
-    return max(
-        (each.padded * options.wire_dtype(each.first.dtype, on_device=on_device).itemsize for each in trained),
-        default=0,
-    )
+    wire_dtype = partial(options.wire_dtype, on_device=is_accelerator(device))
+    return max((each.padded * wire_dtype(each.first.dtype).itemsize for each in trained), default=0)
 
 
 def kept_buckets(
@@ -208,162 +184,159 @@ def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     return not trained or spec.dtype == options.precision.master
 
 
-def _build_bucket(
-    model: nn.Module,
-    layout: BucketLayout,
-    buffer: GatherBuffer,
-    weights: tuple[TieredTensor, TieredTensor | None],
-    mesh: Mesh,
-    options: ZeroOptions,
-    source: ParameterSource,
-    tiers: Tiers,
-) -> Bucket:
-    interval = _rank_interval(layout, mesh, options)
-    for slot in layout.slots:
-        source.release(slot.spec.name)
-    parameters = [model.get_parameter(slot.spec.fqn) for slot in layout.slots]
-    for parameter in parameters:
-        _move_parameter(parameter, mesh.device)
-    bucket = Bucket(layout, parameters, buffer, interval, *weights)
-    buffer.end_write()
-    bucket.hide_values()
-    if bucket.trainable:
-        _allocate_gradients(bucket, options, tiers)
-    return bucket
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _BucketBuilder:
+    """Builds the buckets of this rank, one after the other."""
 
+    model: nn.Module
+    mesh: Mesh
+    options: ZeroOptions
+    source: ParameterSource
+    tiers: Tiers
 
-def _read_weights(
-    layout: BucketLayout,
-    buffer: GatherBuffer,
-    stored: list[TieredPart] | None,
-    mesh: Mesh,
-    options: ZeroOptions,
-    source: ParameterSource,
-    tiers: Tiers,
-) -> tuple[TieredTensor, TieredTensor | None]:
-    """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""
-    interval = _rank_interval(layout, mesh, options)
-    if stored is not None:
-        return tiers.stored(interval.length, layout.first.dtype, stored, Purpose.PARAMETERS), None
-    master, copy = _allocate_weights(layout, buffer, interval.length, options, tiers)
-    for piece in layout.pieces(interval):
-        _fill_piece(master, piece, source)
-    if copy is not None:
-        copy.copy_from(master)
-    return master, copy
+    def build(self, transport: Transport, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> Bucket:
+        """Build a bucket, whose shard stays in the runs `stored` of files if there are any."""
+        if layout.first.codec is None:
+            buffer, weights = gathered, self._read_weights(layout, gathered, stored)
+        else:
+            buffer, weights = self._encode_weights(transport, layout, gathered, stored)
+        for slot in layout.slots:
+            self.source.release(slot.spec.name)
+        parameters = [self.model.get_parameter(slot.spec.fqn) for slot in layout.slots]
+        for parameter in parameters:
+            _move_parameter(parameter, self.mesh.device)
+        bucket = Bucket(layout, parameters, buffer, self._interval(layout), *weights)
+        buffer.end_write()
+        bucket.hide_values()
+        if bucket.trainable:
+            _allocate_gradients(bucket, self.options, self.tiers)
+        return bucket
 
+    def _interval(self, layout: BucketLayout) -> Interval:
+        whole = self.options.placements.optimizer is Placement.REPLICATED
+        return Interval(start=0, end=layout.padded) if whole else layout.shard(self.mesh.shard.index)
 
-def _encode_weights(
-    layout: BucketLayout,
-    gathered: GatherBuffer,
-    stored: list[TieredPart] | None,
-    mesh: Mesh,
-    options: ZeroOptions,
-    source: ParameterSource,
-    tiers: Tiers,
-    transport: Transport,
-) -> tuple[GatherBuffer, tuple[TieredTensor, TieredTensor | None]]:
-    """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
-    interval, dtype, what = _rank_interval(layout, mesh, options), layout.first.dtype, f"weights of {layout.name}"
-    nbytes, choice = layout.rest_nbytes(interval.length), options.offload.parameters
-    if stored is not None:
-        encoded = tiers.stored(nbytes, torch.uint8, stored, Purpose.PARAMETERS)
-    elif gathered.persistent:
-        gathered.begin_write()
-        encoded = TieredTensor.of(gathered.own())
-    else:
-        encoded = tiers.allocate(nbytes, torch.uint8, choice, Purpose.PARAMETERS, what)
-    parts = [Interval(start=0, end=layout.padded)]
-    if interval.length < layout.padded:
-        parts = [layout.shard(index) for index in range(layout.parts)]
-    tables: list[torch.Tensor] = []
-    shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
-    pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
-    codec = options.weights.codec if options.weights is not None else codec_of(layout)
-    for slot in layout.slots:
-        origin, name = source.origin(slot.spec.name)
-        if stored is not None and (place := origin.encoded_place(name, codec, slot.spec.dtype)) is not None:
-            tables.append(place.tables.to(mesh.device))
-            continue
-        parameter = encoded_part(slot.spec, codec, source.read, origin.encoded(name, codec, slot.spec.dtype))
-        tables.append(parameter.tables.to(mesh.device))
-        if slot.spec.fqn in pieces:
-            shard.store(pieces[slot.spec.fqn], parameter, lambda begin, data: encoded.write(begin, data).wait())
-    buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport)
-    own = EncodedShard.of(layout, interval, tables)
-    return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
+    def _read_weights(self, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> _Weights:
+        """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""
+        interval, spec, options = self._interval(layout), layout.first, self.options
+        if stored is not None:
+            return self.tiers.stored(interval.length, spec.dtype, stored, Purpose.PARAMETERS), None
+        copy = None
+        if _rests_as_gathered(layout, options):  # No copy: the master weights themselves are gathered.
+            purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
+            master = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, purpose)
+        else:
+            what, dtype = f"master weights of {layout.name}", options.precision.master
+            master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
+            if gathered.persistent or master.whole(self.tiers.device) is None:
+                copy = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, Purpose.PARAMETERS)
+        for piece in layout.pieces(interval):
+            _fill_piece(master, piece, self.source)
+        if copy is not None:
+            copy.copy_from(master)
+        return master, copy
 
+    def _allocate_gathered(
+        self, layout: BucketLayout, gathered: GatherBuffer, numel: int, dtype: torch.dtype, purpose: Purpose
+    ) -> TieredTensor:
+        """Return memory for the shard that is gathered: its part of the buffer where that is kept, else a tensor on its tier."""
+        if gathered.persistent:
+            gathered.begin_write()
+            return TieredTensor.of(gathered.own())
+        return self.tiers.allocate(numel, dtype, self.options.offload.parameters, purpose, f"weights of {layout.name}")
 
-def _runs_in_files(
-    layout: BucketLayout, interval: Interval, options: ZeroOptions, source: ParameterSource, tiers: Tiers
-) -> list[TieredPart] | None:
-    """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
-    offload, first = options.offload, layout.first
-    whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
-    if whole and first.codec is not None and not offload.files.checksums:
-        return _encoded_runs(layout, interval, source, tiers)
-    if not (offload.in_place and whole) or first.requires_grad or first.codec is not None:
-        return None
-    runs = []
-    for piece in layout.pieces(interval):
-        if _short_rows(piece) is not None:
+    def _encode_weights(
+        self, transport: Transport, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs
+    ) -> tuple[GatherBuffer, _Weights]:
+        """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
+        interval, dtype, device = self._interval(layout), layout.first.dtype, self.mesh.device
+        nbytes = layout.rest_nbytes(interval.length)
+        if stored is not None:
+            encoded = self.tiers.stored(nbytes, torch.uint8, stored, Purpose.PARAMETERS)
+        else:
+            encoded = self._allocate_gathered(layout, gathered, nbytes, torch.uint8, Purpose.PARAMETERS)
+        parts = [interval]
+        if interval.length < layout.padded:
+            parts = [layout.shard(index) for index in range(layout.parts)]
+        tables: list[torch.Tensor] = []
+        shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
+        pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
+        codec = self.options.weights.codec if self.options.weights is not None else codec_of(layout)
+        for slot in layout.slots:
+            origin, name = self.source.origin(slot.spec.name)
+            if stored is not None and (place := origin.encoded_place(name, codec, slot.spec.dtype)) is not None:
+                tables.append(place.tables.to(device))
+                continue
+            parameter = encoded_part(slot.spec, codec, self.source.read, origin.encoded(name, codec, slot.spec.dtype))
+            tables.append(parameter.tables.to(device))
+            for begin, data in shard.stored(pieces[slot.spec.fqn], parameter) if slot.spec.fqn in pieces else ():
+                encoded.write(begin, data).wait()
+        buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport)
+        own = EncodedShard.of(layout, interval, tables)
+        return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
+
+    def runs_in_files(self, layout: BucketLayout) -> _Runs:
+        """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""
+        offload, first = self.options.offload, layout.first
+        whole = offload.parameters.tier == "file" and offload.parameters.fraction >= 1
+        if whole and first.codec is not None and not offload.files.checksums:
+            return self._encoded_runs(layout)
+        if not (offload.in_place and whole) or first.requires_grad or first.codec is not None:
             return None
-        origin, name = source.origin(piece.spec.name)
-        for run in piece.spec.region.runs(piece.in_parameter):
-            place = origin.file_position(name, run.logical, first.dtype)
-            if place is None:
+        runs = []
+        for piece in layout.pieces(self._interval(layout)):
+            if _short_rows(piece) is not None:
                 return None
-            start = piece.in_shard.start + run.local - piece.in_parameter.start
-            slot, begin = tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
-            runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
-    return runs
+            origin, name = self.source.origin(piece.spec.name)
+            for run in piece.spec.region.runs(piece.in_parameter):
+                place = origin.file_position(name, run.logical, first.dtype)
+                if place is None:
+                    return None
+                start = piece.in_shard.start + run.local - piece.in_parameter.start
+                runs.append(self._run(start, run.length, place[0], place[1] // first.dtype.itemsize))
+        return runs
+
+    def _encoded_runs(self, layout: BucketLayout) -> _Runs:
+        """Return the runs of an encoded shard's bytes in files, as `runs_in_files`."""
+        places, interval = {}, self._interval(layout)
+        for slot in layout.slots:
+            origin, name = self.source.origin(slot.spec.name)
+            place = origin.encoded_place(name, codec_of(layout), slot.spec.dtype)
+            if place is None or not slot.spec.region.is_whole:
+                return None
+            places[slot.spec.fqn] = place
+        shard, runs = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=()), []
+        for piece in layout.pieces(interval):
+            place = places[piece.spec.fqn]
+            for (start, part), (path, begin) in zip(shard.ranges(piece), (place.codes, place.scales), strict=True):
+                runs.append(self._run(start, part.length, path, begin + part.start))
+        return sorted(runs, key=lambda run: run.start)
+
+    def _run(self, start: int, length: int, path: Path, first: int) -> TieredPart:
+        """Return the part of a shard from `start` on that is stored in a file, from its element `first` on."""
+        slot = self.tiers.file().open_stored(path)
+        return TieredPart(start=start, end=start + length, tier=Tier.FILE, slot=slot, first=first)
+
+    def reads(self, layouts: Sequence[BucketLayout]) -> Iterator[tuple[str, int, int]]:
+        """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
+        if self.options.offload.in_place and self.options.offload.parameters.tier == "file":
+            return
+        for layout in layouts:
+            if layout.first.codec is not None:  # Every rank reads these whole.
+                yield from ((slot.spec.name, 0, prod(slot.spec.region.shape)) for slot in layout.slots)
+                continue
+            for piece in layout.pieces(self._interval(layout)):
+                for rows, interval, _ in _selections(piece):
+                    hull = rows.hull(interval)
+                    yield piece.spec.name, hull.start, hull.end
 
 
-def _encoded_runs(
-    layout: BucketLayout, interval: Interval, source: ParameterSource, tiers: Tiers
-) -> list[TieredPart] | None:
-    """Return the runs of an encoded shard's bytes in files, as `_runs_in_files`."""
-    places = {}
-    for slot in layout.slots:
-        origin, name = source.origin(slot.spec.name)
-        place = origin.encoded_place(name, codec_of(layout), slot.spec.dtype)
-        if place is None or not slot.spec.region.is_whole:
-            return None
-        places[slot.spec.fqn] = place
-    shard, runs = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=()), []
-    for piece in layout.pieces(interval):
-        place = places[piece.spec.fqn]
-        for (start, part), (path, begin) in zip(shard.ranges(piece), (place.codes, place.scales), strict=True):
-            file, end = tiers.file().open_stored(path), start + part.length
-            runs.append(TieredPart(start=start, end=end, tier=Tier.FILE, slot=file, first=begin + part.start))
-    return sorted(runs, key=lambda run: run.start)
-
-
-def _page_offset(dtype: torch.dtype, stored: list[TieredPart] | None) -> int:
+def _page_offset(dtype: torch.dtype, stored: _Runs) -> int:
     """Return the bytes from the start of a page at which a bucket's memory aligns with most of its blocks in the files."""
     alike = Counter({0: 0})
     for run in stored or ():
         alike[(run.first - run.start) * dtype.itemsize % BLOCK] += run.end - run.start
     return max(alike, key=alike.__getitem__)
-
-
-def _rank_interval(layout: BucketLayout, mesh: Mesh, options: ZeroOptions) -> Interval:
-    whole = options.placements.optimizer is Placement.REPLICATED
-    return Interval(start=0, end=layout.padded) if whole else layout.shard(mesh.shard.index)
-
-
-def _reads(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions) -> Iterator[tuple[str, int, int]]:
-    """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
-    if options.offload.in_place and options.offload.parameters.tier == "file":
-        return
-    for layout in layouts:
-        if layout.first.codec is not None:  # Every rank reads these whole.
-            yield from ((slot.spec.name, 0, prod(slot.spec.region.shape)) for slot in layout.slots)
-            continue
-        for piece in layout.pieces(_rank_interval(layout, mesh, options)):
-            for rows, interval, _ in _selections(piece):
-                hull = rows.hull(interval)
-                yield piece.spec.name, hull.start, hull.end
 
 
 def _selections(piece: ShardPiece) -> Iterator[tuple[StridedRows, Interval, int]]:
@@ -395,26 +368,6 @@ def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource
             passing = torch.empty(part.length, dtype=master.dtype)
             origin.fill(name, rows, part, passing)
             master.write(start + begin, passing).wait()
-
-
-def _allocate_weights(
-    layout: BucketLayout, buffer: GatherBuffer, length: int, options: ZeroOptions, tiers: Tiers
-) -> tuple[TieredTensor, TieredTensor | None]:
-    spec, offload = layout.first, options.offload
-    what = f"weights of {layout.name}"
-    if _rests_as_gathered(layout, options):  # No copy: the master weights themselves are gathered.
-        if buffer.persistent:
-            buffer.begin_write()
-            return TieredTensor.of(buffer.own()), None
-        purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
-        return tiers.allocate(length, spec.dtype, offload.parameters, purpose, what), None
-    master = tiers.allocate(length, options.precision.master, offload.optimizer, Purpose.MASTER, f"master {what}")
-    if buffer.persistent:
-        buffer.begin_write()
-        return master, TieredTensor.of(buffer.own())
-    if master.whole(tiers.device) is not None:
-        return master, None
-    return master, tiers.allocate(length, spec.dtype, offload.parameters, Purpose.PARAMETERS, what)
 
 
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
