@@ -9,7 +9,7 @@ the largest local logit m, the sum of exp(logit - m), and the target's logit on 
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
 
@@ -108,8 +108,7 @@ def chunked_cross_entropy(
     head: Callable[..., HeadPass] = partial(HeadPass, rows=kept if masked else None, targets=bound.long(), **settings)
     if not any(trained):
         return head(hidden.detach(), weight.detach(), bias).run()
-    total: torch.Tensor = _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call]
-    return total
+    return _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _check_shapes(
@@ -148,54 +147,49 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
 def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = True) -> int:
     """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden]. In
     fp32 and wider, 256 are enough for fast matrix products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4
-    vocab x hidden bytes) of a weight that is `trained`, and holding all logits (2 vocab x tokens bytes) is cheaper up to 2 x hidden
-    tokens."""
-    small = min(tokens, 256)
-    if dtype.itemsize >= 4 or not trained or tokens > 2 * hidden + small:
-        return max(1, small)
-    return max(1, tokens)
+    vocab x hidden bytes) of a weight that is `trained`, and holding all logits (2 vocab x tokens bytes) is cheaper up to
+    2 x hidden tokens."""
+    several = dtype.itemsize >= 4 or not trained or tokens > 2 * hidden + 256
+    return max(1, min(tokens, 256) if several else tokens)
 
 
+@dataclass(eq=False)
 class HeadPass:
     """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`. `targets`, int64, belong to the
     `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from `first` on, and the gradient of one
     chunk's hidden states is summed over the ranks while the next chunk is computed."""
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        *,
-        rows: torch.Tensor | None,
-        targets: torch.Tensor,
-        seed: float,
-        chunk_tokens: int,
-        trained: tuple[bool, ...],
-        change: LogitChange,
-        exchange: Exchange | None,
-        first: int,
-    ) -> None:
-        self._exchange, self._first = exchange, first
-        self._pending_sum: tuple[torch.Tensor, Pending] | None = None
-        self.shape = hidden.shape
-        self.hidden = hidden if rows is None else hidden.index_select(0, rows)
-        self.weight, self.bias, self.rows, self.targets, self.change = weight, bias, rows, targets, change
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    _: KW_ONLY
+    rows: torch.Tensor | None
+    targets: torch.Tensor
+    seed: float
+    chunk_tokens: int
+    trained: tuple[bool, ...]
+    change: LogitChange
+    exchange: Exchange | None
+    first: int
+
+    def __post_init__(self) -> None:
+        self._sums: list[tuple[torch.Tensor, Pending]] = []
+        self.shape, weight = self.hidden.shape, self.weight
+        if self.rows is not None:
+            self.hidden = self.hidden.index_select(0, self.rows)
         # The constant factor of the change's derivative; the rest differs from logit to logit.
-        self.seed = seed * change.scale
-        self.tokens, self.vocab = self.hidden.shape[0], weight.shape[0]
-        self.chunk = max(1, min(chunk_tokens, self.tokens))
-        self.loss_dtype = torch.float64 if hidden.dtype is torch.float64 else torch.float32
-        self.matmul_dtype = product_dtype(hidden.dtype, hidden.device.type)
-        self.blocks = [slice(0, self.vocab)]
-        if self.matmul_dtype != hidden.dtype:
-            self.blocks = row_blocks(self.vocab, max(self.chunk, hidden.shape[1]))
-        several = self.chunk < self.tokens
-        self.grad_hidden = torch.empty_like(self.hidden) if trained[0] else None
+        self.seed *= self.change.scale
+        (self.tokens, width), self.vocab = self.hidden.shape, weight.shape[0]
+        self.chunk = max(1, min(self.chunk_tokens, self.tokens))
+        self.loss_dtype = torch.float64 if weight.dtype is torch.float64 else torch.float32
+        self.matmul_dtype = product_dtype(weight.dtype, weight.device.type)
+        wide = self.matmul_dtype != weight.dtype
+        self.blocks = row_blocks(self.vocab, max(self.chunk, width)) if wide else [slice(0, self.vocab)]
+        self.grad_hidden = torch.empty_like(self.hidden) if self.trained[0] else None
         # One chunk's product is rounded once; a sum of several needs the wide dtype.
-        dtype = self.loss_dtype if several else weight.dtype
-        self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if trained[1] else None
-        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.loss_dtype) if trained[2] else None
+        dtype = self.loss_dtype if self.chunk < self.tokens else weight.dtype
+        self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if self.trained[1] else None
+        self.grad_bias = weight.new_zeros(self.vocab, dtype=self.loss_dtype) if self.trained[2] else None
 
     def run(self) -> torch.Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
@@ -205,16 +199,16 @@ class HeadPass:
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            softmax = self.softmax if self._exchange is None else partial(self.sharded_softmax, self._exchange)
+            softmax = self.softmax if self.exchange is None else partial(self.sharded_softmax, self.exchange)
             softmax(chunk, self.targets[start:end], losses[start:end])
             self.gradients(chunk, start, end)
-            if self._exchange is not None and self.grad_hidden is not None:
+            if self.exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
-                begun = (part, self._exchange.all_reduce_async(part))
-                self._finish_sum()
-                self._pending_sum = begun
+                begun = (part, self.exchange.all_reduce_async(part))
+                self._finish_sums()
+                self._sums.append(begun)
         del logits
-        self._finish_sum()
+        self._finish_sums()
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -225,10 +219,6 @@ class HeadPass:
             full = self.grad_hidden.new_zeros(self.shape)
             self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
         return losses.sum()
-
-    @property
-    def needs_gradients(self) -> bool:
-        return any(g is not None for g in (self.grad_hidden, self.grad_weight, self.grad_bias))
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         if self.matmul_dtype == hidden.dtype:
@@ -261,7 +251,7 @@ class HeadPass:
             chosen = wide.gather(1, picked)
             total = wide.exp_().sum(dim=1, keepdim=True)
             losses[start : start + rows] = (total.log() - chosen).squeeze(1)
-            if self.needs_gradients:
+            if any(self.trained):
                 wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
                 if slope is not None:
                     wide.mul_(slope)
@@ -272,7 +262,7 @@ class HeadPass:
         self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
     ) -> None:
         """Do as `softmax` where the vocabulary is divided over ranks."""
-        local = targets - self._first
+        local = targets - self.first
         rows = self.rows_at_once(logits)
         # A cap's slope needs the logits again after the exchange.
         alone = logits.dtype == self.loss_dtype and not self.change.cap
@@ -292,7 +282,7 @@ class HeadPass:
         largest = everyone[:, 0].amax(dim=0)
         total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
         losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
-        if not self.needs_gradients:
+        if not any(self.trained):
             return
         for block in blocks:
             part = logits[block]
@@ -335,11 +325,10 @@ class HeadPass:
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
 
-    def _finish_sum(self) -> None:
-        if self._pending_sum is not None:
-            part, pending = self._pending_sum
+    def _finish_sums(self) -> None:
+        for part, pending in self._sums:
             part.copy_(pending.wait())
-            self._pending_sum = None
+        self._sums.clear()
 
 
 def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,8 +22,7 @@ _TRIAL_ROUNDS = 5
 _WIDE_LIMIT = 0.8
 """The largest fraction of the 16-bit time at which widening is chosen; below 1, so that a tie gives the same choice everywhere."""
 
-_fastest: dict[torch.dtype, torch.dtype] = {}
-"""The fastest dtype of products on this CPU, by 16-bit dtype, as measured."""
+_fastest: dict[torch.dtype, torch.dtype] = {}  # the fastest dtype of products on this CPU, by 16-bit dtype, as measured
 
 
 def product_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -70,10 +69,9 @@ class _Scratch(threading.local):
         self._tiles: dict[str, torch.Tensor] = {}
 
     def tile(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        tile = self._tiles.get(name)
-        if tile is None or tile.numel() < rows * columns:
-            tile = self._tiles[name] = torch.empty(rows * columns, dtype=torch.float32)
-        return tile[: rows * columns].view(rows, columns)
+        if name not in self._tiles or self._tiles[name].numel() < rows * columns:
+            self._tiles[name] = torch.empty(rows * columns, dtype=torch.float32)
+        return self._tiles[name][: rows * columns].view(rows, columns)
 
     def wide(self, name: str, narrow: torch.Tensor) -> torch.Tensor:
         return self.tile(name, *narrow.shape).copy_(narrow)
@@ -123,11 +121,7 @@ def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@wide_linear.register_fake
-def _empty_output(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
+wide_linear.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
 _grad_x.register_fake(lambda grad, weight: grad.new_empty(*grad.shape[:-1], weight.shape[1]))
 _grad_weight.register_fake(lambda grad, x: x.new_empty(grad.shape[-1], x.shape[-1]))
 
