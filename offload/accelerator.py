@@ -235,8 +235,7 @@ def record_allocations(device: torch.device) -> bool:
 
 
 def write_allocations(device: torch.device, path: Path) -> bool:
-    """Write torch's record of device memory to a file for https://pytorch.org/memory_viz; returns True if the device supports
-    this. Raises `OSError` if the file cannot be written."""
+    """Write torch's record for https://pytorch.org/memory_viz; returns True if the device supports this. Raises `OSError`."""
     return _call_memory_module(device, "_dump_snapshot", str(path))
 
 
@@ -337,6 +336,5 @@ def _module(device: torch.device) -> ModuleType:
 
 def _initialized_module() -> ModuleType | None:
     """Return torch's module of the accelerator (such as `torch.cuda`); None before it is initialized, as a query would do that."""
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    module = None if kind is None else _module(kind)
-    return module if module is not None and module.is_initialized() else None
+    kind = current_accelerator()
+    return _module(kind) if kind is not None and _module(kind).is_initialized() else None

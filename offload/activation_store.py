@@ -2,7 +2,6 @@
 blocks compute; in backward the read of a block's input starts when the block after it gets its own."""
 
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from zeromesh.offload.memory.ledger import Purpose, Tier
 from zeromesh.offload.tiers import TierChoice, Tiers
 
 _LABEL = Purpose.ACTIVATIONS.value
+_Finish = Callable[[], torch.Tensor]
 _IN_FLIGHT = 2
 """The most tensors that are being offloaded at once, each of which occupies memory until it is copied or written."""
 
@@ -48,9 +48,9 @@ class SavedTensor:
 
     call: "BlockCall | None" = None
 
-    def __init__(self, start: Callable[[], Callable[[], torch.Tensor]]) -> None:
+    def __init__(self, start: Callable[[], _Finish]) -> None:
         self._start = start
-        self._finish: Callable[[], torch.Tensor] | None = None
+        self._finish: _Finish | None = None
 
     def fetch(self) -> None:
         """Start to read the tensor to the compute device, unless that has started."""
@@ -88,9 +88,7 @@ def _keep_on_device(tensor: torch.Tensor, reservation: Reservation | None = None
     return SavedTensor(lambda: finish)
 
 
-def _read_file(
-    reserve: Callable[[], Reservation], write: "PendingWrite", device: torch.device
-) -> Callable[[], torch.Tensor]:
+def _read_file(reserve: Callable[[], Reservation], write: "PendingWrite", device: torch.device) -> _Finish:
     """Start to read a tensor from its file to memory that `reserve` reserves, or use the memory from which it is still written."""
     unwritten = write.sources[:1]
     reservation = unwritten[0] if unwritten else reserve()
@@ -105,7 +103,7 @@ def _read_file(
     return finish
 
 
-def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.device) -> Callable[[], torch.Tensor]:
+def _copy_back(streams: CopyStreams, reservation: Reservation, device: torch.device) -> _Finish:
     tensor = torch.empty_like(reservation.memory, device=device)
     copied = streams.start(reservation.memory, tensor)
     tensor.record_stream(streams.inward)  # The tensor may be dropped before any wait.
@@ -188,12 +186,10 @@ class FreeRanges:
 
     def free(self, begin: int, end: int) -> None:
         """Add [begin, end), which was taken, to the free ranges, and join it with its neighbours."""
-        at = bisect_left(self._ranges, (begin, begin))
-        before, after = self._ranges[max(0, at - 1) : at], self._ranges[at : at + 1]
-        first = at - 1 if before and before[0][1] == begin else at
-        last = at + 1 if after and after[0][0] == end else at
-        joined = [*self._ranges[first:at], (begin, end), *self._ranges[at:last]]
-        self._ranges[first:last] = [(joined[0][0], joined[-1][1])]
+        joined: list[tuple[int, int]] = []
+        for first, last in sorted([*self._ranges, (begin, end)]):
+            joined.append((joined.pop()[0] if joined and joined[-1][1] == first else first, last))
+        self._ranges = joined
 
     def length_before(self, end: int) -> int:
         """Return the length of the free range that ends at `end`, the file's end; 0 without one."""
@@ -205,8 +201,7 @@ class ActivationStore:
 
     These are the first blocks, since backward needs the inputs of the last ones first. Other inputs, and on a CPU those of the
     tier `host`, stay in the same memory as without a store. The store needs no closing: its files are those of `tiers`. Raises
-    `StorageError` when no directory for files can be used, and in forward or backward when the disk is full or cannot be read or
-    written."""
+    `StorageError` when no directory for files can be used, and in forward or backward when the disk is full or fails."""
 
     def __init__(self, tiers: Tiers, choice: TierChoice) -> None:
         self._tiers, self._choice = tiers, choice

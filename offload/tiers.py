@@ -21,8 +21,7 @@ STAGING_BYTES = 64 << 20
 TierName = Literal["none", "host", "file"]
 GRAIN = 2048
 """The number of elements of which each part's beginning is a multiple: whole disk blocks and processor vectors in any dtype."""
-_CONVERTED = 1 << 20
-"""The number of elements that are converted to another dtype at a time."""
+_CONVERTED = 1 << 20  # elements that are converted to another dtype at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,8 +146,6 @@ class TieredTensor:
         return self._move(start, data, write=True)
 
     def _move(self, start: int, data: torch.Tensor, *, write: bool) -> Transfer:
-        if len(self.parts) == 1 and not start and data.numel() == self.numel:
-            return _move(self.dtype, self.parts[0], data, write=write)
         # Parts in the memory of `data` come first: a copy from or to another tier is launched after them, and ends after them.
         parts = sorted(self.slice(start, start + data.numel()).parts, key=lambda part: not part.lies_on(data.device))
         started = [_move(self.dtype, part, data[part.start : part.end], write=write) for part in parts]
@@ -247,14 +244,13 @@ class FileSettings:
 
 @dataclass(kw_only=True, slots=True)
 class Tiers:
-    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them.
-    `waits` counts the time that callers have waited for tiers."""
+    """Allocates tensors on any tier, for a process that computes on `device`. Swap files open at first use; `close` frees them."""
 
     device: torch.device
     ledger: Ledger
     files: FileSettings = field(default_factory=FileSettings)
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
-    waits: WaitTime = field(default_factory=WaitTime)
+    waits: WaitTime = field(default_factory=WaitTime)  # of callers for tiers
     _file: FileTier | None = None
 
     def allocate(

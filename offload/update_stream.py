@@ -14,13 +14,11 @@ import torch
 from zeromesh.offload.io.transfer import DONE, PAGE, AllocateBuffer, StagingPool, Transfer, WaitTime, allocate_pages
 from zeromesh.offload.tiers import GRAIN, TieredTensor
 
-_DEPTH = 2
-"""The number of rows that are read ahead of the computed one."""
+_DEPTH = 2  # the number of rows that are read ahead of the computed one
 _IN_FLIGHT = 2 * _DEPTH + 1
 """The number of rows that have buffers: those read ahead, the computed one, and as many that are being written."""
 _LEAST_BYTES = 1 << 16  # of a buffer
-_GRAIN_BYTES = GRAIN * 8
-"""The granularity of buffers in bytes: whole pages, and whole grains of any dtype."""
+_GRAIN_BYTES = GRAIN * 8  # the granularity of buffers in bytes: whole pages, and whole grains of any dtype
 
 
 class Access(Enum):
@@ -155,7 +153,6 @@ class UpdateStream:
                 flight.reads.get(number, DONE).on_end(partial(self._pool.give_back, buffer))
 
     def _missing(self, row: StreamRow) -> int:
-        """Count the operands of a row that are not in the memory of the device."""
         return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
 
     def _start(self, row: StreamRow) -> None:

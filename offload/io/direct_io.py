@@ -17,14 +17,14 @@ from zeromesh.errors import StorageError
 from zeromesh.files import disk_call, open_regular, refusals
 
 _Bytes = npt.NDArray[np.uint8]
+_Move = Callable[..., int]
 
 BLOCK = 4096
 """The block size in bytes. Offsets, lengths and addresses that are multiples of it bypass the page cache."""
 _NEAR = 1 << 14
 """The largest gap between columns, in bytes, that is read and discarded; copying it takes about as long as a system call."""
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
-_READ_AHEAD_BYTES = 1 << 18
-"""Bytes that one call reads ahead, few enough to stay in the processor's cache."""
+_READ_AHEAD_BYTES = 1 << 18  # bytes that one call reads ahead, few enough to stay in the processor's cache
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -105,7 +105,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Fill `data`, 1-D uint8 on CPU, from `offset`."""
         self._move("read", "read", os.preadv, data, offset)
 
-    def _move(self, name: str, done_to: str, move: Callable[..., int], data: torch.Tensor, offset: int) -> None:
+    def _move(self, name: str, done_to: str, move: _Move, data: torch.Tensor, offset: int) -> None:
         view = data.numpy()
         begin, end = offset, offset + len(view)
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
@@ -117,9 +117,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             self._move_buffered(done_to, move, [view[begin - offset :]], begin, end)
             self._require_unchanged()
 
-    def _move_buffered(
-        self, done_to: str, move: Callable[..., int], pieces: list[_Bytes], begin: int, end: int
-    ) -> None:
+    def _move_buffered(self, done_to: str, move: _Move, pieces: list[_Bytes], begin: int, end: int) -> None:
         """Move bytes [`begin`, `end`) of the file, which are the concatenated `pieces`, through the page cache."""
         at = begin
         while at < end:
@@ -183,7 +181,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Drop bytes from the page cache that are on the disk and will not be read soon."""
         os.posix_fadvise(self._buffered, offset, length, os.POSIX_FADV_DONTNEED)
 
-    def _move_direct(self, move: Callable[..., int], view: _Bytes, offset: int) -> int:
+    def _move_direct(self, move: _Move, view: _Bytes, offset: int) -> int:
         """Move the whole blocks of `view`, which begins at a block boundary, past the page cache; returns the bytes moved."""
         whole = len(view) - len(view) % BLOCK
         done = 0

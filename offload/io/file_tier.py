@@ -1,14 +1,13 @@
 """The file tier: flat ranges of bytes (slots) in swap files, read and written in pieces by a few threads past the page cache.
 Unaligned parts go through a buffer of the thread. With checksums every piece that is read is verified."""
 
-import contextlib
 import os
 import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,12 +26,10 @@ STRIPE = 1 << 20
 THREADS = 8
 THREAD_BYTES = THREADS * PIECE
 """Bytes of all threads' staging buffers, one of `PIECE` bytes for each thread."""
-_LARGE_PIECE = 4 << 20
-"""Bytes that one thread moves at a time if they need no buffer and have no checksum."""
+_LARGE_PIECE = 4 << 20  # bytes that one thread moves at a time if they need no buffer and have no checksum
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")
-_UNWRITTEN = 0
-"""The checksum recorded for a piece of a slot that was never written, and so reads as zeros."""
+_UNWRITTEN = 0  # the checksum recorded for a piece of a slot that was never written, and so reads as zeros
 
 
 def _open_swap_file(directory: Path, label: str) -> PositionalFile:
@@ -61,13 +58,11 @@ class FileTier:
         label: str,
         *,
         checksums: bool = False,
-        threads: int = THREADS,
         waits: WaitTime | None = None,
         memory: AllocateBuffer = allocate_pages,
         device: torch.device = _CPU,
     ) -> None:
-        """`label` is a part of the files' names, which errors show; `memory` allocates the threads' buffers, `waits` counts the
-        callers' waiting time, and `device` is the compute device of this process."""
+        """`label` is in the names of files; `memory` allocates buffers, `waits` counts callers' waiting time, `device` computes."""
         if not directories:
             raise ValueError("swap files need a directory, none is given")
         self.waits = waits or WaitTime()
@@ -80,8 +75,8 @@ class FileTier:
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
         self._stored: dict[Path, FileSlot] = {}
         self._reserved = [0] * len(directories)
-        self._buffers = list(torch.split(memory(threads * PIECE), PIECE))
-        self._threads = ThreadPoolExecutor(threads, "zeromesh-swap", partial(accelerator.make_current, device))
+        self._buffers = list(torch.split(memory(THREADS * PIECE), PIECE))
+        self._threads = ThreadPoolExecutor(THREADS, "zeromesh-swap", partial(accelerator.make_current, device))
         self._local = threading.local()
 
     def allocate(self, nbytes: int, label: str) -> "FileSlot":
@@ -124,8 +119,7 @@ class FileTier:
         """Return the buffer of the calling thread of this tier: `[PIECE]` bytes, on separate pages."""
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self._buffers.pop()
-        buffer: torch.Tensor = self._local.buffer
-        return buffer
+        return self._local.buffer  # type: ignore[no-any-return]
 
     def read(self, data: torch.Tensor, offset: int) -> None:
         """Fill `data`, 1-D uint8, from the files synchronously. Raises `StorageError`."""
@@ -174,8 +168,7 @@ class FileSlot:
             return self._move(self._read_piece, begin, out)
 
     def write(self, begin: int, data: torch.Tensor) -> Transfer:
-        """Start to write `data`, 1-D uint8, which must not change until the transfer has ended. Raises as `read` does, and
-        `ValueError` for a file that is only read."""
+        """Start to write `data`, 1-D uint8, unchanged until the end. Raises as `read`, and `ValueError` for a file only read."""
         if self._file is not None:
             raise ValueError(f"{data.numel()} bytes at {begin} of {self.label}, which is only read")
         with self._order:
@@ -230,7 +223,7 @@ class FileSlot:
         return begin, data if whole and is_block_aligned(data, at) else self.tier.buffer()[: end - begin]
 
     def _read_piece(self, copy: _Copy, at: int, out: torch.Tensor) -> None:
-        with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
+        with self._locks[at // PIECE] if self._locks else nullcontext():
             begin, memory = self._aligned_around(at, out)
             self._read_aligned(begin, memory)
         if memory is not out:
@@ -238,7 +231,7 @@ class FileSlot:
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.
-        with self._locks[at // PIECE] if self._locks else contextlib.nullcontext():
+        with self._locks[at // PIECE] if self._locks else nullcontext():
             begin, memory = self._aligned_around(at, data)
             if memory is not data:
                 last = at + data.numel()
@@ -265,7 +258,7 @@ class FileSlot:
                 )
 
 
-@contextlib.contextmanager
+@contextmanager
 def _naming_the_tier(label: str = "") -> Iterator[None]:
     try:
         yield

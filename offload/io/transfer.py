@@ -1,7 +1,6 @@
 """Transfers between tiers, the time that callers have waited for them, and the staging buffers that they pass through. Copies
 between a device and its host run on a stream for each direction, and begin after all work launched before them."""
 
-import contextlib
 import itertools
 import mmap
 import threading
@@ -9,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from queue import SimpleQueue
 from weakref import WeakSet
@@ -80,14 +79,12 @@ class Transfer:
             piece.result()
 
     def ordering(self) -> AbstractContextManager[object]:
-        """Return a context manager: device work launched inside it comes after this transfer, work launched before it goes on
-        meanwhile. Raises as `wait` does."""
+        """Return a context: device work launched inside it comes after this transfer, other work goes on. Raises as `wait`."""
         self.wait()
         return nullcontext()
 
     def order(self) -> None:
-        """Wait as `wait` does; but a transfer from a device to the host blocks later work of the device, not the host, so that the
-        source's device memory may be reused."""
+        """Wait as `wait`, but for a transfer to the host block later device work only, which may then reuse the source's memory."""
         self.wait()
 
     def wait_for_end(self, *, counted: bool = True) -> None:
@@ -95,7 +92,7 @@ class Transfer:
         began = time.perf_counter()
         late = [piece for piece in self._pieces if not piece.done()]
         for piece in late:
-            with contextlib.suppress(CancelledError):
+            with suppress(CancelledError):
                 piece.exception()
         if late and counted and self._waits is not None:
             self._waits.add(began)
@@ -141,8 +138,7 @@ class CopyStreams:
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch
-        the same host bytes; returns the event of its end, until which the caller keeps both tensors. Unpinned host memory makes the
-        copy block the host."""
+        the same host bytes; returns its end's event, until which the caller keeps both tensors. Unpinned memory blocks the host."""
         lane, other = (self._inward, self._outward) if on_accelerator(target) else (self._outward, self._inward)
         lane.stream.wait_stream(accelerator.current_stream(self._device))
         host = source if on_accelerator(target) else target
@@ -169,8 +165,7 @@ class CopyStreams:
         return _TransferToHost(self._device, event, ended, kept)
 
     def copy_later(self) -> Callable[[torch.Tensor, torch.Tensor], None]:
-        """Return a function `copy(target, source)` for another thread: it copies after all device work launched before this call,
-        and blocks its thread until the copy has ended."""
+        """Return a function `copy(target, source)` for another thread, which copies after the present device work, and waits."""
         event = accelerator.record_event(accelerator.current_stream(self._device))
 
         def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -263,7 +258,7 @@ def allocate_pages(nbytes: int) -> torch.Tensor:
 
 def request_huge_pages(found: mmap.mmap, *part: int) -> None:
     """Advise the kernel to use huge pages for a mapping, or for a `part` of it, given by start and length in bytes."""
-    with contextlib.suppress(OSError):  # The kernel may be built without huge pages.
+    with suppress(OSError):  # The kernel may be built without huge pages.
         found.madvise(mmap.MADV_HUGEPAGE, *part)
 
 

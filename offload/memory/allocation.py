@@ -20,10 +20,8 @@ from zeromesh.offload.memory.ledger import available_bytes
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
-_POPULATE_WRITE = 23
-"""Linux's MADV_POPULATE_WRITE, for which Python has no constant yet."""
-_MOVE_TO = 7
-"""Linux's MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP."""
+_POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE, for which Python has no constant yet
+_MOVE_TO = 7  # Linux's MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mremap.restype = ctypes.c_ssize_t
 _LEAST_BYTES = 1 << 16
@@ -112,9 +110,7 @@ class ReleasableBuffer:
     """A buffer at a fixed address whose memory can be released: views of `full`, `[count]`, stay valid without memory. On CPU it
     has separate pages, and `full` begins `lead` bytes after the start of one. Elsewhere its storage is resized."""
 
-    def __init__(
-        self, count: int, dtype: torch.dtype, device: torch.device, *, spare: SparePages, lead: int = 0
-    ) -> None:
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device, spare: SparePages, lead: int = 0) -> None:
         """Pages are released to and taken from `spare`. There is no memory at first."""
         self._nbytes = count * dtype.itemsize
         self._spare_pages = spare
@@ -159,8 +155,7 @@ class ReleasableBuffer:
             self.full.untyped_storage().resize_(0)
 
 
-_FREE_DIVISOR = 8
-"""One part in this many of the free memory is left unpinned, since pinned memory cannot be paged out."""
+_FREE_DIVISOR = 8  # one part in this many of the free memory is left unpinned, since pinned memory cannot be paged out
 
 
 @dataclass(kw_only=True, slots=True)

@@ -4,7 +4,6 @@ docs/decisions/0006-allocator.md and 0010-small-blocks-are-reserved.md have what
 import ctypes
 import re
 import struct
-import sys
 from pathlib import Path
 
 _M_MXFAST = 1
@@ -24,8 +23,7 @@ _caches: list[ctypes.c_size_t] = []
 _PARAMETERS_BYTES = 160
 """The number of bytes before the cache sizes in which the two thresholds must lie, in the same structure of glibc."""
 
-_EXACT_BYTES = 1024
-"""The size in bytes below which glibc keeps free blocks by exact size."""
+_EXACT_BYTES = 1024  # the size in bytes below which glibc keeps free blocks by exact size
 _RESERVED_BYTES = 16 << 10
 """The bytes that `_reserve` reserves in blocks of each size; there are `_FEWEST` to `_MOST` blocks of a size."""
 _FEWEST, _MOST = 8, 512
@@ -105,7 +103,5 @@ def _reserve(libc: ctypes.CDLL) -> None:
 
 
 def _glibc() -> ctypes.CDLL | None:
-    if not sys.platform.startswith("linux"):
-        return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "gnu_get_libc_version") else None

@@ -57,8 +57,7 @@ MEMORY = (Tier.DEVICE, Tier.HOST)
 
 
 class Ledger:
-    """Bytes of this process by tier and purpose, and their peak in memory. `limits` are bytes that a tier may not exceed; they
-    simulate a device of less memory on a host."""
+    """Bytes of this process by tier and purpose, and their peak in memory. `limits`, in bytes, simulate a tier of less memory."""
 
     def __init__(self, limits: Mapping[Tier, int] | None = None) -> None:
         self._bytes: dict[tuple[Tier, Purpose], int] = defaultdict(int)
@@ -80,8 +79,7 @@ class Ledger:
                 f"these {self.total(tier):,} in use"
             )
         self._bytes[key] = now
-        if now > self._highest.get(key, 0):
-            self._highest[key] = now
+        self._highest[key] = max(now, self._highest.get(key, 0))
         if len(self._changes) < self._most_changes:
             self._changes.append(Change(at=time.perf_counter(), tier=tier, purpose=purpose, nbytes=now))
         if tier is not Tier.FILE:

@@ -574,8 +574,9 @@ def check_closed(transfer: Transfer, ended: threading.Event, span: str) -> None:
 
 def test_closing_with_transfers_in_flight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    tier = FileTier([tmp_path], "some", threads=2)
+    monkeypatch.setattr(file_tier, "THREADS", 2)
     monkeypatch.setattr(file_tier, "_LARGE_PIECE", file_tier.PIECE)
+    tier = FileTier([tmp_path], "some")
     slot = tier.allocate(8 * file_tier.PIECE, "exp_avg")
     reads = Gate(monkeypatch, "read")
     out, ended = memory(slot.nbytes, 0), threading.Event()
