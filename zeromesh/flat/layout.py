@@ -23,10 +23,9 @@ each of which is copied in one operation.
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 
 import torch
@@ -53,17 +52,16 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StridedRows:
-    """The same `columns` of each of `count` logical rows of `width` elements. Raises `LayoutError` at construction, for columns
-    that are empty, not in order or beyond the row."""
+    """The same `columns` of each of `count` logical rows of `width` elements. Raises `LayoutError` unless these are in order."""
 
     count: int
     width: int
     columns: tuple[Interval, ...]
     local_width: int = field(init=False, repr=False, compare=False)
-    """The number of elements of a local row. If it equals `width`, local and logical positions are the same."""
+    """The number of elements of a local row."""
 
     def __post_init__(self) -> None:
-        ordered = all(one.end <= other.start for one, other in pairwise(self.columns))
+        ordered = all(one.end <= other.start for one, other in itertools.pairwise(self.columns))
         empty = not self.columns or any(not column.length for column in self.columns)
         if empty or not ordered or self.columns[-1].end > self.width:
             raise LayoutError(f"columns {self.columns} of rows of {self.width}: they are to be in order, inside a row")
@@ -76,16 +74,11 @@ class StridedRows:
 
     def count_before(self, logical: int) -> int:
         """Return the number of local elements before a logical position, also the local position of the first element after it."""
-        logical = min(max(logical, 0), self.count * self.width)
-        if self.local_width == self.width:
-            return logical
-        row, at = divmod(logical, self.width)
+        row, at = divmod(min(max(logical, 0), self.count * self.width), self.width)
         return row * self.local_width + sum(min(max(at - column.start, 0), column.length) for column in self.columns)
 
     def hull(self, interval: Interval) -> Interval:
         """Return the logical interval from the first to the last of the local elements `interval`, which is not empty."""
-        if self.local_width == self.width:
-            return interval
         ends = [divmod(local, self.local_width) for local in (interval.start, interval.end - 1)]
         first, last = [row * self.width + _logical_index(self.columns, at) for row, at in ends]
         return Interval(start=first, end=last + 1)
@@ -171,11 +164,10 @@ class Region:
     def rows(self) -> StridedRows | None:
         """Return the region as columns of rows, if it has elements and one dim is divided, into slices in order; else None."""
         split = self.split
-        others = [dim for dim in range(len(self.shape)) if dim != split]
-        if split < 0 or not self.numel or any(self.dims[dim] != _full_dim(self.shape[dim]) for dim in others):
+        if split < 0 or not self.numel or any(self.dims[dim] != _full_dim(self.shape[dim]) for dim in range(split)):
             return None
         taken = [interval for interval in self.dims[split] if interval.length]
-        if any(one.end > other.start for one, other in pairwise(taken)):
+        if any(one.end > other.start for one, other in itertools.pairwise(taken)):
             return None
         inner = prod(self.shape[split + 1 :])
         columns = tuple(Interval(start=each.start * inner, end=each.end * inner) for each in taken)
@@ -240,8 +232,7 @@ def _logical_index(intervals: tuple[Interval, ...], index: int) -> int:
 
 
 def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Interval:
-    """Return part `index` of an interval that `parts` ranks share. Parts begin at multiples of `alignment` from its start, and some
-    are empty if it is short."""
+    """Return part `index`, perhaps empty, of an interval that `parts` ranks share, in multiples of `alignment` elements."""
     length = round_up(-(-interval.length // parts), alignment)
     start = min(interval.start + index * length, interval.end)
     return Interval(start=start, end=min(start + length, interval.end))
@@ -403,11 +394,9 @@ class BucketLayout:
         last = bisect_left(self.slots, interval.end, key=lambda slot: slot.where.start)
         shared = [(slot, slot.where.intersect(interval)) for slot in self.slots[first:last]]
         return tuple(
-            ShardPiece(
-                spec=slot.spec, in_parameter=common.after(slot.where.start), in_shard=common.after(interval.start)
-            )
-            for slot, common in shared
-            if common.length
+            ShardPiece(spec=slot.spec, in_parameter=part.after(slot.where.start), in_shard=part.after(interval.start))
+            for slot, part in shared
+            if part.length
         )
 
     def segments(self, interval: Interval, keys: Sequence[object] | None = None) -> tuple[ShardSegment, ...]:
@@ -425,9 +414,8 @@ class BucketLayout:
         return tuple(segments)
 
 
-def build_layout(name: str, specs: Iterable[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
+def build_layout(name: str, specs: Sequence[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
     """Lay out parameters one after the other, grouped by optimizer group, otherwise in order. Blocks of a codec are not cut."""
-    specs = list(specs)
     alignment = max([alignment, *(spec.codec.block for spec in specs if spec.codec is not None)])
     slots, end = [], 0
     for spec in sorted(specs, key=lambda spec: spec.group):
