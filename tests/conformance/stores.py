@@ -146,7 +146,8 @@ def _load(run: Run, checkpoint: Path) -> None:
     with run.engine.loading():
         reader = open_checkpoint(run.mesh, checkpoint)
         fill_shards(run.mesh, reader, holdings.tensors(reading=True), holdings.shards_to_read())
-    run.engine.load_progress(**run.engine.progress() | {"updates": _step_of(checkpoint)})
+    progress = run.engine.progress() | {"updates": _step_of(checkpoint)}
+    run.engine.load_progress(**{name: progress[name] for name in progress.keys() - {"averages"}})
 
 
 def _step_of(checkpoint: Path) -> int:

@@ -9,6 +9,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN.
 import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Any, ClassVar
@@ -48,8 +49,7 @@ _METADATA = frozenset(
 
 
 class ParameterMeta(type(nn.Parameter)):  # type: ignore[misc]  # torch gives the metaclass no types.
-    """The metaclass of an engine's parameter classes: instances of their `live_type` count as theirs, so that comparisons of
-    classes, as in `torch.testing.assert_close`, succeed."""
+    """The metaclass of parameter classes: instances of their `live_type` count as theirs, as `torch.testing.assert_close` asks."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         kind = vars(cls).get("live_type")
@@ -108,11 +108,9 @@ def live_class(parameter: nn.Parameter) -> type[nn.Parameter]:
 
 
 class Phase(Enum):
-    RESTING = "resting"
-    """Parameters are not usable: sharded, or out of date."""
+    RESTING = "resting"  # Parameters are not usable: sharded, or out of date.
     GATHERING = "gathering"
-    LIVE = "live"
-    """Parameters are whole and current."""
+    LIVE = "live"  # Parameters are whole and current.
 
 
 _NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
@@ -122,8 +120,7 @@ _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 
 class UseCallback:
-    """Calls `on_use` with the name of a bucket's parameter that is used at rest. Parameter classes do not refer to the bucket: a
-    cycle would keep a closed engine's memory from being freed."""
+    """Calls `on_use` with the name of a parameter used at rest. Parameter classes that refer to the bucket would keep it alive."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
         named = zip(parameters, layout.slots, strict=True)
@@ -134,19 +131,19 @@ class UseCallback:
         self.on_use(self._names[id(used)])
 
 
+@dataclass(eq=False, repr=False)
 class Bucket:
     """The parameters of a unit in one flat buffer: of one dtype, and all trained or all frozen when the model was built."""
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        parameters: Sequence[nn.Parameter],
-        buffer: GatherBuffer,
-        interval: Interval,
-        master: TieredTensor,
-        copy: TieredTensor | None,
-    ) -> None:
-        self.layout = layout
+    layout: BucketLayout
+    parameters: Sequence[nn.Parameter]
+    buffer: GatherBuffer
+    interval: Interval
+    master: TieredTensor
+    copy: TieredTensor | None
+
+    def __post_init__(self) -> None:
+        layout = self.layout
         self.name = layout.name
         self.unit_index = 0  # `Unit` sets it.
         self.spec = layout.first
@@ -154,14 +151,9 @@ class Bucket:
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        self.parameters = tuple(parameters)
-        self.buffer = buffer
-        self.interval = interval
-        self.length = interval.length
+        self.length = self.interval.length
         """The number of elements that this rank updates: its shard, or all of them."""
         self.is_shard = self.length == layout.shard_length
-        self.master = master
-        self.copy = copy
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()
@@ -175,12 +167,11 @@ class Bucket:
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None
         poison = torch.full((), float("nan") if self.dtype.is_floating_point else 0, dtype=self.dtype)
-        poison = poison.to(buffer.full.device)
-        flat = buffer.make_views([slot.where for slot in layout.slots])
+        poison = poison.to(self.buffer.full.device)
+        flat = self.buffer.make_views([slot.where for slot in layout.slots])
         self._views = [view.view(slot.spec.shape) for view, slot in zip(flat, layout.slots, strict=True)]
         self._placeholders = [poison.expand(slot.spec.shape) for slot in layout.slots]
         self.use_callback = UseCallback(self.parameters, layout)
-        self._resting_classes: list[type[AtRest]] = []
         self.set_live_classes(list(map(type, self.parameters)))
         self._versions: list[int] = []
         self._digests: list[torch.Tensor] = []
@@ -192,7 +183,7 @@ class Bucket:
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         on_use = staticmethod(self.use_callback)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
-        self._resting_classes = [resting[kind] for kind in kinds]
+        self._resting_classes: list[type[AtRest]] = [resting[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
@@ -209,9 +200,7 @@ class Bucket:
 
     def show_values(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            if issubclass(kind := type(parameter), AtRest):
-                parameter.__class__ = kind.live_type
-            parameter.data = view
+            set_values(parameter, view)
         self._versions = list(map(_version_of, self.parameters))
         if self._versions_unreliable:
             self.record_digests()
@@ -304,12 +293,8 @@ class Unit:
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
-        device, address = tensor.device, tensor.data_ptr()
-        for bucket in self.buckets:
-            full = bucket.buffer.full
-            if full.device == device and 0 <= address - full.data_ptr() < bucket.nbytes:
-                return True
-        return False
+        near = [bucket for bucket in self.buckets if bucket.buffer.full.device == tensor.device]
+        return any(0 <= tensor.data_ptr() - bucket.buffer.full.data_ptr() < bucket.nbytes for bucket in near)
 
     def record_digests(self) -> None:
         for bucket in self.buckets:
@@ -411,12 +396,10 @@ class InplaceWrites:
 
 
 def _changed_parameters(units: Iterable[Unit]) -> list[tuple[Unit, str]]:
-    changed = []
-    for unit in units:
-        for bucket in unit.buckets if unit.phase is Phase.LIVE else ():
-            if (name := bucket.changed_parameter()) is not None:  # It also records the present values of each bucket.
-                changed.append((unit, name))
-    return changed
+    live = [unit for unit in units if unit.phase is Phase.LIVE]
+    # This also records the present values of each bucket.
+    found = [(unit, bucket.changed_parameter()) for unit in live for bucket in unit.buckets]
+    return [(unit, name) for unit, name in found if name is not None]
 
 
 def digest(values: torch.Tensor) -> torch.Tensor:

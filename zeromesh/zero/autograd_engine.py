@@ -78,8 +78,7 @@ class _Graph:
     """The graph of one forward, alive as long as one of its hooks."""
 
     progress: PassProgress
-    generation: int
-    """The number of parameter updates before this forward."""
+    generation: int  # of the parameters: the number of updates before this forward
 
 
 @dataclass(kw_only=True, slots=True)
@@ -87,15 +86,12 @@ class StepGradients:
     """The state of a step's gradients, from its first backward until they are forgotten."""
 
     backwards: int = 0
-    mixed: bool = False
-    """True if some gradients were added to gradients that an update had already used."""
+    mixed: bool = False  # True if some gradients were added to gradients that an update had already used
     used: bool = False
     summed: bool = False
-    closed: bool = False
-    """True if the gradients are `summed` over all ranks, which also know what has no gradient."""
+    closed: bool = False  # True if the gradients are `summed` over all ranks, which also know what has no gradient
     norm: float | None = None
-    clip: float = 1.0
-    """The clipping factor, by which gradients are multiplied when they are read or used."""
+    clip: float = 1.0  # the clipping factor, by which gradients are multiplied when they are read or used
     clipped: bool = False
 
 
@@ -421,8 +417,7 @@ class AutogradEngine(ZeroEngine):
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:
-        """Update with the gradients times `factor`, and return True; under a loss scale, only if they are finite. All ranks call
-        it."""
+        """Update with the gradients times `factor`, under a loss scale if they are finite; returns True then. All ranks call it."""
         self.require_same_parameters()
         self._passes.close_backwards()
         if self._passes.writes.unread_comparisons(self.units):

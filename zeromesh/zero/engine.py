@@ -45,12 +45,7 @@ class ZeroEngine:
     passes_class: ClassVar[type[Passes]] = Passes
 
     def __init__(
-        self,
-        model: nn.Module,
-        built: BuiltUnits,
-        mesh: Mesh,
-        options: ZeroOptions,
-        cuts: ModelCuts | None = None,
+        self, model: nn.Module, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None = None
     ) -> None:
         self.model = model
         self.mesh = mesh
@@ -146,8 +141,7 @@ class ZeroEngine:
         return self.optimizer_step.scaler.scale
 
     def progress(self) -> dict[str, Any]:
-        """Return the progress that a checkpoint stores beside tensors, for `load_progress`; docs/checkpoint-format.md describes
-        the values. All ranks call it."""
+        """Return the progress that a checkpoint stores beside tensors, see docs/checkpoint-format.md. All ranks call it."""
         step = self.optimizer_step
         changed = {
             slot.spec.name: (trained, steps)
@@ -166,15 +160,9 @@ class ZeroEngine:
         }
 
     def load_progress(
-        self,
-        *,
-        updates: int,
-        trained: Mapping[str, Sequence[Any]],
-        loss_scale: float,
-        good_steps: int,
-        averages: int = 0,
+        self, *, updates: int, trained: Mapping[str, Sequence[Any]], loss_scale: float, good_steps: int
     ) -> None:
-        """Continue from a `progress` result; tensors are loaded afterwards, and `averages` with them, see `loading`. All ranks
+        """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
         call it. Raises `CheckpointError` for names of parameters that the model does not have."""
         specs = [
             (slot.spec, parameter)
@@ -196,8 +184,7 @@ class ZeroEngine:
     # A step
 
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
-        """Begin a step, whose update uses these hyperparameters of each group; None: those of the options. The present
-        `requires_grad` of parameters applies to the whole step."""
+        """Begin a step, with the present `requires_grad` of parameters, and these hyperparameters; None: those of the options."""
         self._apply_flags()
         self.optimizer_step.begin_step(groups or hyperparameters(self.options.optimizer))
         self.mesh.post(Activity.FORWARD, 0, step=step)
@@ -379,8 +366,7 @@ class ZeroEngine:
     # Passes over the model
 
     def evaluation(self) -> AbstractContextManager[Passes]:
-        """Inside the block forward runs under no_grad, on all ranks alike, and draws random numbers from the global generators. A
-        driver's schedule calls the passes that the block yields."""
+        """Inside the block forward runs under no_grad, on all ranks alike, by the yielded passes and with the global generators."""
         return self._passes.evaluation()
 
     @contextmanager

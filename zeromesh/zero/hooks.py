@@ -7,7 +7,7 @@ gradient is complete and when it is used while released. `Passes` has the method
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -48,11 +48,7 @@ class _ModuleHook:
         self._call = call
 
     def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
-        if self._call is None:
-            return
-        if peek_interpreter_stack() is None:
-            self._call(*output)
-        else:
+        if self._call is not None:
             _outside_transforms(self._call, *output)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,7 +64,10 @@ _dynamo.set_code_exec_strategy(_ModuleHook.__call__.__code__, _skipped)
 
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
     """Call outside any `torch.func` transform, since the engine's operations are no part of a user's function."""
-    with temporarily_clear_interpreter_stack() if peek_interpreter_stack() is not None else nullcontext():
+    if peek_interpreter_stack() is None:
+        call(*arguments)
+        return
+    with temporarily_clear_interpreter_stack():
         call(*arguments)
 
 
@@ -151,18 +150,9 @@ def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -
 
 def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) -> list[torch.Tensor]:
     """Have `call` run when autograd has computed the gradient of any of these tensors. Returns the hooked ones: no leaves."""
-
-    def hook(_gradient: torch.Tensor) -> None:
-        if peek_interpreter_stack() is None:
-            call()
-        else:
-            _outside_transforms(call)
-
-    computed = []
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-            computed.append(tensor)
+    computed = [tensor for tensor in tensors if tensor.grad_fn is not None]
+    for tensor in computed:
+        tensor.register_hook(lambda _gradient: _outside_transforms(call))  # type: ignore[no-untyped-call]
     return computed
 
 
@@ -224,8 +214,7 @@ class UnitCalls:
         return True
 
     def unhooked_entries(self, roots: Iterable[Edge]) -> list[tuple[int, torch.Tensor | None]]:
-        """List the entries without a hook into calls of new kinds, in the graph behind `roots`, where backward begins: the unit of
-        each, and the parameter if a view of one is read there."""
+        """List the entries without a hook behind `roots`, into calls of new kinds: unit, and parameter if a view of one is read."""
         calls, self._new_calls = sorted(self._new_calls, key=lambda call: call.first), []
         firsts = [call.first for call in calls]
         entries: dict[Edge, tuple[int, torch.Tensor | None]] = {}
@@ -236,26 +225,19 @@ class UnitCalls:
             node: Any = edge[0]
             place = bisect_right(firsts, node._sequence_nr()) - 1
             inside = place if place >= 0 and node._sequence_nr() < calls[place].end else -1
-            if inside not in (-1, before) and not _hooked(edge, calls[inside]):
-                entries.setdefault(edge, (calls[inside].unit_index, _viewed_parameter(node)))
+            # A hook on the edge, or on that of a viewed or copied tensor, runs before backward reads a parameter.
+            if inside not in (-1, before) and calls[inside].hooked.isdisjoint(_origins(edge, _VIEWS | _COPIES)):
+                *_, (viewed, _) = _origins(edge, _VIEWS)
+                entries.setdefault(edge, (calls[inside].unit_index, getattr(viewed, "variable", None)))
             if node not in visited:
                 visited.add(node)
                 stack += [(inside, each) for each in node.next_functions if each[0] is not None]
         return list(entries.values())
 
 
-def _hooked(edge: Edge, call: UnitCall) -> bool:
-    """Return True if a hook runs before backward reads a parameter: on the edge, or on that of a viewed or copied tensor."""
-    while edge not in call.hooked:
-        node = edge[0]
-        if node.name() not in _VIEWS | _COPIES or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
-            return False
-        edge = (node.next_functions[0][0], node.next_functions[0][1])
-    return True
-
-
-def _viewed_parameter(node: Any) -> torch.Tensor | None:
-    while node.name() in _VIEWS and len(node.next_functions) == 1 and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    variable: torch.Tensor | None = getattr(node, "variable", None)
-    return variable
+def _origins(edge: Any, kinds: frozenset[str]) -> Iterator[Edge]:
+    """Yield an edge, and while it is that of an operation of these kinds on one tensor, the edge of the tensor."""
+    yield edge
+    while edge[0].name() in kinds and len(edge[0].next_functions) == 1 and edge[0].next_functions[0][0] is not None:
+        (edge,) = edge[0].next_functions
+        yield edge

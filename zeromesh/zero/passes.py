@@ -45,9 +45,8 @@ class PassMode(Enum):
 
 @dataclass(eq=False, slots=True)
 class PassProgress:
-    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward, which may follow
-    directly, or after other microbatches. A unit may be called several times: backward reaches the calls in reverse order, and
-    leaves the unit after the first of them."""
+    """The progress of one microbatch through a chunk of the model on one rank, from its forward to its backward. A unit may be
+    called several times: backward reaches the calls in reverse order, and leaves the unit after the first of them."""
 
     streams: Streams | None = None
     """The microbatch's random number streams; None means that it draws from the global generators."""
@@ -81,12 +80,7 @@ class Passes:
     )
 
     def __init__(
-        self,
-        built: BuiltUnits,
-        mesh: Mesh,
-        options: ZeroOptions,
-        updater: OptimizerStep,
-        chunks: Sequence[Sequence[Unit]],
+        self, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[list[Unit]]
     ) -> None:
         self.units = built.units
         self._chunks = chunks
@@ -128,8 +122,7 @@ class Passes:
         the global generators. `backward_follows`: its backward follows directly, in the same pass."""
         kind = f"chunk {chunk}" if backward_follows else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
-        drawing = streams.drawing() if streams is not None else nullcontext()
-        with drawing, torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
+        with self.drawing(streams), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
         # Only the edges are kept: activations that were sent need not stay until backward.
@@ -221,7 +214,7 @@ class Passes:
 
     @contextmanager
     def drawing(self, streams: Streams | None) -> Iterator[None]:
-        """Inside the block, one microbatch of an evaluation, forward draws from `streams`."""
+        """Inside the block, forward of one microbatch, random numbers come from `streams`; None: the global generators."""
         before, self._progress.streams = self._progress.streams, streams
         with streams.drawing() if streams is not None else nullcontext():
             yield
@@ -254,8 +247,7 @@ class Passes:
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
-        if not self._in_recorded_order or len(self._gathered) != len(self._recorded):
-            self._orders[self._kind] = self._gathered
+        self._orders[self._kind] = self._gathered
         self._calls.reset()
         self.mode = PassMode.IDLE
         self._direct_call, self._defers_weights, self._reads_no_weights = None, False, False
