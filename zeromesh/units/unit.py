@@ -115,6 +115,7 @@ class Phase(Enum):
 
 _NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _version_of = attrgetter("_version")
+_FIRST_FORWARDS = 2
 _DIGEST_WORDS = 1 << 22  # summed at a time
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -151,8 +152,7 @@ class Bucket:
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        self.length = self.interval.length
-        """The number of elements that this rank updates: its shard, or all of them."""
+        self.length = self.interval.length  # the number of elements that this rank updates: its shard, or all of them
         self.is_shard = self.length == layout.shard_length
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
@@ -340,17 +340,13 @@ class Unit:
         self.enter(Phase.RESTING)
 
 
-_FIRST_FORWARDS = 2
-
-
 class InplaceWrites:
     """Detects parameters that were changed in place. Version counters are compared in every pass. Digests of values, which show
     writes through `.data` too, are compared in the `_FIRST_FORWARDS` of each unit, then of one unit a forward, of parameters that
     were read between steps, and from then on of those whose counters rise without a change."""
 
     def __init__(self, *, alone: bool) -> None:
-        """`alone`: no other rank has copies or shards of the parameters."""
-        self._is_alone = alone
+        self._is_alone = alone  # True if no other rank has copies or shards of the parameters
         self.training_forwards = 0
         self._calls: Counter[int] = Counter()
 

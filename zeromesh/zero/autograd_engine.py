@@ -108,13 +108,11 @@ class AutogradPasses(Passes):
         self._reduces_microbatches = self._reduces_microbatches or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
-        self.generation = 0
-        """The number of times that parameter values have changed."""
+        self.generation = 0  # the number of times that parameter values have changed
         self._graph: weakref.ref[_Graph] | None = None
         self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
-        self.before_step: Callable[[], None] = lambda: None
-        """Called before the first forward of a step."""
+        self.before_step: Callable[[], None] = lambda: None  # called before the first forward of a step
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]

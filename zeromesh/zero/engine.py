@@ -54,13 +54,10 @@ class ZeroEngine:
         self._buckets = all_buckets(built.units)
         self._tiers = built.tiers
         self.ledger = built.tiers.ledger
-        self.waits = built.tiers.waits
-        """The time that this rank has waited for transfers from other tiers."""
+        self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
         self.transport = built.transport
-        self.reduction = built.reduction
-        """The transport that sums gradients."""
-        self._wider: Transport | None = None
-        """A transport with larger gradient slots than those allocated at the start."""
+        self.reduction = built.reduction  # the transport that sums gradients
+        self._wider: Transport | None = None  # a transport with larger gradient slots than those allocated at the start
         self._slot_bytes = self._needed_slot_bytes()
         self._releases = built.releases
         shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)

@@ -7,7 +7,7 @@ gradient is complete and when it is used while released. `Passes` has the method
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import fields, is_dataclass
 from functools import partial
 from types import FunctionType, ModuleType
@@ -20,7 +20,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
@@ -115,8 +114,7 @@ class Hooks:
             hook = weakref.proxy(call)
             trained = parameter.requires_grad
             parameter.requires_grad_(True)  # Otherwise torch would refuse the hook.
-            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            self._handles.callback(handle.remove)
+            self._handles.enter_context(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
 
 
@@ -124,19 +122,13 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
     """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
     handles = ExitStack()
     for name, module in modules:
-        hook = module.register_forward_hook(lambda _module, _args, output, name=name: call(name, output))
-        handles.callback(hook.remove)
+        handles.enter_context(module.register_forward_hook(lambda _module, _args, out, name=name: call(name, out)))
     return handles.close
 
 
-@contextmanager
-def on_registration(call: Callable[[nn.Parameter | None], None]) -> Iterator[None]:
-    """Inside the block, `call` receives each parameter that is registered on any module."""
-    handle = register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
-    try:
-        yield
-    finally:
-        handle.remove()
+def on_registration(call: Callable[[nn.Parameter | None], None]) -> AbstractContextManager[object]:
+    """Return a context inside which `call` receives each parameter that is registered on any module."""
+    return register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
 
 
 def hook_before(parameter: nn.Parameter, hook: Callable[[torch.Tensor], None]) -> Any:
@@ -158,9 +150,6 @@ def on_gradient_of(tensors: Iterable[torch.Tensor], call: Callable[[], None]) ->
 
 def tensors_in(value: Any, depth: int = _MOST_DEPTH) -> Iterator[torch.Tensor]:
     """Yield all tensors in a structure: in PyTorch's pytrees, in fields of dataclasses, and in attributes of other objects."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

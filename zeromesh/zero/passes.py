@@ -98,8 +98,7 @@ class Passes:
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self._orders: dict[str, list[int]] = {}
         """The order of gathers of the latest pass of each kind, such as training or evaluation."""
-        self._kept_units: dict[str, set[int]] = {}
-        """The units that passes of each kind need beyond their calls."""
+        self._kept_units: dict[str, set[int]] = {}  # the units that passes of each kind need beyond their calls
         self._kind, self._recorded, self._gathered = "", list[int](), list[int]()
         self._in_recorded_order = False
         self._direct_call: nn.Module | None = None
