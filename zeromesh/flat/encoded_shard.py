@@ -19,8 +19,6 @@ from zeromesh.offload import DONE, TieredTensor, Transfer
 _LEAST_BLOCK = 8
 """The fewest elements of a block of a part, whose scale is a float32: a part with smaller ones would take as much as in 16 bits."""
 _CPU = torch.device("cpu")
-
-
 ReadElements = Callable[[str, int, int], torch.Tensor]
 """Returns elements [start, end) of a flattened parameter by its name, 1-D."""
 

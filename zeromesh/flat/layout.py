@@ -58,7 +58,6 @@ class StridedRows:
     width: int
     columns: tuple[Interval, ...]
     local_width: int = field(init=False, repr=False, compare=False)
-    """The number of elements of a local row."""
 
     def __post_init__(self) -> None:
         ordered = all(one.end <= other.start for one, other in itertools.pairwise(self.columns))
@@ -338,12 +337,11 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The layout of a bucket. Raises `LayoutError` at construction, unless slots are in order, aligned and disjoint."""
+    """The layout of a bucket of `parts` shards. Raises `LayoutError` unless slots are in order, aligned and disjoint."""
 
     name: str
     slots: tuple[ParameterSlot, ...]
     parts: int
-    """The number of shards."""
     alignment: int = ALIGNMENT
     padded: int = field(init=False)
     shard_length: int = field(init=False)

@@ -11,7 +11,7 @@ A placement has, for each rank, the intervals of the tensor that the rank holds,
 
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -39,8 +39,7 @@ def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
 
 def one_after_another(lengths: Sequence[int]) -> FlatPlacement:
     """Return the placement in which each rank holds `lengths[rank]` elements after those of the ranks before it."""
-    ends = zip(accumulate(lengths), lengths, strict=True)
-    return tuple((Interval(start=end - length, end=end),) for end, length in ends)
+    return tuple((Interval(start=start, end=end),) for start, end in pairwise(accumulate(lengths, initial=0)))
 
 
 def bucket_placement(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPlacement:

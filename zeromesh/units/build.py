@@ -28,6 +28,12 @@ from zeromesh.units.plan import UnitPlan
 from zeromesh.units.unit import Bucket, Unit
 from zeromesh.weight_init.weight_sources import ParameterSource
 
+_Runs = list[TieredPart] | None
+_Weights = tuple[TieredTensor, TieredTensor | None]
+_CPU = torch.device("cpu")
+_CHUNK = 1 << 20  # the most elements of a parameter that are copied to an offloaded shard at a time
+_LEAST_RUN = 1 << 18  # bytes of a run of rows below which neighbouring runs are read together
+
 
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
     """Raise `LayoutError` on all ranks of `group`, which all call this, naming the options and parameters that differ: such ranks
@@ -44,20 +50,12 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
     group.require_same(values, LayoutError, advice=advice)
 
 
-_Runs = list[TieredPart] | None
-_Weights = tuple[TieredTensor, TieredTensor | None]
-_CPU = torch.device("cpu")
-_CHUNK = 1 << 20  # the most elements of a parameter that are copied to an offloaded shard at a time
-_LEAST_RUN = 1 << 18  # bytes of a run of rows below which neighbouring runs are read together
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltUnits:
     """A model's units. `transport` moves parameters and `reduction` gradients; they are one object if both are sharded."""
 
     units: tuple[Unit, ...]
-    releases: bool
-    """True if units are released after use; otherwise they stay live from one update to the next."""
+    releases: bool  # True if units are released after use; otherwise they stay live from one update to the next
     transport: Transport
     reduction: Transport
     tiers: Tiers
@@ -89,23 +87,17 @@ def build_units(
     source.expect(builder.reads(flat))
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
-    pairs = list(zip(flat, keep, strict=True))
-    stored = [None if kept else builder.runs_in_files(layout) for layout, kept in pairs]
+    stored = [None if kept else builder.runs_in_files(layout) for layout, kept in zip(flat, keep, strict=True)]
     ring = options.gradient_slots, slot_bytes([each for each in flat if each.first.requires_grad], options, mesh.device)
     moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout in flat]
     leads = [_page_offset(dtype, runs) for dtype, runs in zip(moved, stored, strict=True)]
     if options.offload.in_place or options.weights is not None:
         leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
     shards = 1 if options.placements.optimizer is Placement.REPLICATED else mesh.shard.size
+    sizes = [layout.travelling_nbytes(shards) // dtype.itemsize for layout, dtype in zip(flat, moved, strict=True)]
     requests = [
-        BufferRequest(
-            name=layout.name,
-            padded=layout.padded if layout.first.codec is None else layout.travelling_nbytes(shards),
-            dtype=dtype,
-            persistent=kept,
-            lead=lead,
-        )
-        for (layout, kept), dtype, lead in zip(pairs, moved, leads, strict=True)
+        BufferRequest(name=layout.name, padded=size, dtype=dtype, persistent=kept, lead=lead)
+        for layout, size, dtype, kept, lead in zip(flat, sizes, moved, keep, leads, strict=True)
     ]
     if options.placements.optimizer is Placement.SHARDED:
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, *ring)
