@@ -19,9 +19,6 @@ from torch.profiler import ProfilerActivity, supported_activities
 
 from zeromesh.errors import ConfigError, summary
 
-_MOST_ALLOCATIONS = 100_000
-"""The number of latest allocations that `record_allocations` keeps; a step of a large model has some ten thousand."""
-
 
 def is_accelerator(device: torch.device) -> bool:
     """Return True if work on `device` runs asynchronously in streams, with memory of its own."""
@@ -231,7 +228,8 @@ def allocator_settings() -> str:
 
 def record_allocations(device: torch.device) -> bool:
     """Have torch record allocations and frees of device memory; returns True if the device supports this."""
-    return _call_memory_module(device, "_record_memory_history", max_entries=_MOST_ALLOCATIONS)
+    # A step of a large model has some ten thousand.
+    return _call_memory_module(device, "_record_memory_history", max_entries=100_000)
 
 
 def write_allocations(device: torch.device, path: Path) -> bool:

@@ -188,7 +188,8 @@ class FreeRanges:
         """Add [begin, end), which was taken, to the free ranges, and join it with its neighbours."""
         joined: list[tuple[int, int]] = []
         for first, last in sorted([*self._ranges, (begin, end)]):
-            joined.append((joined.pop()[0] if joined and joined[-1][1] == first else first, last))
+            start = joined.pop()[0] if joined and joined[-1][1] == first else first
+            joined.append((start, last))
         self._ranges = joined
 
     def length_before(self, end: int) -> int:

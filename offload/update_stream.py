@@ -88,8 +88,7 @@ class UpdateStream:
         self.device = device
         self._waits = waits
         self._width = width
-        self.nbytes = stream_bytes(width, longest, nbytes)
-        """Bytes of all buffers."""
+        self.nbytes = stream_bytes(width, longest, nbytes)  # of all buffers
         self._buffer_bytes = buffer_bytes(width, longest, nbytes)
         self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory)
         self._flights: deque[_RowInFlight] = deque()

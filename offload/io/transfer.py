@@ -19,6 +19,10 @@ from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import on_accelerator
 
+PAGE = mmap.PAGESIZE
+AllocateBuffer = Callable[[int], torch.Tensor]
+_STATE_PAGES: WeakSet[mmap.mmap] = WeakSet()
+
 
 class WaitTime:
     """The seconds that callers have waited for transfers of a tier: `total` so far, and `seconds` since the last call of `take`."""
@@ -133,8 +137,7 @@ class CopyStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._inward, self._outward = CopyDirection(device), CopyDirection(device)
-        self.inward = self._inward.stream
-        """The stream of the copies to the device."""
+        self.inward = self._inward.stream  # of the copies to the device
 
     def start(self, source: torch.Tensor, target: torch.Tensor) -> torch.Event:
         """Start a copy between device and host, converted to the target's dtype, after copies in the other direction that touch
@@ -221,11 +224,6 @@ def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> t
             source = source.to(stream.device, non_blocking=True)
         target.copy_(source, non_blocking=True)
         return accelerator.record_event(stream)
-
-
-PAGE = mmap.PAGESIZE
-AllocateBuffer = Callable[[int], torch.Tensor]
-_STATE_PAGES: WeakSet[mmap.mmap] = WeakSet()
 
 
 def register_state_pages(found: mmap.mmap) -> mmap.mmap:

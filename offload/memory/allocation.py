@@ -155,9 +155,6 @@ class ReleasableBuffer:
             self.full.untyped_storage().resize_(0)
 
 
-_FREE_DIVISOR = 8  # one part in this many of the free memory is left unpinned, since pinned memory cannot be paged out
-
-
 @dataclass(kw_only=True, slots=True)
 class PinnedBudget:
     """Allocates pinned host memory within a budget, and else pageable memory, whose copies are slower and block the host. `limit`
@@ -165,8 +162,7 @@ class PinnedBudget:
 
     limit: int | None = None
     used: int = 0
-    pageable: int = 0
-    """Bytes of states in pageable memory, because the budget or the driver has refused to pin them."""
+    pageable: int = 0  # bytes of states in pageable memory, because the budget or the driver has refused to pin them
     _pinned_peak: int = 0
 
     def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -223,9 +219,9 @@ class _PinnedPages(mmap.mmap):
 
 
 def pinnable_bytes() -> int:
-    """Return the bytes that this process may pin now: the free memory of machine and control group, less a reserve."""
+    """Return the bytes that this process may pin now: seven eighths of the free memory, as pinned memory cannot be paged out."""
     free = available_bytes()
-    return free - free // _FREE_DIVISOR
+    return free - free // 8
 
 
 def require_memory(label: str, nbytes: int) -> None:
