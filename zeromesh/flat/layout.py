@@ -52,7 +52,7 @@ class Tile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StridedRows:
-    """The same `columns` of each of `count` logical rows of `width` elements. Raises `LayoutError` unless these are in order."""
+    """The same `columns` of `count` logical rows of `width` elements. Raises `LayoutError` for empty, unordered or outer ones."""
 
     count: int
     width: int

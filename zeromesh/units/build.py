@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -285,7 +284,8 @@ class _BucketBuilder:
                 if place is None:
                     return None
                 start = piece.in_shard.start + run.local - piece.in_parameter.start
-                runs.append(self._run(start, run.length, place[0], place[1] // first.dtype.itemsize))
+                slot, begin = self.tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
+                runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
         return runs
 
     def _encoded_runs(self, layout: BucketLayout) -> _Runs:
@@ -301,13 +301,9 @@ class _BucketBuilder:
         for piece in layout.pieces(interval):
             place = places[piece.spec.fqn]
             for (start, part), (path, begin) in zip(shard.ranges(piece), (place.codes, place.scales), strict=True):
-                runs.append(self._run(start, part.length, path, begin + part.start))
+                file, end = self.tiers.file().open_stored(path), start + part.length
+                runs.append(TieredPart(start=start, end=end, tier=Tier.FILE, slot=file, first=begin + part.start))
         return sorted(runs, key=lambda run: run.start)
-
-    def _run(self, start: int, length: int, path: Path, first: int) -> TieredPart:
-        """Return the part of a shard from `start` on that is stored in a file, from its element `first` on."""
-        slot = self.tiers.file().open_stored(path)
-        return TieredPart(start=start, end=start + length, tier=Tier.FILE, slot=slot, first=first)
 
     def reads(self, layouts: Sequence[BucketLayout]) -> Iterator[tuple[str, int, int]]:
         """Yield the parameter ranges that this rank will read, in order, without those that may stay in their files."""
