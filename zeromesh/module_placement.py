@@ -45,9 +45,7 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "Mod
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
-            raise LayoutError(
-                f"placement of {pattern!r} on process set {home.name}: the model has no module of that name"
-            )
+            raise LayoutError(f"placement of {pattern!r} on process set {home.name}: the model has no such module")
         for name in names:
             placed.setdefault(name, home)
     for name in placed:

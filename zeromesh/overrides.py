@@ -40,13 +40,11 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
         vars(library).update(before)
 
 
-def override(instance: object, attribute: str, value: Any) -> Callable[[], None]:
+def override(instance: object, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute on the instance itself; returns a function that restores the previous state."""
     own = vars(instance)
-    undo = (
-        partial(own.__setitem__, attribute, own[attribute]) if attribute in own else partial(own.pop, attribute, None)
-    )
-    own[attribute] = value
+    undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
+    own[name] = value
     return undo
 
 

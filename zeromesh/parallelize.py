@@ -81,10 +81,7 @@ def divide(
         if here and len(holders) > 1:
             copies[here[0]] = StageCopies(name=names[0], aliases=names[1:], ranks=holders)
     cuts = ModelCuts(
-        parts=parts,
-        copies=copies,
-        chunks=options.chunks,
-        chunk_of=lambda name: own.index(stages.stage_of(name)),
+        parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name))
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     listed = " + ".join(map(str, cut))

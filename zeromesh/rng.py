@@ -125,7 +125,7 @@ class Streams:
         on the caller's stream identifies, if `torch.utils.checkpoint` has restored that, else it is taken for the last one."""
         caller, mark = GeneratorStates.now(), torch.initial_seed()
         if (unit, mark) not in self._by_mark:
-            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) & _MASK)
+            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) % 2**63)
             self._calls[unit] += not again
         number, after = self._by_mark[unit, mark]
         self._callers.append((unit, after, caller))
@@ -141,9 +141,6 @@ class Streams:
                     caller.cpu[:8].view(torch.int64).fill_(after)
                 caller.restore()
                 return
-
-
-_MASK = 2**63 - 1
 
 
 def seed_of(text: str) -> int:
