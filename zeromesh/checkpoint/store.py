@@ -34,14 +34,10 @@ from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
 """Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.storage`)."""
-_SPARE_BYTES = 16 << 20
-"""Bytes kept free for the manifest, other small files, and directory entries."""
-_SYNCED_BYTES = 256 << 20
-"""Bytes between two syncs to the disk, which bounds a single wait."""
-_ROOM_SECONDS = 10.0
-"""The seconds that a save waits for the removal of old checkpoints if the disk has too little space."""
-_MOST_TRASH = 4
-"""The most checkpoints that may wait for removal. A slower disk delays retention, and in the end the next save."""
+_SPARE_BYTES = 16 << 20  # kept free for the manifest, other small files, and directory entries
+_SYNCED_BYTES = 256 << 20  # between two syncs to the disk, which bounds a single wait
+_ROOM_SECONDS = 10.0  # that a save waits for the removal of old checkpoints if the disk has too little space
+_MOST_TRASH = 4  # checkpoints that may wait for removal; a slower disk delays retention, and in the end the next save
 
 
 class CheckpointStore:

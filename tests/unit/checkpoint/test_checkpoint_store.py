@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, write, written
+from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, verify, write, written
 from zeromesh.checkpoint import store as stores
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
@@ -88,7 +88,7 @@ def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> No
     assert store.clean() == sorted([*LEFT, ".seen-0a1b-12"])
     assert store.clean() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00000012", "step-00000014"])
-    CheckpointReader(store.path(12)).verify()
+    verify(CheckpointReader(store.path(12)))
 
 
 def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_small_file_is_added_to_a_checkpoint_or_replaced(tmp_path: Path, monke
 
     def noted(directory: Path, manifest: Manifest) -> None:
         put(directory, manifest)
-        CheckpointReader(directory).verify()
+        verify(CheckpointReader(directory))
         seen.append([name for name in ("config.json", "metrics.json") if name in manifest.files])
 
     monkeypatch.setattr(CheckpointStore, "_put_manifest", staticmethod(noted))

@@ -3,7 +3,6 @@ live shards, with a checksum for each piece. The state is not copied, but for ro
 next update changes first are written first, and the update waits for those that are not copied yet."""
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,9 +86,8 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
                 failures.append(error)
         whole = TieredTensor.of(_exchange_columns(values, rows, cuts, [part["columns"] for part in parts], axis))
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
-        found[number] = TensorShard(
-            spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
-        )
+        region = Region.whole(shard.spec.shape)
+        found[number] = replace(shard, region=region, interval=interval, values=whole, owner=None)
     if failures:
         raise failures[0]
     return found
@@ -129,8 +127,7 @@ class WritePiece:
     owners: frozenset[int]
 
 
-Runs = Mapping[str, Sequence[PlacedValues]]
-"""The contiguous runs of files that a rank has the elements of, by file, in order."""
+Runs = Mapping[str, Sequence[PlacedValues]]  # the contiguous runs that a rank has the elements of, by file, in order
 
 
 def plan_runs(files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Runs:
@@ -213,10 +210,9 @@ class ShardWriter:
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
-    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> float:
-        """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
-        called now and then while writing goes on."""
-        return self._wait(lambda: not self._not_copied.get(owner), on_progress) if self._not_copied.get(owner) else 0.0
+    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> None:
+        """Wait until the elements of `owner` were copied or the save has failed; `on_progress` is called now and then meanwhile."""
+        self._wait(lambda: not self._not_copied.get(owner), on_progress)
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
         """Wait until everything is on the disk; returns the pieces that this rank has written. Raises the thread's error."""
@@ -224,8 +220,7 @@ class ShardWriter:
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
 
-    def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> float:
-        began = time.monotonic()
+    def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> None:
         seen = -1
         while not over():
             if len(self._checksums) != seen:
@@ -233,7 +228,6 @@ class ShardWriter:
                 on_progress()  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
             with self._changed:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
-        return time.monotonic() - began
 
     def _write_all(self, launched: torch.Event | None) -> None:
         """Write all pieces; those of a device are copied on a stream that waits for `launched` and for nothing later."""
