@@ -72,11 +72,8 @@ class FrozenWeights:
         try:
             reader = self._reader = self._reader or self._open(frozen)
             encoded = state.encoded() & frozen
-            shards = [
-                each
-                for each in state.shards_to_write()
-                if each.spec.kind == MODEL and each.spec.name in frozen and each.spec.name not in encoded
-            ]
+            plain = frozen - encoded
+            shards = [each for each in state.shards_to_write() if each.spec.kind == MODEL and each.spec.name in plain]
 
             def differing() -> list[str]:
                 if self._unlike is None:

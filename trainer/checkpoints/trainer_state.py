@@ -19,20 +19,16 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
-EVALUATED = "trainer_state_evaluated.json"
-"""The file that supersedes the first one after an evaluation of a checkpoint that was already written."""
+EVALUATED = "trainer_state_evaluated.json"  # supersedes the first, after an evaluation of a written checkpoint
 LENGTH = "run.max_steps"
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _T = TypeVar("_T")
-_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""A counter below 2^53, up to which floats are exact."""
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]  # floats are exact up to 2^53
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
-_NOT_COMPARED = frozenset(
-    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
-)
+_NOT_COMPARED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
 """Keys of a model's configuration that do not affect its computation."""
 
 
@@ -56,10 +52,8 @@ class TrainerState:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
     learning_rate: _Number = 0.0
-    passed_over: _Count = 0
-    """Steps without data, because a callback ended an epoch early."""
-    averages: _Count = 0
-    """The number of updates in the moving average of the weights (`ema`)."""
+    passed_over: _Count = 0  # steps without data, because a callback ended an epoch early
+    averages: _Count = 0  # the number of updates in the moving average of the weights (`ema`)
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Mapping[str, Any] = field(default_factory=dict)
@@ -76,9 +70,7 @@ class TrainerState:
     def to_json(self) -> bytes:
         """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` by path for other types."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("loss", "eval_loss", "metric"):
-            value = values[name]
-            values[name] = value if value is not None and value - value == 0 else None
+        values |= {name: None for name in ("loss", "eval_loss", "metric") if not math.isfinite(values[name] or 0.0)}
         return json.dumps(_to_strict_json({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
@@ -89,15 +81,11 @@ class TrainerState:
         if type(schema) is not int or schema > _SCHEMA:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
-        return _validated(
-            cls,
-            _from_strict_json(values),
-            f"{where}: {NAME} has other fields, or fields of other types than this version writes",
-        )
+        problem = f"{where}: {NAME} has other fields, or fields of other types than this version writes"
+        return _validated(cls, _from_strict_json(values), problem)
 
 
-_FLOAT = "__float__"
-"""The key of a mapping that encodes a number that is not finite, as in transformers' configurations."""
+_FLOAT = "__float__"  # the key of a number that is not finite, as in transformers' configurations
 
 
 def _to_strict_json(value: Any, place: str) -> Any:
