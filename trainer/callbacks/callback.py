@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Trainer = Any
-"""The calling `zeromesh.Trainer`, typed `Any` as its class imports this module."""
+Trainer = Any  # the calling `zeromesh.Trainer`, whose class imports this module
 
 
 class Callback:
@@ -76,10 +75,8 @@ class Callback:
 class RunState:
     step: int
     max_steps: int
-    epoch: float
-    """The number of passes over the training data so far."""
-    epochs: float
-    """The number of passes over the training data at the end of the run."""
+    epoch: float  # the number of passes over the training data so far
+    epochs: float  # and at the end of the run
     tokens: int
     best_metric: float | None
     best_step: int
