@@ -17,7 +17,6 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
-from zeromesh.files import write_whole
 from zeromesh.flat.layout import StridedRows
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -188,13 +187,11 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     """Merge the parts of a checkpoint into the new directory `out`; `on_progress` receives the bytes of each piece. Raises
     `CheckpointError` when pieces are damaged, overlap or leave a gap; `ConfigError` or `StorageError` as `write_directory` does."""
     whole = merged_manifest([part.manifest for part in parts])
-    text = whole.to_json()
-    manifests.parse(out / manifests.NAME, text)
     with write_directory(out, whole.nbytes) as directory:
         for path in whole.files:
             if not whole.is_elsewhere(path):
                 copy_file(parts, path, directory, on_progress)
-        write_whole(directory / manifests.NAME, text)
+        CheckpointStore.put_manifest(directory, whole)
     return whole
 
 

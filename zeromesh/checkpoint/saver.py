@@ -220,14 +220,9 @@ class Saver:
         except CheckpointError as error:
             return replace(saved, warning=str(error))
 
-    def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
+    def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool) -> Callable[[], Any]:
         """Run `work` in a background thread, or nothing if not `here`; the returned function waits for its result or error."""
-
-        def run() -> Any:
-            with disk_call(name, path):
-                return work() if here else None
-
-        self._task = in_thread(name, run)
+        self._task = in_thread(name, disk_call(name, path)(work) if here else lambda: None)
         return self._task.result
 
     def wait_until_copied(self, owner: int) -> None:

@@ -38,8 +38,7 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_FILE = 4 << 30
-"""The file size in bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger."""
+_LARGEST_FILE = 4 << 30  # bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger
 _LEAST_FILE = 64 << 20  # bytes below which dividing tensors among more files does not make writing faster
 _MOST_FOR_WRITERS = 64  # files of a kind for parallel writers, since every rank opens all of them
 

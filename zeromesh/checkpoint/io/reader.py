@@ -6,7 +6,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -34,6 +34,7 @@ MAX_INDEX_BYTES = 100_000_000
 _READ_AHEAD = 256 << 20  # bytes that are prefetched into the page cache
 _CHUNK = 1 << 22  # elements per prefetch
 _WINDOW = 1 << 20  # elements per dtype conversion
+_Fetched = tuple[ChecksumPiece, torch.Tensor, Future[None]]
 
 
 class CheckpointReader:
@@ -116,9 +117,7 @@ class CheckpointReader:
                 read.result()
                 use(piece, data)
 
-    def fetch_pieces(
-        self, pieces: Sequence[ChecksumPiece]
-    ) -> Generator[tuple[ChecksumPiece, torch.Tensor, Future[None]], None, None]:
+    def fetch_pieces(self, pieces: Sequence[ChecksumPiece]) -> Generator[_Fetched, None, None]:
         """Yield pieces in order, each with its bytes, 1-D uint8, valid until the next one, and a finished future, which has the
         error of a damaged piece. A few pieces are read ahead."""
         for piece in pieces:
@@ -127,7 +126,7 @@ class CheckpointReader:
                     f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
                 )
         pool, rest = StagingPool(_STAGING_BUFFERS, GRID), iter(pieces)
-        in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
+        in_flight: deque[_Fetched] = deque()
         opened: dict[str, Future[PositionalFile]] = {}
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
@@ -340,12 +339,10 @@ def manifest_of_files(directory: Path) -> Manifest:
             "`hf download NAME --local-dir DIR`",
             where="model.source",
         )
-    try:
+    with suppress(CheckpointError):  # Other tools write files of the same name.
         part = manifest_of(directory)[1].part
-    except CheckpointError:
-        part = (0, 1)  # Other tools write files of the same name.
-    if part[1] > 1:  # The parts of other hosts would be read as zeros.
-        raise ConfigError(part_error_text(directory, *part, " of a checkpoint"), where="model.source")
+        if part[1] > 1:  # The parts of other hosts would be read as zeros.
+            raise ConfigError(part_error_text(directory, *part, " of a checkpoint"), where="model.source")
     try:
         if (directory / INDEX).is_file():
             found = _read_indexed(directory)

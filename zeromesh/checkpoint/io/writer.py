@@ -41,8 +41,7 @@ CPU = torch.device("cpu")
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2  # between two reports that this rank's disk is at work
-LONGEST_ROW = 512 << 10
-"""The longest row, in bytes, of a tensor whose columns are exchanged for rows; longer rows make few enough pieces as they are."""
+LONGEST_ROW = 512 << 10  # bytes of a row that is put together from columns; longer ones make few enough pieces as it is
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
@@ -151,8 +150,7 @@ def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
 def plan_pieces(
     files: Sequence[FileLayout], runs: Runs, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]
 ) -> list[WritePiece]:
-    """List the pieces that this rank writes, with the bytes `received` from other ranks, those that are updated first at the front:
-    `order` has the position of each owner in the next update."""
+    """List the pieces that this rank writes, with bytes `received` from others, by the `order` of owners in the next update."""
     content = _by_file(chain(*runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
     sizes, last, found = {file.path: file.nbytes for file in files}, len(order), list[WritePiece]()
     for path, members in runs.items():
