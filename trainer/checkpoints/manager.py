@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
@@ -18,7 +18,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.checkpoints.frozen import NO_REFERENCES, FrozenWeights, elements_of, source_directory
+from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
 from zeromesh.trainer.checkpoints.trainer_state import (
     EVALUATED,
     NAME,
@@ -40,7 +40,7 @@ FOLDER = "checkpoints"
 LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside those of callbacks
 
 
-class RunCheckpoints:
+class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     """Saving and resuming of a run in `directory`, by all ranks together. With `linked`, checkpoints get transformers' names too.
     Raises `StorageError` at construction if nothing can be written."""
 
@@ -216,9 +216,6 @@ class RunCheckpoints:
         """Wait for the save in progress. Raises as `save` does."""
         self._report_save(self.saver.finish())
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Remove an unfinished save after an error in a single-rank run, which may continue."""
         if error is not None and self._mesh.world_size == 1:
@@ -278,11 +275,7 @@ class RunCheckpoints:
 
 
 def content_of(
-    engine: ZeroEngine,
-    processing_class: Any,
-    state: TrainerState,
-    keep: Callable[[], set[int]],
-    frozen: Manifest = NO_REFERENCES,
+    engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]], frozen: Manifest
 ) -> SaveContent:
     """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads, without the
     weights of `frozen`. All ranks call it. `keep` is that of `SaveContent`."""

@@ -14,14 +14,14 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -51,7 +51,7 @@ def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
     return tensor.tensor_split(parts, dim)[index]
 
 
-class _WeightConnection:
+class _WeightConnection(AbstractContextManager["_WeightConnection"]):
     """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`. `beat` is
     called after each piece of a tensor that was sent."""
 
@@ -63,9 +63,6 @@ class _WeightConnection:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
         self.connection, self.peer, self._moved = Connection(connection.detach()), peer, beat
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()
