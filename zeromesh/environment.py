@@ -1,8 +1,6 @@
-"""The launcher and rank of this process; the only file that reads or sets environment variables.
-
-It understands torchrun (and all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and
-Intel MPI. A process without a launcher is a world of one.
-"""
+"""The launcher and rank of this process; the only file that reads or sets environment variables. It understands torchrun (and
+all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and Intel MPI. A process without
+a launcher is a world of one."""
 
 import ctypes
 import os
@@ -30,8 +28,7 @@ _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _SECRET_NAME = re.compile(
-    r"(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$",
-    re.IGNORECASE,
+    r"(?i)(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$"
 )
 _LEAST_SECRET = 8
 
@@ -50,11 +47,8 @@ _LAUNCH_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """The position of this process among the processes of one launch.
-
-    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means any free port, for a single process
-    only. Raises `ConfigError` for contradictory numbers.
-    """
+    """The position of this process among the processes of one launch. `local_rank` and `local_world_size` count the processes
+    of one host. `master_port` 0 means any free port, for a single process. Raises `ConfigError` for contradictory numbers."""
 
     rank: int
     world_size: int
@@ -100,12 +94,10 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> LaunchEnvironme
     return LaunchEnvironment(0, 1, 0, 1, LOOPBACK, 0, "single")
 
 
-def worker_environment(
-    processes: int, *, environ: Mapping[str, str] = os.environ, cores: int | None = None, alone: bool = True
-) -> dict[str, str]:
+def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
     if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
