@@ -1,8 +1,5 @@
-"""The error classes of the project, and helpers for messages.
-
-A mistake that the user can correct is a `ValueError`; an invariant broken at run time is a `RuntimeError`. Every message says what
-was given, what is allowed, where, and what to do next.
-"""
+"""The error classes of the project, and helpers for messages. A mistake that the user can correct is a `ValueError`, a broken
+invariant a `RuntimeError`. Every message says what was given, what is allowed, where, and what to do next."""
 
 import errno
 import os

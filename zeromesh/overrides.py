@@ -1,8 +1,5 @@
-"""Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries.
-
-`PATCHES` lists every replaced function of a library; `tests/unit/test_library_patches.py` fails if an installed version of one
-differs from the recorded version.
-"""
+"""Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries. `PATCHES` lists every
+replaced function of a library; `tests/unit/test_library_patches.py` fails where another version of it is installed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

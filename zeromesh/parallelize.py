@@ -1,7 +1,5 @@
 """Divides a model in place over the tensor and pipeline axes of a mesh, before its parameters are sharded over the data axes.
-
-Layers are divided first, then other ranks' stages are removed: the cut into stages does not depend on the division of layers.
-"""
+Layers are divided before other ranks' stages are removed: the cut into stages does not depend on how layers are divided."""
 
 from __future__ import annotations
 

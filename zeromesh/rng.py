@@ -6,8 +6,7 @@ A microbatch has a stream of random numbers for its loss, and one for every call
     root                  draws d         draws e                                one stream: d, e
     blocks                        draws f         draws g                        a stream for each call
 
-When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python.
-"""
+When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python."""
 
 import ctypes
 import hashlib

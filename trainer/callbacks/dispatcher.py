@@ -2,8 +2,7 @@
 
 Callbacks of transformers get transformers' objects, in the order and with the arguments of its Trainer. The flags of the
 `TrainerControl` are the run's next actions; no other change affects the run. The optimizer and the scheduler are stand-ins that
-have the learning rate alone, as the real ones are partitioned, or do not exist.
-"""
+have the learning rate alone, as the real ones are partitioned, or do not exist."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,7 @@
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. While no slot is
 free, gradients stay on `.grad` until backward leaves the unit. On a device the host runs ahead of the kernels and cannot query when
 a slot will be free: a bucket is copied into its slot as soon as it is complete and next, and the compute stream waits for the
-slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks.
-"""
+slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks."""
 
 import hashlib
 from collections import Counter, deque
@@ -63,16 +62,14 @@ class GradientReducer:
         self._mesh = mesh
         self._recorder = mesh.recorder
         self.incomplete: Counter[int] = Counter()  # each unit's buckets that lack a gradient in the running backward
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
+        self.keep_zeros = False  # A missing gradient counts as zeros, as after `zero_grad(set_to_none=False)`.
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
         self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
-        self.with_gradient: dict[int, set[int]] = {}
-        """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
+        self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
         self._sums: dict[int, Callable[[], None]] = {}  # what waits for the sum over replicas, by the bucket's id
         self._to_offload: deque[Bucket] = deque()
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
