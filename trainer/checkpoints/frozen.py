@@ -109,8 +109,7 @@ class FrozenWeights:
                     records[path] = record_of(path, file, nbytes, mesh.rank, lambda: mesh.post(Activity.SAVE))
             return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json()
 
-        what = "reading the source of frozen weights"
-        text = mesh.world.all_or_raise(what, look, CheckpointError, first=True)[0]
+        text = mesh.world.all_or_raise("reading the source of frozen weights", look, CheckpointError, first=True)[0]
         manifest = manifests.parse(Path("source of frozen weights"), text) if text else NO_REFERENCES
         reader = CheckpointReader(Path(), checked=False, manifest=manifest)
         reader.source = self._directory or reader.source
