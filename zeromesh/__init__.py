@@ -1,8 +1,7 @@
 """zeromesh: a ZeRO-style trainer on PyTorch that is exact, small in memory and fast.
 
 Most users need only `from zeromesh import Trainer`. The engine is in the subpackages of this package, the trainer in
-`zeromesh.trainer`, and memory tiers in `zeromesh.offload`.
-"""
+`zeromesh.trainer`, and memory tiers in `zeromesh.offload`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

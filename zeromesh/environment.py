@@ -1,8 +1,6 @@
-"""The launcher and rank of this process; the only file that reads or sets environment variables.
-
-It understands torchrun (and all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and
-Intel MPI. A process without a launcher is a world of one.
-"""
+"""The launcher and rank of this process; the only file that reads or sets environment variables. It understands torchrun (and
+all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and Intel MPI. A process without
+a launcher is a world of one."""
 
 import ctypes
 import os
@@ -18,31 +16,19 @@ from zeromesh.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""The variable that tells gloo which interface to use."""
-
-SECRET = "ZEROMESH_SECRET"
-"""The variable with the secret by which launchers of several hosts authenticate each other."""
-
-ERRORS = "ZEROMESH_ERROR_FILE"
-"""The variable that names the file for a worker's error."""
-
-BEGAN = "ZEROMESH_BEGAN"
-"""The variable that tells workers the start time of their command, in seconds since boot."""
-
-IMPORTED = "ZEROMESH_IMPORT_SECONDS"
-"""The variable that tells a forked worker how long the imports took in the process that it was forked from."""
-
-AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""The variable that is True if the launcher, then torchrun, serves the store in which the ranks of several hosts meet."""
-
+# Names of variables, with what their values are:
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the interface for gloo to use
+SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts authenticate each other
+ERRORS = "ZEROMESH_ERROR_FILE"  # the file for a worker's error
+BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
+IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
 _LAUNCHER_PID = "ZEROMESH_LAUNCHER_PID"
 _RUN_VARIABLES = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 _SECRET_NAME = re.compile(
-    r"(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$",
-    re.IGNORECASE,
+    r"(?i)(?:KEYS?|TOKENS?|SECRETS?|PASS(?:WORDS?|WD|PHRASE)|CREDENTIALS?)(?:$|_)|_(?:PASS|PWD|PAT|DSN)$|^(?:PASS|PAT)$"
 )
 _LEAST_SECRET = 8
 
@@ -61,11 +47,8 @@ _LAUNCH_VARIABLES = (
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnvironment:
-    """The position of this process among the processes of one launch.
-
-    `local_rank` and `local_world_size` count the processes of one host. `master_port` 0 means any free port, for a single process
-    only. Raises `ConfigError` for contradictory numbers.
-    """
+    """The position of this process among the processes of one launch. `local_rank` and `local_world_size` count the processes
+    of one host. `master_port` 0 means any free port, for a single process. Raises `ConfigError` for contradictory numbers."""
 
     rank: int
     world_size: int
@@ -89,10 +72,8 @@ class LaunchEnvironment:
             raise ConfigError(wrong, where=f"launch environment ({self.launcher})")
 
 
-def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Read this process's position from `environ` (default: the process's own variables). Raises `ConfigError` when some variables
-    of a launcher are missing; the message names them."""
-    environ = os.environ if environ is None else environ
+def read_environment(environ: Mapping[str, str] = os.environ) -> LaunchEnvironment:
+    """Read this process's position from `environ`. Raises `ConfigError` that names what is missing of a launcher's variables."""
     if environ.get("RANK"):  # torchrun's variables come before those of others.
         return _read_torchrun(environ)
     # A batch script's body has SLURM_PROCID=0 too, but is no step that `srun` has started.
@@ -113,13 +94,10 @@ def read_environment(environ: Mapping[str, str] | None = None) -> LaunchEnvironm
     return LaunchEnvironment(0, 1, 0, 1, LOOPBACK, 0, "single")
 
 
-def worker_environment(
-    processes: int, *, environ: Mapping[str, str] | None = None, cores: int | None = None, alone: bool = True
-) -> dict[str, str]:
+def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
-    environ = os.environ if environ is None else environ
-    wanted = {"OMP_NUM_THREADS": str(max(1, (cores or available_cores()) // processes))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
     if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
@@ -143,9 +121,8 @@ def kept_environment(variables: Mapping[str, str] | None = None) -> Iterator[Non
         os.environ.update(before)
 
 
-def secret_values(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+def secret_values(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
     """Return the values of variables whose names mark them as secrets, such as `HF_TOKEN`, without short ones."""
-    environ = os.environ if environ is None else environ
     found = (value.strip() for name, value in environ.items() if _SECRET_NAME.search(name))
     return tuple(value for value in found if len(value) >= _LEAST_SECRET)
 

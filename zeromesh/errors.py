@@ -1,8 +1,5 @@
-"""The error classes of the project, and helpers for messages.
-
-A mistake that the user can correct is a `ValueError`; an invariant broken at run time is a `RuntimeError`. Every message says what
-was given, what is allowed, where, and what to do next.
-"""
+"""The error classes of the project, and helpers for messages. A mistake that the user can correct is a `ValueError`, a broken
+invariant a `RuntimeError`. Every message says what was given, what is allowed, where, and what to do next."""
 
 import errno
 import os
@@ -13,8 +10,6 @@ from itertools import islice
 
 def printable(text: str) -> str:
     r"""Return the text in one line, with control characters and the like as escapes, such as `\x1b`."""
-    if text.isprintable():
-        return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
@@ -66,12 +61,9 @@ class ConfigError(ZeromeshError, ValueError):
     def __init__(self, problems: str | Sequence[str], *, where: str = "") -> None:
         self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
         self.where = where
-        head = f"{where}: " if where else ""
-        if len(self.problems) == 1:
-            super().__init__(head + self.problems[0])
-        else:
-            lines = "\n".join(f"  - {problem}" for problem in self.problems)
-            super().__init__(f"{head}{len(self.problems)} problems\n{lines}")
+        heading = [] if len(self.problems) == 1 else [f"{len(self.problems)} problems"]
+        text = "\n  - ".join([*heading, *self.problems])
+        super().__init__(f"{where}: {text}" if where else text)
 
 
 _PATH_ERRNOS = frozenset({errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.ENOENT})

@@ -1,8 +1,6 @@
-"""Opens, reads and writes files of a run: links are not followed, opening never waits for a pipe, and the umask sets permissions.
-
-It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank. Functions that open, read
-and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file.
-"""
+"""Opens, reads and writes files of a run: links are not followed, opening never waits for a pipe, and the umask sets
+permissions. It also tracks the disk operations that this process waits for, to tell a slow disk from a hanging rank. Functions
+that open, read and write raise `OSError`. For a path that is no regular file, its `strerror` names the kind of file."""
 
 import contextlib
 import errno
@@ -20,9 +18,8 @@ from pathlib import Path
 
 from zeromesh.errors import StorageError
 
-_TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")
-"""The names of unfinished files, short since the final name may have the maximum of 255 bytes."""
-_KINDS = {
+_TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")  # short, since the final name may have the most of 255 bytes
+_KINDS = {  # what is no regular file, by the first letter of `stat.filemode`
     "l": "a symbolic link",
     "d": "a directory",
     "p": "a named pipe",
@@ -30,7 +27,6 @@ _KINDS = {
     "c": "a device",
     "b": "a device",
 }
-"""What is no regular file, by the first letter of `stat.filemode`."""
 DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})

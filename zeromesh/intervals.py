@@ -5,8 +5,7 @@ from itertools import pairwise
 
 from zeromesh.errors import LayoutError
 
-ALIGNMENT = 64
-"""The alignment of parameters and shards in elements, so that both begin on a cache line in every dtype."""
+ALIGNMENT = 64  # of parameters and shards, in elements, so that both begin on a cache line in every dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,7 @@
 Every rank runs the same program, and all compute what is outside of placed modules. A stub replaces each module of other ranks:
 its output, and in backward the gradients of its inputs, come from the first rank of the module's set. Autograd visits a graph in
 the reverse order of its construction, so ranks communicate in the same order in backward. Recompute activations inside a placed
-module: around it, ranks would differ.
-"""
+module: around it, ranks would differ."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,9 +44,7 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "Mod
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
-            raise LayoutError(
-                f"placement of {pattern!r} on process set {home.name}: the model has no module of that name"
-            )
+            raise LayoutError(f"placement of {pattern!r} on process set {home.name}: the model has no such module")
         for name in names:
             placed.setdefault(name, home)
     for name in placed:
@@ -147,9 +144,7 @@ def _run_and_send(forward: Callable[..., Any], exchange: _ModuleExchange, /, *ar
 
 class _RemoteModule(Stub):
     def __init__(self, module: nn.Module, exchange: _ModuleExchange) -> None:
-        shape = meta_copy(module)
-        super().__init__(shape)
-        self._shape = (shape,)
+        super().__init__(meta_copy(module))
         self._exchange = exchange
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,7 +152,7 @@ class _RemoteModule(Stub):
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         # Generators advance alike on all ranks, so the draw that this call makes on the set is made here too.
         with self._exchange.randomness.sharded(), torch.no_grad():
-            output, spec = pytree.tree_flatten(self._shape[0](*args, **kwargs))
+            output, spec = pytree.tree_flatten(self._foreign[0](*args, **kwargs))
         tensors, specs = self._exchange.receive()
         at = [index for index, leaf in enumerate(output) if isinstance(leaf, torch.Tensor)]
         if len(at) != len(tensors):

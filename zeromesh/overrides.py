@@ -1,8 +1,5 @@
-"""Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries.
-
-`PATCHES` lists every replaced function of a library; `tests/unit/test_library_patches.py` fails if an installed version of one
-differs from the recorded version.
-"""
+"""Temporary replacements: an instance's `forward`, tensors cached by modules, functions of libraries. `PATCHES` lists every
+replaced function of a library; `tests/unit/test_library_patches.py` fails where another version of it is installed."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -40,13 +37,11 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
         vars(library).update(before)
 
 
-def override(instance: object, attribute: str, value: Any) -> Callable[[], None]:
+def override(instance: object, name: str, value: Any) -> Callable[[], None]:
     """Set an attribute on the instance itself; returns a function that restores the previous state."""
     own = vars(instance)
-    undo = (
-        partial(own.__setitem__, attribute, own[attribute]) if attribute in own else partial(own.pop, attribute, None)
-    )
-    own[attribute] = value
+    undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
+    own[name] = value
     return undo
 
 

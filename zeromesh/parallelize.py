@@ -1,7 +1,5 @@
 """Divides a model in place over the tensor and pipeline axes of a mesh, before its parameters are sharded over the data axes.
-
-Layers are divided first, then other ranks' stages are removed: the cut into stages does not depend on the division of layers.
-"""
+Layers are divided before other ranks' stages are removed: the cut into stages does not depend on how layers are divided."""
 
 from __future__ import annotations
 
@@ -81,10 +79,7 @@ def divide(
         if here and len(holders) > 1:
             copies[here[0]] = StageCopies(name=names[0], aliases=names[1:], ranks=holders)
     cuts = ModelCuts(
-        parts=parts,
-        copies=copies,
-        chunks=options.chunks,
-        chunk_of=lambda name: own.index(stages.stage_of(name)),
+        parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name))
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     listed = " + ".join(map(str, cut))

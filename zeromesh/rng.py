@@ -6,8 +6,7 @@ A microbatch has a stream of random numbers for its loss, and one for every call
     root                  draws d         draws e                                one stream: d, e
     blocks                        draws f         draws g                        a stream for each call
 
-When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python.
-"""
+When a unit's call ends, its caller's stream continues. Streams set the global generators of PyTorch, NumPy and Python."""
 
 import ctypes
 import hashlib
@@ -125,7 +124,7 @@ class Streams:
         on the caller's stream identifies, if `torch.utils.checkpoint` has restored that, else it is taken for the last one."""
         caller, mark = GeneratorStates.now(), torch.initial_seed()
         if (unit, mark) not in self._by_mark:
-            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) & _MASK)
+            self._by_mark[unit, mark] = (self._calls[unit] - again, (self._first_mark + len(self._by_mark)) % 2**63)
             self._calls[unit] += not again
         number, after = self._by_mark[unit, mark]
         self._callers.append((unit, after, caller))
@@ -141,9 +140,6 @@ class Streams:
                     caller.cpu[:8].view(torch.int64).fill_(after)
                 caller.restore()
                 return
-
-
-_MASK = 2**63 - 1
 
 
 def seed_of(text: str) -> int:

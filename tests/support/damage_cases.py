@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.stored_cases import small_units, split, values_of, write
+from tests.support.stored_cases import small_units, split, values_of, verify, write
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.manifest import checksum
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
@@ -59,7 +59,7 @@ def refused(directory: Path, *words: str, by: Callable[[Path], object] | None = 
     tracemalloc.start()
     try:
         with pytest.raises(CheckpointError) as caught:
-            (by or (lambda path: CheckpointReader(path).verify()))(directory)
+            (by or (lambda path: verify(CheckpointReader(path))))(directory)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

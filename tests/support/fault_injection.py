@@ -83,7 +83,7 @@ def parse(text: str) -> Fault:
 
 _BEGINS = {
     (CheckpointStore, "create"): "before-tmp",
-    (CheckpointStore, "_put_manifest"): "before-manifest",
+    (CheckpointStore, "put_manifest"): "before-manifest",
     (stores, "publish"): "before-rename",
     (Remover, "remove"): "during-retention",
     (Passes, "before_forward"): "forward",

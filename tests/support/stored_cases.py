@@ -244,6 +244,11 @@ def targets_of(reader: CheckpointReader, holdings: Sequence[TensorShard]) -> lis
     return list(places_of(reader, holdings))
 
 
+def verify(reader: CheckpointReader) -> None:
+    """Read and verify all that a checkpoint holds."""
+    reader.stream(reader.pieces(), lambda piece, data: None)
+
+
 def read(reader: CheckpointReader, name: str, first: int, memory: torch.Tensor) -> torch.Tensor:
     """Read elements of a model's tensor from `first` on into `memory`, and return that."""
     tensor = reader.tensor("model", name)

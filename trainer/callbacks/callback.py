@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Trainer = Any
-"""The calling `zeromesh.Trainer`, typed `Any` as its class imports this module."""
+Trainer = Any  # the calling `zeromesh.Trainer`, whose class imports this module
 
 
 class Callback:
@@ -13,8 +12,7 @@ class Callback:
     the callback.
 
     Arguments are read-only. Callbacks may call `trainer.request` to evaluate, save, log or stop after the present step; a request
-    of any rank holds for all. Callbacks of transformers are accepted too.
-    """
+    of any rank holds for all. Callbacks of transformers are accepted too."""
 
     def on_init_end(self, trainer: Trainer) -> None:
         """Called at the end of the trainer's construction; the only model is one that was passed in."""
@@ -76,16 +74,12 @@ class Callback:
 class RunState:
     step: int
     max_steps: int
-    epoch: float
-    """The number of passes over the training data so far."""
-    epochs: float
-    """The number of passes over the training data at the end of the run."""
+    epoch: float  # the number of passes over the training data so far
+    epochs: float  # and at the end of the run
     tokens: int
     best_metric: float | None
     best_step: int
     best_checkpoint: str | None
     is_world_process_zero: bool
-    total_flos: float = 0.0
-    """Floating-point operations so far by transformers' estimate, 6 per token and parameter, embeddings aside."""
-    log_history: Sequence[dict[str, Any]] = ()
-    """The live list of logged values: losses, evaluations and finally the run's totals."""
+    total_flos: float = 0.0  # so far by transformers' estimate, 6 per token and parameter, embeddings aside
+    log_history: Sequence[dict[str, Any]] = ()  # the live list of losses, evaluations and finally the run's totals

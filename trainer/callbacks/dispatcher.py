@@ -2,8 +2,7 @@
 
 Callbacks of transformers get transformers' objects, in the order and with the arguments of its Trainer. The flags of the
 `TrainerControl` are the run's next actions; no other change affects the run. The optimizer and the scheduler are stand-ins that
-have the learning rate alone, as the real ones are partitioned, or do not exist.
-"""
+have the learning rate alone, as the real ones are partitioned, or do not exist."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,17 +55,15 @@ class CallbackDispatcher:
 
     def add(self, callback: Any) -> None:
         """Add a callback: an object, or a class of transformers, which is instantiated without arguments."""
-        if isinstance(callback, Callback):
-            self._callbacks.append(callback)
-            return
-        kind = callback if isinstance(callback, type) else type(callback)
-        if not issubclass(kind, TrainerCallback):
-            shown = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        is_class = isinstance(callback, type)
+        given = callback() if is_class and issubclass(callback, TrainerCallback) else callback
+        if not isinstance(given, Callback | TrainerCallback):
+            shown = f"the class {callback.__name__}" if is_class else f"a {type(callback).__name__}"
             raise ConfigError(
                 f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
                 "transformers.TrainerCallback"
             )
-        self._callbacks.append(callback() if isinstance(callback, type) else callback)
+        self._callbacks.append(given)
 
     @property
     def of_transformers(self) -> list[TrainerCallback]:
@@ -91,17 +88,16 @@ class CallbackDispatcher:
         named: dict[str, Any] = {}
         known: frozenset[str] = frozenset()
         for callback in self.listeners(event):
-            if isinstance(callback, Callback):
-                with naming(callback, event), ending_children():
-                    getattr(callback, event)(self._trainer, *arguments)
-                continue
-            if not named:
+            ours = isinstance(callback, Callback)
+            if not (ours or named):
                 named = self._event_arguments(event, *arguments)
                 known = frozenset(named.get("logs", ()))
             with naming(callback, event), ending_children():
-                answer = getattr(callback, event)(self._arguments, self._state, self.control, **named)
-            if answer is not None:
-                self.control = answer
+                method = getattr(callback, event)
+                if ours:
+                    method(self._trainer, *arguments)
+                else:
+                    self.control = method(self._arguments, self._state, self.control, **named) or self.control
         if logs := named.get("logs"):
             added = {name: value for name, value in logs.items() if name not in known}
             self._trainer.run.model.stepper.scalars.add(added)

@@ -55,10 +55,8 @@ class FrozenWeights:
             problem = "reference needs a model that came from a directory, which this one did not; set it to whole"
             raise ConfigError(problem, where="checkpoint.frozen")
         self._wanted = how == "reference" or (how == "auto" and is_adapted(engine.model))
-        self._reader: CheckpointReader | None = None
-        """Reader of the source under the engine's weight names, with checksums; None before the first checkpoint."""
-        self._unlike: list[str] | None = None
-        """The encoded parameters that the source does not have as here; None before the first checkpoint."""
+        self._reader: CheckpointReader | None = None  # of the source, under the engine's weight names, with checksums
+        self._unlike: list[str] | None = None  # the encoded parameters that the source does not have as here
         self._unchanged: dict[tuple[str, int], tuple[int, ...]] = {}
         """Shards that equal the source, by name and first element: their digest, and inode, size and times of the file."""
 
@@ -72,11 +70,8 @@ class FrozenWeights:
         try:
             reader = self._reader = self._reader or self._open(frozen)
             encoded = state.encoded() & frozen
-            shards = [
-                each
-                for each in state.shards_to_write()
-                if each.spec.kind == MODEL and each.spec.name in frozen and each.spec.name not in encoded
-            ]
+            plain = frozen - encoded
+            shards = [each for each in state.shards_to_write() if each.spec.kind == MODEL and each.spec.name in plain]
 
             def differing() -> list[str]:
                 if self._unlike is None:
@@ -103,20 +98,19 @@ class FrozenWeights:
         specs = [each for each in state.tensors(reading=True) if each.name in frozen]
         aliases = [(alias, name) for alias, name in state.aliases().items() if name in frozen]
 
-        def look() -> str:
+        def look() -> bytes:
             if self._directory is None:
-                return ""
+                return b""
             tensors = tuple(_source_tensors(self._engine.model, self._directory, specs, aliases))
             records = {}
             for path in {each.path for each in tensors}:
                 with (self._directory / path.removeprefix(SOURCE)).open("rb") as file:
                     nbytes = os.fstat(file.fileno()).st_size
                     records[path] = record_of(path, file, nbytes, mesh.rank, lambda: mesh.post(Activity.SAVE))
-            return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json().decode()
+            return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json()
 
-        what = "reading the source of frozen weights"
-        text = mesh.world.all_or_raise(what, look, CheckpointError, first=True)[0]
-        manifest = manifests.parse(Path("source of frozen weights"), text.encode()) if text else NO_REFERENCES
+        text = mesh.world.all_or_raise("reading the source of frozen weights", look, CheckpointError, first=True)[0]
+        manifest = manifests.parse(Path("source of frozen weights"), text) if text else NO_REFERENCES
         reader = CheckpointReader(Path(), checked=False, manifest=manifest)
         reader.source = self._directory or reader.source
         return reader

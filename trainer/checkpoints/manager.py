@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any
 
 from zeromesh import __version__
 from zeromesh.checkpoint.format.manifest import Manifest
@@ -18,7 +18,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.checkpoints.frozen import NO_REFERENCES, FrozenWeights, elements_of, source_directory
+from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
 from zeromesh.trainer.checkpoints.trainer_state import (
     EVALUATED,
     NAME,
@@ -33,16 +33,14 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
-from zeromesh.units.unit import Bucket
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
 FOLDER = "checkpoints"
-LOOP = "loop"
-"""The checkpoint key of a custom loop's groups and state, beside those of callbacks."""
+LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside those of callbacks
 
 
-class RunCheckpoints:
+class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     """Saving and resuming of a run in `directory`, by all ranks together. With `linked`, checkpoints get transformers' names too.
     Raises `StorageError` at construction if nothing can be written."""
 
@@ -72,10 +70,8 @@ class RunCheckpoints:
         self._linked = linked
         self._metrics: dict[int, float] = {}
         self._failures = 0
-        self._last_attempts: int | None = None
-        """Remaining attempts of the last step's save; None before the last step."""
-        self.latest: int | None = None
-        """The step of the newest checkpoint that this process has written or read."""
+        self._last_attempts: int | None = None  # remaining attempts of the last step's save; None before the last step
+        self.latest: int | None = None  # the step of the newest checkpoint that this process has written or read
 
     # Resuming
 
@@ -189,7 +185,8 @@ class RunCheckpoints:
         except (CheckpointError, StorageError) as error:
             self._count_failure(str(error))
             return False
-        self._engine.optimizer_step.before_change = self._release
+        number = self._engine.checkpoint_state.bucket_number
+        self._engine.optimizer_step.before_change = lambda bucket: self.saver.wait_until_copied(number(bucket))
         if wait or not self._section.asynchronous:
             self.finish()
         return True
@@ -218,9 +215,6 @@ class RunCheckpoints:
     def finish(self) -> None:
         """Wait for the save in progress. Raises as `save` does."""
         self._report_save(self.saver.finish())
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Remove an unfinished save after an error in a single-rank run, which may continue."""
@@ -264,9 +258,6 @@ class RunCheckpoints:
         then = "Training goes on" if self._last_attempts is None else "It is tried once more"
         self._note(f"WARNING: {why}; {kept}. {then}")
 
-    def _release(self, bucket: Bucket) -> None:
-        self.saver.wait_until_copied(self._engine.checkpoint_state.bucket_number(bucket))
-
     def _kept_steps(self) -> set[int]:
         """Return the steps whose checkpoints `keep_last` and `keep_best` keep; called on rank 0 alone."""
         steps = self.store.steps()
@@ -284,11 +275,7 @@ class RunCheckpoints:
 
 
 def content_of(
-    engine: ZeroEngine,
-    processing_class: Any,
-    state: TrainerState,
-    keep: Callable[[], set[int]],
-    frozen: Manifest = NO_REFERENCES,
+    engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]], frozen: Manifest
 ) -> SaveContent:
     """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads, without the
     weights of `frozen`. All ranks call it. `keep` is that of `SaveContent`."""
@@ -323,21 +310,23 @@ def content_of(
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
     """Compare the settings of a run's newest checkpoint, which rank 0 reads, with the configuration; `RunCheckpoints.resume`
     compares model and data later. Raises `ConfigError` on all ranks if settings differ."""
-    problem, steps = "", CheckpointStore(directory / FOLDER).steps() if mesh.rank == 0 else []
-    if steps and config.checkpoint.resume != "never":
-        path = CheckpointStore(directory / FOLDER).path(steps[0])
+    store = CheckpointStore(directory / FOLDER)
+
+    def compare() -> None:
+        steps = store.steps()
+        if not steps or config.checkpoint.resume == "never":
+            return
         # A schedule over epochs is known once the data has been read.
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
         known = config if config.run.epochs is not None else with_length(config, config.run.max_steps)
         now = {key: value for key, value in settings_of(known, model={}, data={}).items() if not key.startswith(later)}
         with suppress(CheckpointError):  # An older checkpoint may be usable.
-            state = state_of(CheckpointReader(path, parts=True))
+            state = state_of(CheckpointReader(store.path(steps[0]), parts=True))
             then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now
-            differ = differences(then, now)
-            problem = _of_another_run(path, differ) if differ else ""
-    problem = mesh.world.gather_bytes(problem.encode(), "settings of the run's checkpoints")[0].decode()
-    if problem:
-        raise ConfigError(problem)
+            if differ := differences(then, now):
+                raise ConfigError(_of_another_run(store.path(steps[0]), differ))
+
+    mesh.world.all_or_raise("settings of the run's checkpoints", compare, ConfigError, first=True)
 
 
 def _open_checkpoint(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
@@ -395,24 +384,18 @@ def _fill(
         away = {each.name for each in reader.manifest.tensors if reader.manifest.is_elsewhere(each.path)}
         encoded = engine.checkpoint_state.encoded() & away
         fill_shards(engine.mesh, reader, tensors, [each for each in shards if each.spec.name not in encoded])
-        require_same_encoded(reader, engine, encoded)
+
+        def compare() -> None:
+            if encoded and (unlike := engine.checkpoint_state.unlike_encoded(encoded, elements_of(reader))):
+                raise LayoutError(
+                    f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here; give the "
+                    "model whose adapters these are"
+                )
+
+        engine.mesh.world.all_or_raise("comparison of encoded weights", compare, CheckpointError, kept=LayoutError)
 
 
-def require_same_encoded(reader: CheckpointReader, engine: ZeroEngine, names: set[str]) -> None:
-    """Raise `LayoutError` on all ranks unless the source of a checkpoint's frozen weights gives an engine's encoded ones."""
-
-    def compare() -> None:
-        if names and (unlike := engine.checkpoint_state.unlike_encoded(names, elements_of(reader))):
-            raise LayoutError(
-                f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here; give the "
-                "model whose adapters these are"
-            )
-
-    engine.mesh.world.all_or_raise("comparison of encoded weights", compare, CheckpointError, kept=LayoutError)
-
-
-_NO_METRIC = float("inf")
-"""The metric of a checkpoint whose state has none, and which is not kept as one of the best."""
+_NO_METRIC = float("inf")  # of a checkpoint whose state has none, and which is not kept as one of the best
 
 
 def _metric_of(path: Path) -> float | None:

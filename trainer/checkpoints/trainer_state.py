@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -19,20 +20,17 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import description_of_adapters, is_adapted
 
 NAME = "trainer_state.json"
-EVALUATED = "trainer_state_evaluated.json"
-"""The file that supersedes the first one after an evaluation of a checkpoint that was already written."""
+EVALUATED = "trainer_state_evaluated.json"  # supersedes the first, after an evaluation of a written checkpoint
 LENGTH = "run.max_steps"
+_KEYS = ("batch.global_size", "batch.last", "batch.average", "run.label_smoothing", LENGTH, "run.seed", "run.clip_norm")
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
 _T = TypeVar("_T")
-_Count = Annotated[int, Field(ge=0, lt=1 << 53)]
-"""A counter below 2^53, up to which floats are exact."""
+_Count = Annotated[int, Field(ge=0, lt=1 << 53)]  # floats are exact up to 2^53
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
-_NOT_COMPARED = frozenset(
-    {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
-)
+_NOT_COMPARED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
 """Keys of a model's configuration that do not affect its computation."""
 
 
@@ -56,10 +54,8 @@ class TrainerState:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
     learning_rate: _Number = 0.0
-    passed_over: _Count = 0
-    """Steps without data, because a callback ended an epoch early."""
-    averages: _Count = 0
-    """The number of updates in the moving average of the weights (`ema`)."""
+    passed_over: _Count = 0  # steps without data, because a callback ended an epoch early
+    averages: _Count = 0  # the number of updates in the moving average of the weights (`ema`)
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Mapping[str, Any] = field(default_factory=dict)
@@ -67,18 +63,14 @@ class TrainerState:
     stream: Mapping[str, Any] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
     tracker: Mapping[str, str] = field(default_factory=dict)
-    log_history: Sequence[Mapping[str, Any]] = ()
-    """The logged lines in transformers' form; empty if a run uses nothing of transformers."""
+    log_history: Sequence[Mapping[str, Any]] = ()  # in transformers' form; empty if a run uses nothing of transformers
     settings: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that the model changed while it ran, with their later values."""
+    written: Mapping[str, Any] = field(default_factory=dict)  # the later values of settings that the model changed
 
     def to_json(self) -> bytes:
         """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` by path for other types."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("loss", "eval_loss", "metric"):
-            value = values[name]
-            values[name] = value if value is not None and value - value == 0 else None
+        values |= {name: None for name in ("loss", "eval_loss", "metric") if not math.isfinite(values[name] or 0.0)}
         return json.dumps(_to_strict_json({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
@@ -89,15 +81,11 @@ class TrainerState:
         if type(schema) is not int or schema > _SCHEMA:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
-        return _validated(
-            cls,
-            _from_strict_json(values),
-            f"{where}: {NAME} has other fields, or fields of other types than this version writes",
-        )
+        problem = f"{where}: {NAME} has other fields, or fields of other types than this version writes"
+        return _validated(cls, _from_strict_json(values), problem)
 
 
-_FLOAT = "__float__"
-"""The key of a mapping that encodes a number that is not finite, as in transformers' configurations."""
+_FLOAT = "__float__"  # the key of a number that is not finite, as in transformers' configurations
 
 
 def _to_strict_json(value: Any, place: str) -> Any:
@@ -160,20 +148,11 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
     """Return the settings that determine a step's weights, by configuration key. `model` and `data` are described without paths."""
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
-    ema = config.ema.model_dump(mode="json", exclude={"evaluate"})
-    sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule}
+    ema = config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {}
+    sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule, "ema": ema}
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
-    return flat | {
-        "batch.global_size": config.batch.global_size,
-        "batch.last": config.batch.last,
-        "batch.average": config.batch.average,
-        "run.label_smoothing": config.run.label_smoothing,
-        LENGTH: config.run.max_steps,
-        "run.seed": config.run.seed,
-        "run.clip_norm": config.run.clip_norm,
-        **({f"ema.{key}": value for key, value in ema.items()} if config.ema.decay else {}),
-        **({} if config.data.seed is None else {"data.seed": config.data.seed}),
-    }
+    flat |= {key: attrgetter(key)(config) for key in _KEYS}
+    return flat if config.data.seed is None else {**flat, "data.seed": config.data.seed}
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mapping[str, Any] | None = None) -> list[str]:
@@ -211,10 +190,8 @@ class Best:
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
         """Return the best value after one more evaluation; NaN is never better."""
-        gain = -math.inf if math.isnan(value) else math.inf
-        if self.value is not None and gain > 0:
-            gain = value - self.value if goal == "highest" else self.value - value
-        better = gain > 0
+        gain = math.inf if self.value is None else (value - self.value) * (1 if goal == "highest" else -1)
+        better = gain > 0 and not math.isnan(value)
         enough = better and gain >= min_improvement
         kept = replace(self, value=value, step=step) if better else self
         return replace(kept, waited=0 if enough else self.waited + 1)

@@ -15,7 +15,7 @@ from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.environment import setting
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
-from zeromesh.files import write_whole
+from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
@@ -42,28 +42,24 @@ def keep_encoded(
     if not sources:
         return []
     (source,) = sources.values()
-    names = [name for origin, name in origins if origin is source and not source.has_encoded(name, codec, dtype)]
+    names = [name for origin, name in origins if origin is source and source.encoded_in(name, codec, dtype) is None]
     top = Path(section.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "weights").expanduser()
     parts = (_VERSION, codec, dtype, *source.identity())
     folder = top / xxhash.xxh3_128_hexdigest("\n".join(map(repr, parts)).encode())
     environment, encoded = mesh.environment, 0
     # Shares do not depend on the files that are there, which other ranks write meanwhile.
     share = names[environment.local_rank :: environment.local_world_size]
-    try:
+    with refusals(folder, "filled with encoded weights", "; set model.weights.cache"):
         for number, name in enumerate(share):
             if _is_whole(folder / _file(name)):
                 continue
             say(f"encoding the weights: {number} of {len(share)} matrices")
-            shape, read = source.shape(name), partial(_read, source, name, dtype)
+            shape, read = source.shapes[name], partial(_read, source, name, dtype)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             form = stored_form(name, shape, dtype, codec, codec.encode(read, shape.numel()))
             write_whole(folder / _file(name), save(form))
             encoded += 1
             mesh.post(Activity.IDLE)
-    except OSError as error:
-        raise StorageError(
-            f"encoded weights cannot be kept in {str(folder)!r} ({error}); set model.weights.cache"
-        ) from error
     mesh.wait_for_all_ranks("encoding of weights")
     if not names:
         return []
@@ -71,7 +67,7 @@ def keep_encoded(
     records = {file: FileRecord(nbytes=(folder / file).stat().st_size, pieces=()) for file in headers}
     tensors = tuple(spec for header in headers.values() for spec in header.values())
     try:
-        source.keep(QuantizedFiles(folder, Manifest(step=0, files=records, tensors=tensors)))
+        source.kept = QuantizedFiles(folder, Manifest(step=0, files=records, tensors=tensors))
     except ConfigError as error:
         raise StorageError(f"{str(folder)!r} is damaged; remove it, and the weights are encoded anew") from error
     size, what = human_bytes(sum(each.nbytes for each in records.values())), f"{len(names)} matrices in {codec.name}"

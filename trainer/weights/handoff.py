@@ -14,32 +14,29 @@ import socket
 import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
 
-from zeromesh.checkpoint.format.safetensors_layout import DTYPES
+from zeromesh.checkpoint.format.safetensors_layout import DTYPES, are_valid_sizes
 from zeromesh.errors import ConfigError, TransferError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 
-Part = tuple[int, int, int]
-"""A part `(dim, index, parts)` of a tensor, cut along `dim` as by `torch.tensor_split`."""
+Part = tuple[int, int, int]  # `(dim, index, parts)`, a part of a tensor as `torch.tensor_split` cuts along `dim`
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 20
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (*DTYPES.values(), torch.float8_e4m3fn, torch.float8_e5m2)
-}
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 
 
 def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
@@ -54,7 +51,7 @@ def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
     return tensor.tensor_split(parts, dim)[index]
 
 
-class _WeightConnection:
+class _WeightConnection(AbstractContextManager["_WeightConnection"]):
     """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`. `beat` is
     called after each piece of a tensor that was sent."""
 
@@ -66,9 +63,6 @@ class _WeightConnection:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             connection.setsockopt(socket.SOL_SOCKET, option, limit)
         self.connection, self.peer, self._moved = Connection(connection.detach()), peer, beat
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.connection.close()
@@ -155,9 +149,7 @@ def send_weights(
                 if receiver.header().get("received") != sent:
                     raise TransferError(f"{receiver.peer} has not received all of {sent} tensors")
 
-        def on_first_rank(work: Callable[[], None]) -> None:
-            mesh.world.all_or_raise("weights for other processes", work, TransferError, first=True)
-
+        on_first_rank = partial(mesh.world.all_or_raise, "weights for other processes", error=TransferError, first=True)
         # The other ranks wait while rank 0 waits for a receiver, so their timeout must be longer.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
         try:
@@ -207,18 +199,12 @@ def _host_of(address: str) -> tuple[str, int | None]:
     if address and "\0" not in address and ("/" in address or not found):
         return address, None
     if "\0" in address or not (host and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(
-            f"{address!r} is no address: give the path of a socket, such as /tmp/weights.sock, or HOST:PORT"
-        )
+        raise ConfigError(f"{address!r} is no address: give a socket's path, such as /tmp/weights.sock, or HOST:PORT")
     return host.strip("[]"), int(port)
 
 
 def receive_weights(
-    address: str,
-    *,
-    parts: Mapping[str, Part] | None = None,
-    token: str | None = None,
-    timeout_seconds: float = 60.0,
+    address: str, *, parts: Mapping[str, Part] | None = None, token: str | None = None, timeout_seconds: float = 60.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Listen at an address, and yield `(name, tensor)` of each weight that a trainer sends, on the CPU, until all have arrived.
 
@@ -254,11 +240,8 @@ def receive_weights(
 
 
 def _read_tensor(sender: _WeightConnection, header: Mapping[str, Any]) -> torch.Tensor:
-    name, dtype = header.get("name"), _DTYPES.get(str(header.get("dtype")))
-    given: Any = header.get("shape")
-    shape: list[int] = given if isinstance(given, list) else [-1]
-    sizes = all(type(size) is int and 0 <= size < 1 << 63 for size in shape)
-    if not isinstance(name, str) or not sizes or dtype is None:
+    name, shape, dtype = header.get("name"), header.get("shape"), _DTYPES.get(str(header.get("dtype")))
+    if not (isinstance(name, str) and isinstance(shape, list) and are_valid_sizes(*shape)) or dtype is None:
         raise TransferError(f"{sender.peer} sends no weights: {printable(json.dumps(header)[:200])}")
     try:
         content = torch.empty(prod(shape) * dtype.itemsize, dtype=torch.uint8)
@@ -279,8 +262,7 @@ def _listening(address: str, host: str, port: int | None) -> Iterator[socket.soc
         else:
             path = Path(address)
             if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):
-                # A live listener rejects a datagram with EPROTOTYPE, undisturbed; the socket of a dead receiver refuses
-                # all.
+                # A live listener rejects a datagram with EPROTOTYPE, undisturbed; a dead receiver's socket refuses all.
                 with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
                     if probe.connect_ex(address) != errno.EPROTOTYPE:
                         path.unlink()

@@ -16,12 +16,7 @@ import torch
 import transformers
 from transformers import AutoConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
@@ -95,12 +90,12 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
     has_base = bool(base) and hasattr(model, base)
     files_have_base = bool(base) and any(entry.startswith(f"{base}.") for entry in entries)
 
-    def may_differ_from_files(name: str, *, has_base_prefix: bool) -> bool:
+    def may_differ(name: str, *, has_base_prefix: bool) -> bool:
         """Return True for a tensor of a task head, which lacks the prefix of the base model where names have it, or of a pooler."""
         return (has_base_prefix and not name.startswith(f"{base}.")) or "pooler" in name.split(".")
 
     classes = getattr(model.config, "num_labels", None)
-    for name in [name for name in direct if may_differ_from_files(name, has_base_prefix=has_base)]:
+    for name in [name for name in direct if may_differ(name, has_base_prefix=has_base)]:
         here, there = tuple(state[name].shape), shapes[name]
         if here[:1] == (classes,) != there[:1] and here[1:] == there[1:]:
             del direct[name], shapes[name]
@@ -109,14 +104,8 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
     have = {canonical[name] for name in (*direct, *converted) if name in canonical}
     missing = [name for name in state if canonical.get(name) == name and name not in have]
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
-    new = [
-        name for name in missing if _matches(name, may_lack) or may_differ_from_files(name, has_base_prefix=has_base)
-    ]
-    unused = [
-        name
-        for name in unexpected
-        if _ignored(model, name) or may_differ_from_files(name, has_base_prefix=files_have_base)
-    ]
+    new = [name for name in missing if _matches(name, may_lack) or may_differ(name, has_base_prefix=has_base)]
+    unused = [each for each in unexpected if _ignored(model, each) or may_differ(each, has_base_prefix=files_have_base)]
     # A set, since files may have many extra tensors.
     allowed = {*new, *unused}
     problems = [f"{name} is missing" for name in missing if name not in allowed]
@@ -143,9 +132,8 @@ def _rename(
     direct: dict[str, str] = {}
     groups: dict[str, Conversion] = {}
     unexpected: list[str] = []
-    general = {
-        source for each in (quantizer.get_weight_conversions() if quantizer else ()) for source in each.source_patterns
-    }
+    of_quantizer = quantizer.get_weight_conversions() if quantizer else ()
+    general = {source for each in of_quantizer for source in each.source_patterns}
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
@@ -210,8 +198,7 @@ def quiet_library() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logging.set_verbosity(before)
@@ -246,12 +233,12 @@ class SafetensorsSource(ParameterSource):
                 stored.setdefault(first, name)
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
         """The name that the files have, by each of the names of a (possibly tied) parameter."""
-        self._numel = {name: parameter.numel() for name, parameter in model.named_parameters(remove_duplicate=False)}
+        self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         lost = fallback.unset_parameters() if isinstance(fallback, SeededSource) else ()
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
             raise LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
-        self._kept: QuantizedFiles | None = None
+        self.kept: QuantizedFiles | None = None  # read instead, under the names here, where its form is asked for
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
         """The converted tensors by name, of the latest conversion alone, under the conversion's target."""
         remarks = {
@@ -288,14 +275,14 @@ class SafetensorsSource(ParameterSource):
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Prefetch elements [start, end) of parameters, and all inputs of their conversions."""
-
-        kept, ranges = self._kept, list(ranges)
+        kept, ranges = self.kept, list(ranges)
         if kept is not None:
             kept.expect(each for each in ranges if each[0] in kept.entries)
+            ranges = [each for each in ranges if each[0] not in kept.entries]
 
         def stored_ranges() -> Iterator[tuple[str, int, int]]:
             begun = set()
-            for fqn, start, end in ranges if kept is None else (each for each in ranges if each[0] not in kept.entries):
+            for fqn, start, end in ranges:
                 name = self._origin[fqn]
                 conversion = self._matched.converted.get(name)
                 if name in self._matched.direct:
@@ -314,29 +301,22 @@ class SafetensorsSource(ParameterSource):
             return None
         return self._files.path_of(entry.path), entry.begin + start * dtype.itemsize
 
-    def keep(self, encoded: QuantizedFiles) -> None:
-        """Read the parameters that `encoded` has under their names there, where they are asked for in that form."""
-        self._kept = encoded
-
-    def _encoded_in(self, fqn: str, codec: Codec, dtype: torch.dtype) -> tuple[QuantizedFiles, str] | None:
+    def encoded_in(self, fqn: str, codec: Codec, dtype: torch.dtype) -> tuple[QuantizedFiles, str] | None:
         """Return the files that have a parameter encoded by `codec`, and its name there; None without such."""
         name = self._matched.direct.get(self._origin[fqn], "")
         if isinstance(self._files, QuantizedFiles) and self._files.has_encoded(name, codec):
             return self._files, name
-        if self._kept is None or not self._kept.has_encoded(fqn, codec) or self._kept.entries[fqn].dtype != dtype:
+        if self.kept is None or not self.kept.has_encoded(fqn, codec) or self.kept.entries[fqn].dtype != dtype:
             return None
-        return self._kept, fqn
-
-    def has_encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> bool:
-        return self._encoded_in(fqn, codec, dtype) is not None
+        return self.kept, fqn
 
     def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
         """Return a parameter as the files have it, if they have it encoded by `codec`; None otherwise."""
-        found = self._encoded_in(fqn, codec, dtype)
+        found = self.encoded_in(fqn, codec, dtype)
         return None if found is None else found[0].encoded(found[1])
 
     def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
-        found = self._encoded_in(fqn, codec, dtype)
+        found = self.encoded_in(fqn, codec, dtype)
         return None if found is None else found[0].place_of(found[1])
 
     def identity(self) -> tuple[Any, ...]:
@@ -344,14 +324,11 @@ class SafetensorsSource(ParameterSource):
         paths = [self._files.path_of(path) for path in self._files.manifest.files]
         return tuple((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
-    def shape(self, fqn: str) -> torch.Size:
-        return self._skeleton.root.get_parameter(fqn).shape
-
     def _name_in_files(self, fqn: str, start: int, end: int) -> str:
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
-        if fqn not in self._numel:
-            raise LayoutError(f"{fqn} is not among the {len(self._numel)} parameters of this source")
-        check_interval(fqn, start, end, self._numel[fqn])
+        if fqn not in self.shapes:
+            raise LayoutError(f"{fqn} is not among the {len(self.shapes)} parameters of this source")
+        check_interval(fqn, start, end, self.shapes[fqn].numel())
         return self._origin[fqn]
 
     def buffer(self, name: str) -> torch.Tensor | None:
@@ -363,7 +340,7 @@ class SafetensorsSource(ParameterSource):
         self._fallback.release(fqn)
 
     def close(self) -> None:
-        for files in filter(None, (self._files, self._kept)):
+        for files in filter(None, (self._files, self.kept)):
             files.close()
         self._converted.clear()
         self._fallback.close()
@@ -375,7 +352,7 @@ class SafetensorsSource(ParameterSource):
             first, second = self._matched.direct.get(name), self._matched.direct.get(origin)
             if name == origin or first is None or second is None or first == second:
                 continue
-            count = self._numel[name]
+            count = self.shapes[name].numel()
             for start in {0, count // 2, max(0, count - _COMPARED_ELEMENTS)}:
                 end = min(count, start + _COMPARED_ELEMENTS)
                 if not torch.equal(*(self._files.elements(each, start, end) for each in (first, second))):

@@ -17,7 +17,6 @@ from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
-from zeromesh.files import write_whole
 from zeromesh.flat.layout import StridedRows
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -70,7 +69,7 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
         )
     check_parts([(f"{directory} on rank {first}", part) for first, part in zip(first_ranks, parts, strict=True)])
     ordered = sorted(zip(parts, holders.values(), strict=True), key=lambda pair: pair[0].part[0])
-    return PartsReader(directory, reader, [part for part, _ in ordered], [ranks for _, ranks in ordered], world)
+    return PartsReader(directory, reader, ordered, world)
 
 
 def fill_shards(
@@ -131,10 +130,8 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
         index, count = reader.manifest.part
         if count == 1:
             raise CheckpointError(f"{reader.directory} is a whole checkpoint, not a part of one; nothing to merge")
-        if index in found:
-            raise CheckpointError(
-                f"{found[index].directory} and {reader.directory} are both part {index + 1} of {count}"
-            )
+        if (other := found.get(index)) is not None:
+            raise CheckpointError(f"{other.directory} and {reader.directory} are both part {index + 1} of {count}")
         found[index] = reader
     check_parts([(str(reader.directory), reader.manifest) for reader in readers])
     return [found[index] for index in sorted(found)]
@@ -156,11 +153,9 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
 
     for other, manifest in parts[1:]:
         theirs = facts(manifest, first)
-        differ = [what for what, fact in facts(first, manifest).items() if fact != theirs[what]]
+        differ = ", ".join(what for what, fact in facts(first, manifest).items() if fact != theirs[what])
         if differ:
-            raise CheckpointError(
-                f"{name} and {other} are not parts of one checkpoint: they differ in {', '.join(differ)}"
-            )
+            raise CheckpointError(f"{name} and {other} are not parts of one checkpoint: they differ in {differ}")
     there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
     absent = [str(index + 1) for index in range(count) if index not in there]
     if absent:
@@ -192,49 +187,41 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
     """Merge the parts of a checkpoint into the new directory `out`; `on_progress` receives the bytes of each piece. Raises
     `CheckpointError` when pieces are damaged, overlap or leave a gap; `ConfigError` or `StorageError` as `write_directory` does."""
     whole = merged_manifest([part.manifest for part in parts])
-    text = whole.to_json()
-    manifests.parse(out / manifests.NAME, text)
     with write_directory(out, whole.nbytes) as directory:
         for path in whole.files:
             if not whole.is_elsewhere(path):
                 copy_file(parts, path, directory, on_progress)
-        write_whole(directory / manifests.NAME, text)
+        CheckpointStore.put_manifest(directory, whole)
     return whole
 
 
 class PartsReader(CheckpointReader):
     """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` is that of the part that this rank
-    sees, or None; `holders` are the ranks that see each of `parts`. Of the ranks that see a piece, one reads and verifies it and
-    sends it to all ranks, in rounds of one piece from each. Raises `CheckpointError` when the parts do not make a whole."""
+    sees, or None; `parts` are in order, each with the ranks that see it. Of the ranks that see a piece, one reads and verifies it
+    and sends it to all ranks, in rounds of one piece from each. Raises `CheckpointError` when the parts do not make a whole."""
 
     def __init__(
         self,
         directory: Path,
         reader: CheckpointReader | None,
-        parts: Sequence[Manifest],
-        holders: Sequence[Sequence[int]],
+        parts: Sequence[tuple[Manifest, Sequence[int]]],
         world: ProcessSet,
     ) -> None:
-        super().__init__(directory, checked=False, manifest=merged_manifest(parts))
+        super().__init__(directory, checked=False, manifest=merged_manifest([part for part, _ in parts]))
         self._reader, self._world, self._pieces = reader, world, self.pieces()
-        part_of = {
-            piece: ranks
-            for part, ranks in zip(parts, holders, strict=True)
-            for record in part.files.values()
-            for piece in record.pieces
-        }
+        holders = {piece: ranks for part, ranks in parts for each in part.files.values() for piece in each.pieces}
         # The ranks that see a part take turns in reading its pieces for the others.
-        self._servers = [part_of[piece][number % len(part_of[piece])] for number, piece in enumerate(self._pieces)]
+        self._servers = [holders[piece][number % len(holders[piece])] for number, piece in enumerate(self._pieces)]
         self._here = set(reader.pieces()) if reader is not None else set()
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
         """Stream as `CheckpointReader.stream`, this host's pieces first. An error of one rank is raised on all."""
-        wanted, world = set(pieces), self._world
+        lacking, world = set(pieces) - self._here, self._world
 
         def read_here() -> list[int]:
             if self._reader is not None:
                 self._reader.stream([piece for piece in pieces if piece in self._here], use)
-            return [number for number, piece in enumerate(self._pieces) if piece in wanted - self._here]
+            return [number for number, piece in enumerate(self._pieces) if piece in lacking]
 
         missing = world.all_or_raise("reading this host's part of the checkpoint", read_here, CheckpointError)
         queues: list[list[ChecksumPiece]] = [[] for _ in range(world.size)]
@@ -252,7 +239,7 @@ class PartsReader(CheckpointReader):
             what = "reading other hosts' parts of the checkpoint"
             found = world.all_or_raise(what, partial(own_bytes, served), CheckpointError)
             for piece, data in zip(served, found, strict=True):
-                if piece not in wanted or piece in self._here or problem is not None:
+                if piece not in lacking or problem is not None:
                     continue
                 try:
                     use(piece, torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -86,8 +86,7 @@ class Saver:
         self._mesh = mesh
         self._ledger = ledger or Ledger()
         self._copied = 0
-        self.in_flight: int | None = None
-        """The step whose checkpoint is being written, or None."""
+        self.in_flight: int | None = None  # the step whose checkpoint is being written
         self._writer: ShardWriter | None = None
         self._remaining: _Stages | None = None
         self._task: Future[Any] = Future()
@@ -221,18 +220,14 @@ class Saver:
         except CheckpointError as error:
             return replace(saved, warning=str(error))
 
-    def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool = True) -> Callable[[], Any]:
+    def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool) -> Callable[[], Any]:
         """Run `work` in a background thread, or nothing if not `here`; the returned function waits for its result or error."""
-
-        def run() -> Any:
-            with disk_call(name, path):
-                return work() if here else None
-
-        self._task = in_thread(name, run)
+        self._task = in_thread(name, disk_call(name, path)(work) if here else lambda: None)
         return self._task.result
 
-    def wait_until_copied(self, owner: int) -> float:
-        return self._writer.wait_until_copied(owner, self._post_progress) if self._writer else 0.0
+    def wait_until_copied(self, owner: int) -> None:
+        if self._writer is not None:
+            self._writer.wait_until_copied(owner, self._post_progress)
 
     def _post_progress(self) -> None:
         self._mesh.post(Activity.SAVE)

@@ -8,9 +8,8 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -34,14 +33,10 @@ from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
 """Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.storage`)."""
-_SPARE_BYTES = 16 << 20
-"""Bytes kept free for the manifest, other small files, and directory entries."""
-_SYNCED_BYTES = 256 << 20
-"""Bytes between two syncs to the disk, which bounds a single wait."""
-_ROOM_SECONDS = 10.0
-"""The seconds that a save waits for the removal of old checkpoints if the disk has too little space."""
-_MOST_TRASH = 4
-"""The most checkpoints that may wait for removal. A slower disk delays retention, and in the end the next save."""
+_SPARE_BYTES = 16 << 20  # kept free for the manifest, other small files, and directory entries
+_SYNCED_BYTES = 256 << 20  # between two syncs to the disk, which bounds a single wait
+_ROOM_SECONDS = 10.0  # that a save waits for the removal of old checkpoints if the disk has too little space
+_MOST_TRASH = 4  # checkpoints that may wait for removal; a slower disk delays retention, and in the end the next save
 
 
 class CheckpointStore:
@@ -73,15 +68,13 @@ class CheckpointStore:
         names = [path.name for path in self.root.iterdir()] if self.root.is_dir() else []
         return sorted(filter(_LEFTOVER.fullmatch, names))
 
-    def clean(self) -> list[str]:
-        """Remove the directories and files of saves and removals that a killed run has left; returns their names."""
-        left = self.leftovers()
-        for path in (self.root / name for name in left):
+    def clean(self) -> None:
+        """Remove the directories and files of saves and removals that a killed run has left."""
+        for path in (self.root / name for name in self.leftovers()):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-        return left
 
     def create(self, step: int, files: Sequence[FileLayout], part_nbytes: int | None = None) -> Path:
         """Create the temporary directory of a checkpoint, with its files at their full sizes; `part_nbytes` are the bytes that will
@@ -115,7 +108,7 @@ class CheckpointStore:
                 if name not in files and name != manifests.NAME:
                     # A new copy, since some libraries make files that only their owner may read.
                     files[name] = _write_small(directory, name, read_whole(path))
-            self._put_manifest(directory, replace(manifest, step=step, files=files))
+            self.put_manifest(directory, replace(manifest, step=step, files=files))
             replaced = publish(directory, final, partial(self._rename_to_trash, step, final))
             self._discard(replaced)  # The old checkpoint is removed only after the new one's rename is on the disk.
 
@@ -127,14 +120,15 @@ class CheckpointStore:
         others = {path: record for path, record in manifest.files.items() if path != name}
         with refusals(directory, "written"):
             if name in manifest.files:
-                self._put_manifest(directory, replace(manifest, files=others))
+                self.put_manifest(directory, replace(manifest, files=others))
             files = {**others, name: _write_small(directory, name, data)}
-            self._put_manifest(directory, replace(manifest, files=files))
+            self.put_manifest(directory, replace(manifest, files=files))
 
     @staticmethod
-    def _put_manifest(directory: Path, manifest: Manifest) -> None:
+    def put_manifest(directory: Path, manifest: Manifest) -> None:
+        """Write a manifest atomically, synced to disk, if readers accept it."""
         text = manifest.to_json()
-        manifests.parse(directory / manifests.NAME, text)  # Fails for a manifest that readers would reject.
+        manifests.parse(directory / manifests.NAME, text)
         write_whole(directory / manifests.NAME, text)
         sync_directory(directory)
 
@@ -143,13 +137,12 @@ class CheckpointStore:
         with suppress(OSError):
             self._discard(self._rename_to_trash(step, self.temporary(step)))
 
-    def retire(self, keep: Iterable[int]) -> list[int]:
-        """Remove all checkpoints but those of these steps, in the thread of `trash`; returns the removed steps."""
+    def retire(self, keep: Container[int]) -> None:
+        """Remove all checkpoints but those of these steps, in the threads of `trash`."""
         self.trash.wait(left=_MOST_TRASH)
-        gone = sorted(set(self.steps()).difference(keep), reverse=True)
-        for step in gone:
-            self.remove(step)
-        return gone
+        for step in self.steps():
+            if step not in keep:
+                self.remove(step)
 
     def remove(self, step: int) -> None:
         self._discard(self._rename_to_trash(step, self.path(step)))
@@ -306,7 +299,7 @@ class Remover:
     def wait(self, *, left: int = 0, seconds: float | None = None) -> bool:
         """Wait at most `seconds` until all but the newest `left` removals have ended; returns True if they have."""
         tasks = [task for task in self._tasks.values() if not task.done()]
-        return not futures.wait(tasks[: max(0, len(tasks) - left)], seconds).not_done
+        return not wait(tasks[: max(0, len(tasks) - left)], seconds).not_done
 
     def problems(self) -> str:
         """Report directories that could not be removed and were not reported before; empty without any."""

@@ -7,8 +7,7 @@
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. While no slot is
 free, gradients stay on `.grad` until backward leaves the unit. On a device the host runs ahead of the kernels and cannot query when
 a slot will be free: a bucket is copied into its slot as soon as it is complete and next, and the compute stream waits for the
-slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks.
-"""
+slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks."""
 
 import hashlib
 from collections import Counter, deque
@@ -33,11 +32,10 @@ from zeromesh.units.unit import Bucket
 
 @dataclass(slots=True)
 class BucketArrivals:
-    """One bucket's progress in one backward: the indices of the parameters whose gradients have
-    `arrived`, and of those that are `waiting` to be copied into its slot; `sequence` numbers reductions in launch order."""
+    """One bucket's progress in one backward: the indices of the parameters whose gradients `arrived`, or wait for its slot."""
 
     bucket: Bucket
-    sequence: int
+    sequence: int  # The number of its reduction in launch order.
     missing: int  # The number of parameters that have no gradient yet.
     slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
@@ -55,35 +53,26 @@ class GradientReducer:
         self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
         """Called inside the last backward with `optimizer_in_backward`, once a bucket's sum over its replicas has started."""
-        self.buckets: Sequence[Bucket] = ()
-        """The buckets of the running backward, in the order in which they are reduced."""
-        self.updates_in_backward = False
-        """True in a backward whose buckets are updated as soon as they are summed."""
+        self.buckets: Sequence[Bucket] = ()  # of the running backward, in the order in which they are reduced
+        self.updates_in_backward = False  # True in a backward whose buckets are updated as soon as they are summed
         self._reducer = reducer
         self._options = options
         self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
-        self._is_alone = mesh.shard.size == 1
-        """True if the shard group is this rank alone, so that its own sums are the result."""
+        self._is_alone = mesh.shard.size == 1  # The shard group is this rank alone, so its own sums are the result.
         self._mesh = mesh
-        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
         self._recorder = mesh.recorder
-        self.incomplete: Counter[int] = Counter()
-        """The number of each unit's buckets that lack a gradient in the running backward."""
-        self.keep_zeros = False
-        """True if a parameter without a gradient counts as one with a zero gradient, as after `zero_grad(set_to_none=False)`."""
+        self.incomplete: Counter[int] = Counter()  # each unit's buckets that lack a gradient in the running backward
+        self.keep_zeros = False  # A missing gradient counts as zeros, as after `zero_grad(set_to_none=False)`.
         self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
         self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
-        self.with_gradient: dict[int, set[int]] = {}
-        """The indices of parameters that have had a gradient on this rank in the present step, by the bucket's id."""
-        self._sums: dict[int, Callable[[], None]] = {}
-        """The function that waits for the sum over replicas, by the bucket's id."""
+        self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
+        self._sums: dict[int, Callable[[], None]] = {}  # what waits for the sum over replicas, by the bucket's id
         self._to_offload: deque[Bucket] = deque()
-        self._tied: list[Bucket] = []
-        """Buckets with parameters tied between pipeline stages, which are summed after all backwards of the step."""
+        self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
 
     def set_reducer(self, reducer: Reducer) -> None:
         """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
@@ -97,22 +86,17 @@ class GradientReducer:
         self._reduces = reduce and not self._is_alone
         self._first_microbatch = self.shards.first_microbatch = first
         self._last_microbatch, self._known_order = last, known_order
-        self.incomplete.clear()
-        self._queue.clear()
-        self._arrivals = {}
-        for bucket in buckets:
-            self.incomplete[bucket.unit_index] += 1
-            arrivals = BucketArrivals(bucket, self._next_sequence, sum(bucket.training))
-            self._arrivals[id(bucket)] = arrivals
-            self._queue.append(arrivals)
-            if first:
-                self.with_gradient[id(bucket)] = set()
-            if self._reduces:
-                self._next_sequence += 1
+        self.incomplete = Counter(bucket.unit_index for bucket in buckets)
+        numbered = enumerate(buckets, self._next_sequence)
+        self._arrivals = {id(bucket): BucketArrivals(bucket, n, sum(bucket.training)) for n, bucket in numbered}
+        self._queue = deque(self._arrivals.values())
+        if first:
+            self.with_gradient |= {id(bucket): set() for bucket in buckets}
+        if self._reduces:
+            self._next_sequence += len(buckets)
 
     def take(self, bucket: Bucket, index: int) -> None:
-        """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced, as
-        under reentrant activation checkpointing."""
+        """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced."""
         if not bucket.training[index]:
             bucket.parameters[index].grad = None  # `requires_grad` was set within a step, and counts from the next one.
             return
@@ -153,7 +137,7 @@ class GradientReducer:
         cannot be circular: all ranks launch in one order, and have left the units that peers may be waiting to update."""
         wait = wait or self._reducer.on_stream
         while self._queue and not (first := self._queue[0]).missing:
-            if not wait and first.slot is None and self._slot_of(first) is None:
+            if not wait and self._slot_of(first) is None:
                 break
             self._launch_next()
         while not self._reducer.on_stream and self._in_flight and self._in_flight[0][1].ready():
@@ -196,11 +180,9 @@ class GradientReducer:
 
     def _launch_next(self) -> None:
         arrivals = self._queue.popleft()
-        while arrivals.slot is None and self._slot_of(arrivals) is None and self._in_flight:
+        while self._slot_of(arrivals) is None and self._in_flight:
             self._finish_oldest()
-        bucket, filled = arrivals.bucket, arrivals.slot
-        if filled is None:
-            filled = self._slot_of(arrivals, block=True)
+        bucket, filled = arrivals.bucket, self._slot_of(arrivals, block=True)
         self.shards.allocate(bucket)
         self._post_reduction(bucket)
         if filled is None or bucket.grad is None:
@@ -263,9 +245,7 @@ class GradientReducer:
 
     def complete(self, bucket: Bucket) -> None:
         """Wait for the sum of a bucket over its replicas."""
-        wait = self._sums.pop(id(bucket), None)
-        if wait is not None:
-            wait()
+        self._sums.pop(id(bucket), lambda: None)()
 
     def _wait_for_sums(self) -> None:
         """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
@@ -289,20 +269,17 @@ class GradientReducer:
         self.shards.abandon(buckets)
 
     def _post_reduction(self, bucket: Bucket) -> None:
-        if self._watched_ranks:
-            self._mesh.watch.event(
-                Activity.REDUCE, bucket.unit_index, self._watched_ranks, known_order=self._known_order
-            )
+        ranks = self._mesh.data.ranks
+        if len(ranks) > 1:
+            self._mesh.watch.event(Activity.REDUCE, bucket.unit_index, ranks, known_order=self._known_order)
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
-        fresh = self._is_alone and bucket.grad is None
-        if fresh:
+        if self._is_alone and bucket.grad is None:
             self.shards.allocate(bucket)
+            _zero_gaps(gradient_of(bucket), bucket)
         target = bucket.grad if self._is_alone else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
-        if fresh:
-            _zero_gaps(target, bucket)
         return target
 
     def _slot_of(self, arrivals: BucketArrivals, *, block: bool = False) -> torch.Tensor | None:
@@ -353,8 +330,7 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
         flat[gap].zero_()
 
 
-MOST_OFFLOADS = 2
-"""The most gradient shards that may be in transfer to another tier at a time."""
+MOST_OFFLOADS = 2  # gradient shards that may be in transfer to another tier at a time
 
 
 class GradientShards:
@@ -365,12 +341,10 @@ class GradientShards:
         self._tiers = tiers
         self._keeps_memory = options.gradients_keep_memory(tiers.device)
         self._pass_through = options.gradients_pass_through
-        self.first_microbatch = True
-        """True in a step's first backward, for which no earlier sum is read."""
+        self.first_microbatch = True  # True in a step's first backward, for which no earlier sum is read
         self._arriving: dict[int, tuple[torch.Tensor, Transfer]] = {}
         self._offloading: deque[tuple[Transfer, int]] = deque()
-        self._ordered: list[Transfer] = []
-        """Transfers to the host that the device's later work is already ordered after."""
+        self._ordered: list[Transfer] = []  # to the host, which the device's later work is already ordered after
         self._norms: dict[int, torch.Tensor] = {}
 
     def require_room(self, buckets: Iterable[Bucket]) -> None:
@@ -389,16 +363,11 @@ class GradientShards:
         """Start to read the sum of earlier microbatches if it is offloaded. A shard without lasting memory gets it now, before its
         block is recomputed, since it would leave holes between what the recomputation allocates."""
         rest = bucket.grad_rest
-        if bucket.grad is not None:
+        if bucket.grad is not None or id(bucket) in self._arriving:
             return
         if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._allocate_grad(bucket)
-        elif (
-            rest is not None
-            and bucket.partial is None
-            and not self.first_microbatch
-            and id(bucket) not in self._arriving
-        ):
+        elif rest is not None and bucket.partial is None and not self.first_microbatch:
             memory = self._allocate_grad(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.checkpoint.test_resume import full, step, train, unequal
+from tests.support.stored_cases import verify
 from tests.support.workers import CaseError, Pool, PoolOptions, Workers
 from zeromesh.checkpoint.io.reader import CheckpointReader, TensorFiles
 from zeromesh.checkpoint.loader import merge, open_parts
@@ -63,7 +64,7 @@ def copied(parted: Path, tmp_path: Path) -> Path:
 def whole(folder: Path, number: int, out: Path) -> Path:
     """The parts of a step put together."""
     merge(open_parts([step(disk, number) for disk in sorted(folder.glob("disk-*"))]), out, lambda nbytes: None)
-    CheckpointReader(out).verify()
+    verify(CheckpointReader(out))
     return out
 
 

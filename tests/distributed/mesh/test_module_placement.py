@@ -152,7 +152,7 @@ def refusals(mesh: Mesh) -> None:
     tied.head.weight = nn.Parameter(torch.zeros(1, 8, dtype=torch.float64))
     tied.left.down.bias = tied.right.down.bias
     for refused, names, said in (
-        (_build(), ["centre"], "placement of 'centre' on process set somewhere: the model has no module of that name"),
+        (_build(), ["centre"], "placement of 'centre' on process set somewhere: the model has no such module"),
         (
             _build(),
             ["left", "left.up"],

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.stored_cases import verify
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -146,7 +147,7 @@ def test_the_last_checkpoint_is_tried_again(
     with trainer_in(tmp_path, checkpoint={"every_steps": 3, "asynchronous": asynchronous}) as trainer:
         trainer.fit()
     assert store_of(tmp_path).steps() == [2]
-    CheckpointReader(store_of(tmp_path).path(2)).verify()
+    verify(CheckpointReader(store_of(tmp_path).path(2)))
     said = capfd.readouterr().out
     assert "Operation not permitted; there is none yet. It is tried once more" in said.replace("\n", " ")
 
@@ -278,7 +279,7 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
     for data in (b'{"new": 1}', b'{"newer": 22}'):
         store.amend(2, name, data)
         reader = CheckpointReader(store.path(2))
-        reader.verify()
+        verify(reader)
         assert reader.content(name) == data
     assert set(reader.manifest.files) == {*before.files}
     assert reader.manifest.layout == before.layout
@@ -297,7 +298,7 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
             patch.setattr(os, "replace", killed)
             with pytest.raises(KeyboardInterrupt):
                 store.amend(2, name, b'{"newest": 333}')
-        CheckpointReader(store.path(2)).verify()
+        verify(CheckpointReader(store.path(2)))
     store.amend(2, name, (store.path(2) / "trainer_state.json").read_bytes())
     export_checkpoint(store.path(2), tmp_path / "out", "keep", Console(shown=False))
     assert not list((tmp_path / "out").glob("trainer_state*"))

@@ -27,6 +27,7 @@ from tests.support.stored_cases import (
     targets_of,
     tell,
     values_of,
+    verify,
     write,
 )
 from zeromesh.checkpoint.format import manifest, safetensors_layout
@@ -65,7 +66,7 @@ def test_what_ranks_wrote_is_what_safetensors_the_manifest_and_any_other_ranks_r
 
     with tempfile.TemporaryDirectory() as root, small_units():
         reader = write(Path(root), 7, split(values, ranks, rng), tensor=ranks, alter=noted)
-        reader.verify()
+        verify(reader)
         stored: dict[tuple[str, str], torch.Tensor] = {}
         for path in reader.manifest.files:
             if path.endswith(".safetensors"):
@@ -323,7 +324,7 @@ def test_what_is_released_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for owner in (1, 0):
         one.wait_until_copied(owner, may_write.set)  # Nothing is written before this rank has begun to wait.
         memory[1500 * owner : 1500 * owner + 1500] = -1
-    assert one.wait_until_copied(17, tell) == 0.0
+    one.wait_until_copied(17, tell)  # No piece has elements of this one.
     store.commit(1, manifest_of(1, files, one.join(tell)))
     found = read(CheckpointReader(store.path(1)), "w", 0, torch.zeros(3000))
     assert torch.equal(found, torch.arange(3000.0))

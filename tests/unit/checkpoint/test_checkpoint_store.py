@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, write, written
+from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, verify, write, written
 from zeromesh.checkpoint import store as stores
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import plan_files
@@ -85,10 +85,12 @@ def test_what_a_kill_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> No
     (tmp_path / "step-00000014").write_bytes(b"no directory")
     store = CheckpointStore(tmp_path)
     assert store.steps() == [12]
-    assert store.clean() == sorted([*LEFT, ".seen-0a1b-12"])
-    assert store.clean() == []
+    assert store.leftovers() == sorted([*LEFT, ".seen-0a1b-12"])
+    for _ in range(2):
+        store.clean()
+        assert store.leftovers() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*kept, "step-00000012", "step-00000014"])
-    CheckpointReader(store.path(12)).verify()
+    verify(CheckpointReader(store.path(12)))
 
 
 def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path) -> None:
@@ -96,7 +98,7 @@ def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path
     for step in (3, 100_000_000, 20):
         store.path(step).mkdir()
     assert store.steps() == [100_000_000, 20, 3]
-    assert store.retire({20}) == [100_000_000, 3]
+    store.retire({20})
     assert store.steps() == [20]
     assert store.trash.wait(seconds=20)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000020"]
@@ -107,7 +109,8 @@ def test_checkpoints_are_listed_newest_first_and_old_ones_retired(tmp_path: Path
 
 def test_what_is_not_there_or_was_abandoned_leaves_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "nowhere")
-    assert (store.steps(), store.clean()) == ([], [])
+    store.clean()
+    assert (store.steps(), store.leftovers()) == ([], [])
     assert not store.root.exists()
     store.create(4, plan_files(SOME, 1))
     store.abandon(4)
@@ -128,7 +131,7 @@ def test_old_checkpoints_are_removed_beside_training(tmp_path: Path, monkeypatch
         unlink(*arguments, **named)
 
     monkeypatch.setattr(os, "unlink", slow)
-    assert store.retire({2}) == [1]
+    store.retire({2})
     assert store.steps() == [2]
     assert not store.trash.wait(seconds=0.05)
     go_on.set()
@@ -239,14 +242,14 @@ def test_a_small_file_is_added_to_a_checkpoint_or_replaced(tmp_path: Path, monke
     """Between two manifests that are both true."""
     write(tmp_path, 4, split(values_of(SOME, 0), 2, random.Random(0)), {"config.json": b"{}"})
     store, seen = CheckpointStore(tmp_path), list[list[str]]()
-    put = CheckpointStore._put_manifest
+    put = CheckpointStore.put_manifest
 
     def noted(directory: Path, manifest: Manifest) -> None:
         put(directory, manifest)
-        CheckpointReader(directory).verify()
+        verify(CheckpointReader(directory))
         seen.append([name for name in ("config.json", "metrics.json") if name in manifest.files])
 
-    monkeypatch.setattr(CheckpointStore, "_put_manifest", staticmethod(noted))
+    monkeypatch.setattr(CheckpointStore, "put_manifest", staticmethod(noted))
     for data in (b"first", b"the second"):
         store.amend(4, "metrics.json", data)
         reader = CheckpointReader(store.path(4))

@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
-from tests.support.stored_cases import bits, read, values_of
+from tests.support.stored_cases import bits, read, values_of, verify
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 
 
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
-    CheckpointReader(original).verify()
+    verify(CheckpointReader(original))
     resign(copy, lambda content: None)
     assert (copy / manifest.NAME).read_bytes() == (original / manifest.NAME).read_bytes()
     for name in files_in(copy):
         if name != manifest.NAME:
             replace(copy, name, (copy / name).read_bytes())
-    CheckpointReader(copy).verify()
+    verify(CheckpointReader(copy))
     assert len(files_in(original)) == 8
     assert len(CheckpointReader(original).manifest.files[FILE].pieces) > 3
 
@@ -140,7 +140,7 @@ def test_weights_under_a_name_that_is_no_text_are_refused(copy: Path) -> None:
 
 def test_notes_beside_a_checkpoint_are_not_its_affair(copy: Path) -> None:
     (copy / "README.md").write_text("good loss")
-    CheckpointReader(copy).verify()
+    verify(CheckpointReader(copy))
 
 
 def test_only_what_a_reader_needs_has_to_be_whole(copy: Path) -> None:
@@ -194,7 +194,7 @@ def test_a_pickle_beside_is_never_opened(name: str, copy: Path, opened: list[str
     opened.clear()
     if name == "notes.txt":
         reader = CheckpointReader(copy)
-        reader.verify()
+        verify(reader)
         reader.document(STATE)
         expected = {str(copy / each) for each in files_in(copy) if each not in (name, "tokenizer.json")}
         assert {path for path in opened if path.startswith(str(copy))} == expected

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.support.damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
-from tests.support.stored_cases import split, targets_of, tell, values_of
+from tests.support.stored_cases import split, targets_of, tell, values_of, verify
 from zeromesh.checkpoint.format import manifest
 from zeromesh.checkpoint.format.safetensors_layout import check_names, check_plain, read_header
 from zeromesh.checkpoint.io import reader as readers
@@ -258,7 +258,7 @@ def test_pieces_that_cut_elements_are_refused_by_name(cuts: tuple[int, ...], cop
     """Pieces end within an element, or begin between elements."""
     replace(copy, FILE, (copy / FILE).read_bytes(), tuple(BLOCK + cut for cut in cuts))
     reader = CheckpointReader(copy)
-    reader.verify()
+    verify(reader)
     values = {spec: value for spec, value in values_of(SPECS, 1).items() if spec.kind == "model"}
     (holdings,) = split(values, 1, random.Random(0))
     targets = targets_of(reader, holdings)

@@ -11,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stored_cases import KINDS, bits, exchanged, runs_of, small_units, spec, targets_of, tell, write
+from tests.support.stored_cases import (
+    KINDS,
+    bits,
+    exchanged,
+    runs_of,
+    small_units,
+    spec,
+    targets_of,
+    tell,
+    verify,
+    write,
+)
 from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
 from zeromesh.checkpoint.io import writer
@@ -95,7 +106,7 @@ def test_what_ranks_exchanged_and_wrote_is_read_by_any(tensor: int, shards: int,
     ranks = dealt(values, tensor, shards, rng)
     with tempfile.TemporaryDirectory() as root, small_units():
         reader = write(Path(root), 7, ranks, tensor=tensor)
-        reader.verify()
+        verify(reader)
         for wanted in dealt(values, readers, 2, rng):
             before = [bits(holding.values.memory) for holding in wanted]
             for holding in wanted:

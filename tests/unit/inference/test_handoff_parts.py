@@ -59,7 +59,7 @@ def test_an_address_is_a_path_or_a_host_with_a_port(address: str, found: Any) ->
     if found is not None:
         assert _host_of(address) == found
         return
-    with pytest.raises(ConfigError, match=r"is no address: give the path of a socket"):
+    with pytest.raises(ConfigError, match=r"is no address: give a socket's path"):
         _host_of(address)
 
 
@@ -75,7 +75,7 @@ class Mesh:
     def _beat(self) -> None:
         self.beats += 1
 
-    def _all_or_raise(self, what: str, work: Any, kind: Any, *, first: bool) -> None:
+    def _all_or_raise(self, what: str, work: Any, error: Any, *, first: bool) -> None:
         assert first
         work()
 

@@ -208,17 +208,19 @@ def test_an_unreadable_node_list_is_refused(nodelist: str) -> None:
 
 
 @pytest.mark.parametrize(("processes", "cores", "threads"), [(2, 16, "8"), (3, 16, "5"), (4, 2, "1"), (1, 2, "2")])
-def test_workers_share_the_cores(processes: int, cores: int, threads: str) -> None:
-    assert worker_environment(processes, environ={}, cores=cores)["OMP_NUM_THREADS"] == threads
-    assert "OMP_NUM_THREADS" not in worker_environment(2, environ={"OMP_NUM_THREADS": "5"}, cores=16)
-    assert worker_environment(2, environ={"OMP_NUM_THREADS": ""}, cores=16)["OMP_NUM_THREADS"] == "8"
+def test_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch, processes: int, cores: int, threads: str) -> None:
     assert launch.available_cores() >= 1
+    monkeypatch.setattr(launch, "available_cores", lambda: cores)
+    assert worker_environment(processes, alone=True, environ={})["OMP_NUM_THREADS"] == threads
+    assert worker_environment(processes, alone=True, environ={"OMP_NUM_THREADS": ""})["OMP_NUM_THREADS"] == threads
+    assert "OMP_NUM_THREADS" not in worker_environment(processes, alone=True, environ={"OMP_NUM_THREADS": "5"})
 
 
-def test_gloo_is_told_an_interface_on_a_host_alone() -> None:
-    assert worker_environment(2, environ={}, cores=4) == {"OMP_NUM_THREADS": "2", launch.INTERFACE: "lo"}
-    assert worker_environment(2, environ={}, cores=4, alone=False) == {"OMP_NUM_THREADS": "2"}
-    assert worker_environment(2, environ={launch.INTERFACE: "eth0"}, cores=4) == {"OMP_NUM_THREADS": "2"}
+def test_gloo_is_told_an_interface_on_a_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "available_cores", lambda: 4)
+    assert worker_environment(2, alone=True, environ={}) == {"OMP_NUM_THREADS": "2", launch.INTERFACE: "lo"}
+    assert worker_environment(2, alone=False, environ={}) == {"OMP_NUM_THREADS": "2"}
+    assert worker_environment(2, alone=True, environ={launch.INTERFACE: "eth0"}) == {"OMP_NUM_THREADS": "2"}
 
 
 def test_a_place_without_an_address_or_before_the_first_is_refused() -> None:

@@ -93,5 +93,5 @@ def test_other_values_in_the_directory_are_encoded_anew(base: Path) -> None:
 
 def test_a_cache_that_cannot_be_written_is_one_error(base: Path) -> None:
     (base.parent / "cache").write_text("a file")
-    with pytest.raises(StorageError, match=r"encoded weights cannot be kept in .*; set model\.weights\.cache"):
+    with pytest.raises(StorageError, match=r"cannot be filled with encoded weights: .*; set model\.weights\.cache"):
         losses(base)

@@ -59,7 +59,7 @@ def test_reading_ahead_is_in_order_and_no_further_than_allowed(tmp_path: Path, m
     cached = next(iter(files.entries.values())).path
     monkeypatch.setattr(kind, "in_memory", lambda file, offset: file.path == str(tmp_path / cached))
     monkeypatch.setattr(kind, "read_ahead", lambda file, *extent: ahead.append((file.path, *extent)))
-    wanted = [(name, 1, numel) for name, numel in source._numel.items()]
+    wanted = [(name, 1, shape.numel()) for name, shape in source.shapes.items()]
     source.expect(iter(wanted))
     done = 0
     for name, start, end in wanted:

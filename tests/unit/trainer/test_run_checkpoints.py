@@ -26,21 +26,20 @@ def state(step: int, metric: float | None = None, **fields: Any) -> TrainerState
 
 
 class World:
-    """The collectives of one rank, or of a rank that hears `first` from rank 0."""
+    """The collectives of one rank, or of a rank that hears of the error `first` of rank 0."""
 
-    def __init__(self, first: bytes | None = None) -> None:
+    def __init__(self, first: str = "") -> None:
         self.first = first
 
     def barrier(self, what: str) -> None: ...
 
-    def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
-        return [payload if self.first is None else self.first]
-
     def all_or_raise(self, what: str, work: Callable[[], Any], kind: Any, **given: Any) -> list[Any]:
+        if self.first and given["first"]:
+            raise kind(self.first)
         return [work()]
 
 
-def one_mesh(rank: int = 0, size: int = 1, first: bytes | None = None) -> Any:
+def one_mesh(rank: int = 0, size: int = 1, first: str = "") -> Any:
     return SimpleNamespace(rank=rank, world_size=size, world=World(first), device=torch.device("cpu"))
 
 
@@ -86,7 +85,7 @@ class Run:
     def __init__(self, folder: Path, *, linked: bool = False, mesh: Any = None, **sections: Mapping[str, Any]) -> None:
         self.lines: list[str] = []
         tensors = [TensorSpec(kind=MODEL, name=name, dtype=torch.float32, shape=()) for name in "ab"]
-        holdings = SimpleNamespace(frozen=set, tensors=lambda: tensors)
+        holdings = SimpleNamespace(frozen=set, tensors=lambda: tensors, bucket_number=hash)
         engine: Any = SimpleNamespace(
             mesh=mesh or one_mesh(), ledger=None, model=nn.Linear(1, 1), checkpoint_state=holdings,
             optimizer_step=SimpleNamespace(before_change=None),
@@ -392,7 +391,7 @@ def test_settings_are_compared_before_a_model_is_made(
     with pytest.raises(ConfigError, match=said):
         require_settings(config, tmp_path, one_mesh())
     with pytest.raises(ConfigError, match="as rank 0 found"):
-        require_settings(config, tmp_path, one_mesh(rank=1, first=b"as rank 0 found"))
+        require_settings(config, tmp_path, one_mesh(rank=1, first="as rank 0 found"))
     assert read == ["step-00000003"]
 
 

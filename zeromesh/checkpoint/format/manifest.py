@@ -27,8 +27,7 @@ from zeromesh.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = "zeromesh-checkpoint"
-SCHEMA = 2
-"""The highest schema that is read, used with a source of frozen weights. Other checkpoints are written as schema 1."""
+SCHEMA = 2  # the highest that is read, written with a source of frozen weights; other checkpoints have schema 1
 SOURCE = "source/"
 MAX_BYTES = 1 << 30
 _MAX_FILES = 1_000_000
@@ -117,8 +116,7 @@ def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
 
 
 def parse(path: Path, raw: bytes) -> Manifest:
-    """Parse a manifest from the bytes of `path`. Raises `CheckpointError` with the first problem of its hash, schema, names, sizes
-    or pieces, which have to tile the files."""
+    """Parse a manifest from the bytes of `path`. Raises `CheckpointError` with the first problem of what it says."""
     content = parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:

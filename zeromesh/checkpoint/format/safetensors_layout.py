@@ -20,8 +20,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_DIMS = 64
 _MOST_LEVELS = 64
-_MOST_BITS = 1000
-"""The most bits of an integer in JSON, so that it can still be converted to a float."""
+_MOST_BITS = 1000  # of an integer in JSON, so that it can still be converted to a float
 _MAX_NAME = 1000
 DTYPES = {
     "F64": torch.float64,
@@ -39,12 +38,9 @@ DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_LARGEST_FILE = 4 << 30
-"""The file size in bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger."""
-_LEAST_FILE = 64 << 20
-"""The file size in bytes below which dividing tensors among more files does not make writing faster."""
-_MOST_FOR_WRITERS = 64
-"""The most files of a kind that are made for parallel writers, since every rank opens all of them."""
+_LARGEST_FILE = 4 << 30  # bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger
+_LEAST_FILE = 64 << 20  # bytes below which dividing tensors among more files does not make writing faster
+_MOST_FOR_WRITERS = 64  # files of a kind for parallel writers, since every rank opens all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,15 +137,13 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
     content.pop("__metadata__", None)
     check_names(path, content)
     entries = {name: _entry(path, name, fields, 8 + length) for name, fields in content.items()}
-    position = 8 + length
+    end = 8 + length
     for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position:
-            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.name} (byte {position})")
-        position = entry.end
-    if position != size:
-        raise CheckpointError(
-            f"{path} has {size} bytes, but its header describes {position}: it is cut short or has a tail"
-        )
+        if entry.begin != end:
+            raise CheckpointError(f"{path} leaves a hole or an overlap before {entry.name} (byte {end})")
+        end = entry.end
+    if end != size:
+        raise CheckpointError(f"{path} has {size} bytes, but its header describes {end}: it is cut short or has a tail")
     return entries
 
 

@@ -1,6 +1,6 @@
 """The parts of tensors that a rank holds, the places of their elements in files, and arithmetic of byte intervals."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -15,8 +15,7 @@ from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
-GRID = 4 << 20
-"""The bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file."""
+GRID = 4 << 20  # the bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
 
@@ -66,13 +65,10 @@ def record_of(
 _Member = TypeVar("_Member", ChecksumPiece, "PlacedValues")
 
 
-def overlapping(members: Sequence[_Member], begin: int, end: int) -> Iterator[_Member]:
-    """Yield the members that have a byte in [begin, end), of sorted disjoint members."""
-    at = max(0, bisect_right(members, begin, key=attrgetter("begin")) - 1)
-    while at < len(members) and members[at].begin < end:
-        if members[at].end > begin:
-            yield members[at]
-        at += 1
+def overlapping(members: Sequence[_Member], begin: int, end: int) -> Sequence[_Member]:
+    """Return the members that have a byte in [begin, end), of sorted disjoint members."""
+    first = bisect_right(members, begin, key=attrgetter("end"))
+    return members[first : bisect_left(members, end, first, key=attrgetter("begin"))]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,21 +25,16 @@ from zeromesh.intervals import Interval
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.offload.io.transfer import StagingPool
 
-MAX_CONTENT_BYTES = 256 << 20
-"""The largest file, in bytes, that is read into memory as a whole."""
+MAX_CONTENT_BYTES = 256 << 20  # of a file that is read into memory as a whole
 _STAGING_BUFFERS = 4
 _IO_THREADS = 2
-_PAYLOADS = frozenset(
-    {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".metadata", ".distcp", ".gguf"}
-)
+_PAYLOADS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".metadata", ".distcp", ".gguf"}
 """Suffixes of files that hold weights. Such a file that the manifest does not list is foreign."""
 MAX_INDEX_BYTES = 100_000_000
-_READ_AHEAD = 256 << 20
-"""Bytes that are prefetched into the page cache."""
-_CHUNK = 1 << 22
-"""Elements per prefetch."""
-_WINDOW = 1 << 20
-"""Elements per dtype conversion."""
+_READ_AHEAD = 256 << 20  # bytes that are prefetched into the page cache
+_CHUNK = 1 << 22  # elements per prefetch
+_WINDOW = 1 << 20  # elements per dtype conversion
+_Fetched = tuple[ChecksumPiece, torch.Tensor, Future[None]]
 
 
 class CheckpointReader:
@@ -52,8 +47,7 @@ class CheckpointReader:
     ) -> None:
         self.directory = directory
         self.digest, self.manifest = manifest_of(directory) if manifest is None else ("", manifest)
-        self.source = Path(self.manifest.source)
-        """The directory of frozen weights that the checkpoint only refers to."""
+        self.source = Path(self.manifest.source)  # the directory of frozen weights that the checkpoint only refers to
         self._tensors = {(tensor.kind, tensor.name): tensor for tensor in self.manifest.tensors}
         if checked and not parts and self.manifest.part[1] > 1:
             raise CheckpointError(part_error_text(directory, *self.manifest.part))
@@ -72,10 +66,6 @@ class CheckpointReader:
     def pieces(self) -> list[ChecksumPiece]:
         """List every piece of every file, in order within each file."""
         return [piece for record in self.manifest.files.values() for piece in record.pieces]
-
-    def verify(self) -> None:
-        """Read and verify everything. Raises as `stream`."""
-        self.stream(self.pieces(), lambda piece, data: None)
 
     def content(self, path: str) -> bytes:
         """Return all bytes of a small file, verified. Raises `CheckpointError`."""
@@ -127,9 +117,7 @@ class CheckpointReader:
                 read.result()
                 use(piece, data)
 
-    def fetch_pieces(
-        self, pieces: Sequence[ChecksumPiece]
-    ) -> Generator[tuple[ChecksumPiece, torch.Tensor, Future[None]], None, None]:
+    def fetch_pieces(self, pieces: Sequence[ChecksumPiece]) -> Generator[_Fetched, None, None]:
         """Yield pieces in order, each with its bytes, 1-D uint8, valid until the next one, and a finished future, which has the
         error of a damaged piece. A few pieces are read ahead."""
         for piece in pieces:
@@ -138,7 +126,7 @@ class CheckpointReader:
                     f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
                 )
         pool, rest = StagingPool(_STAGING_BUFFERS, GRID), iter(pieces)
-        in_flight: deque[tuple[ChecksumPiece, torch.Tensor, Future[None]]] = deque()
+        in_flight: deque[_Fetched] = deque()
         opened: dict[str, Future[PositionalFile]] = {}
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
@@ -264,15 +252,13 @@ class TensorFiles(CheckpointReader):
     so bytes go through the page cache, and are prefetched there in the order in which they are announced (`expect`)."""
 
     def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        """Read and check the headers, unless `manifest` describes the files. Raises `ConfigError` with the damaged file and the
-        reason."""
+        """Read and check the headers, unless `manifest` describes the files. Raises as `manifest_of_files` does."""
         super().__init__(Path(directory), checked=False, manifest=manifest or manifest_of_files(Path(directory)))
         self._specs = {each.name: each for each in self.manifest.tensors}
         self.entries: Mapping[str, TensorSpec] = self._specs
         self._files: dict[str, PositionalFile] = {}
         self._expected: Iterator[tuple[str, int, int]] = iter(())
-        self._ahead = 0
-        """Bytes of prefetches in progress."""
+        self._ahead = 0  # bytes of prefetches in progress
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")  # `fill` raises what it meets.
 
     def path_of(self, path: str) -> Path:
@@ -353,12 +339,10 @@ def manifest_of_files(directory: Path) -> Manifest:
             "`hf download NAME --local-dir DIR`",
             where="model.source",
         )
-    try:
+    with suppress(CheckpointError):  # Other tools write files of the same name.
         part = manifest_of(directory)[1].part
-    except CheckpointError:
-        part = (0, 1)  # Other tools write files of the same name.
-    if part[1] > 1:  # The parts of other hosts would be read as zeros.
-        raise ConfigError(part_error_text(directory, *part, " of a checkpoint"), where="model.source")
+        if part[1] > 1:  # The parts of other hosts would be read as zeros.
+            raise ConfigError(part_error_text(directory, *part, " of a checkpoint"), where="model.source")
     try:
         if (directory / INDEX).is_file():
             found = _read_indexed(directory)

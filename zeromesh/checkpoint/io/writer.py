@@ -3,7 +3,6 @@ live shards, with a checksum for each piece. The state is not copied, but for ro
 next update changes first are written first, and the update waits for those that are not copied yet."""
 
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -42,8 +41,7 @@ CPU = torch.device("cpu")
 STAGING_BUFFERS = 4
 _IO_THREADS = 2
 _PROGRESS_SECONDS = 0.2  # between two reports that this rank's disk is at work
-LONGEST_ROW = 512 << 10
-"""The longest row, in bytes, of a tensor whose columns are exchanged for rows; longer rows make few enough pieces as they are."""
+LONGEST_ROW = 512 << 10  # bytes of a row that is put together from columns; longer ones make few enough pieces as it is
 
 
 def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: torch.device) -> list[TensorShard]:
@@ -87,9 +85,8 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
                 failures.append(error)
         whole = TieredTensor.of(_exchange_columns(values, rows, cuts, [part["columns"] for part in parts], axis))
         interval = Interval(start=cuts[axis.index] * rows.width, end=cuts[axis.index + 1] * rows.width)
-        found[number] = TensorShard(
-            spec=shard.spec, region=Region.whole(shard.spec.shape), interval=interval, values=whole
-        )
+        region = Region.whole(shard.spec.shape)
+        found[number] = replace(shard, region=region, interval=interval, values=whole, owner=None)
     if failures:
         raise failures[0]
     return found
@@ -129,8 +126,7 @@ class WritePiece:
     owners: frozenset[int]
 
 
-Runs = Mapping[str, Sequence[PlacedValues]]
-"""The contiguous runs of files that a rank has the elements of, by file, in order."""
+Runs = Mapping[str, Sequence[PlacedValues]]  # the contiguous runs that a rank has the elements of, by file, in order
 
 
 def plan_runs(files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: int) -> Runs:
@@ -154,8 +150,7 @@ def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
 def plan_pieces(
     files: Sequence[FileLayout], runs: Runs, received: Iterable[tuple[str, int, bytes]], order: Mapping[int, int]
 ) -> list[WritePiece]:
-    """List the pieces that this rank writes, with the bytes `received` from other ranks, those that are updated first at the front:
-    `order` has the position of each owner in the next update."""
+    """List the pieces that this rank writes, with bytes `received` from others, by the `order` of owners in the next update."""
     content = _by_file(chain(*runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
     sizes, last, found = {file.path: file.nbytes for file in files}, len(order), list[WritePiece]()
     for path, members in runs.items():
@@ -213,10 +208,9 @@ class ShardWriter:
         self._written = in_thread("save", partial(self._write_all, launched), daemon=True)
         return self._written
 
-    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> float:
-        """Wait until the elements of `owner` were copied or the save has failed; returns the seconds waited. `on_progress` is
-        called now and then while writing goes on."""
-        return self._wait(lambda: not self._not_copied.get(owner), on_progress) if self._not_copied.get(owner) else 0.0
+    def wait_until_copied(self, owner: int, on_progress: Callable[[], None]) -> None:
+        """Wait until the elements of `owner` were copied or the save has failed; `on_progress` is called now and then meanwhile."""
+        self._wait(lambda: not self._not_copied.get(owner), on_progress)
 
     def join(self, on_progress: Callable[[], None]) -> list[ChecksumPiece]:
         """Wait until everything is on the disk; returns the pieces that this rank has written. Raises the thread's error."""
@@ -224,8 +218,7 @@ class ShardWriter:
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
 
-    def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> float:
-        began = time.monotonic()
+    def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> None:
         seen = -1
         while not over():
             if len(self._checksums) != seen:
@@ -233,7 +226,6 @@ class ShardWriter:
                 on_progress()  # Peers wait for a rank whose disk is at work, not for one whose disk hangs.
             with self._changed:
                 self._changed.wait_for(over, timeout=_PROGRESS_SECONDS)
-        return time.monotonic() - began
 
     def _write_all(self, launched: torch.Event | None) -> None:
         """Write all pieces; those of a device are copied on a stream that waits for `launched` and for nothing later."""
