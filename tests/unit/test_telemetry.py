@@ -172,14 +172,14 @@ def test_a_ring_numbers_only_so_many_names_and_reads_only_its_own_files(
 )
 def test_a_rank_of_four_sends_its_part_of_a_collective(collective: Collective, sent: int) -> None:
     recorder = StepRecorder()
-    account, idle = recorder.account("shard", 4), recorder.account("tensor", 2)
+    account = recorder.account("shard", 4)
+    recorder.account("tensor", 2)
     recorder.enabled = False
     account.count(collective, 9000)
     recorder.enabled = True
     for _ in range(2):
         account.count(collective, 1000)
     assert recorder.take_traffic() == {"shard": {collective.value: {"calls": 2, "bytes": 2 * sent, "seconds": 0.0}}}
-    assert (account.used, idle.used) == (False, False)
     recorder.close_account("shard")
     recorder.close_account("shard")
     account.count(collective, 1000)

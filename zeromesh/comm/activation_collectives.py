@@ -8,8 +8,9 @@ import math
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,50 +24,44 @@ from zeromesh.settings.keys import TransportName
 from zeromesh.telemetry.step_recorder import Collective
 
 _SUM, _GATHER, _SCATTERED_SUM = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-_PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum"}
-"""The collectives on activations, as messages name them."""
-_CHUNK_ELEMENTS = 1 << 15
-"""The number of elements summed at a time over more than two ranks, chosen so that the partial sum stays in a core's cache."""
+_PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum"}  # as messages name them
+_CHUNK_ELEMENTS = 1 << 15  # summed at a time over more than two ranks, so that the partial sum stays in a core's cache
 
 
+@dataclass(eq=False)
 class Pending:
-    """An exchange in flight."""
+    """An exchange in flight: `read` waits and returns the result; `release` is called after it, even for an unused result."""
 
-    def __init__(self, read: Callable[[], torch.Tensor], release: Callable[[], None] = lambda: None) -> None:
-        """Take `read`, which waits and returns the result, and `release`, which is called after it, even for an unused result."""
-        self._read: Callable[[], torch.Tensor] | None = read
-        self._release = release
-        self._result: torch.Tensor | None = None
+    read: Callable[[], torch.Tensor] | None
+    release: Callable[[], None] = lambda: None
+    result: torch.Tensor | None = None
 
     def read_result(self) -> None:
         """Wait for the result and keep it until `wait` returns it."""
-        read, self._read = self._read, None
+        read, self.read = self.read, None
         if read is not None:
-            self._result = read()
-            self._release()
+            self.result = read()
+            self.release()
 
     def wait(self) -> torch.Tensor:
         """Return the result; may be called once. On CUDA the compute stream waits, not the host. Raises `CollectiveError` when a
         peer is gone, late, or exchanges another tensor; and for a second call."""
         self.read_result()
-        result, self._result = self._result, None
+        result, self.result = self.result, None
         if result is None:
             raise CollectiveError("the result of an exchange was asked for twice; keep what `wait` gave")
         return result
 
     def __del__(self) -> None:
-        if self._read is not None:
-            self._release()
+        if self.read is not None:
+            self.release()
 
 
 class Exchange:
-    """Collectives on activations of any dtype and shape over a process set.
-
-    All ranks call the same methods in the same order, with equal dtypes and shapes (except along `dim`, where `sizes` gives each
-    rank's length); results may be waited for in any order, or never. A tensor must not change until its result has been waited for.
-    Sums run in rank order and are bitwise equal on all ranks; 16-bit tensors are summed in fp32 and rounded once (except by NCCL).
-    Nothing is recorded for autograd.
-    """
+    """Collectives on activations of any dtype and shape over a process set. All ranks call the same methods in the same order,
+    with equal dtypes and shapes (except along `dim`, where `sizes` gives each rank's length); results may be waited for in any
+    order, or never. A tensor must not change until its result has been waited for. Sums run in rank order and are bitwise equal on
+    all ranks; 16-bit tensors are summed in fp32 and rounded once (except by NCCL). Nothing is recorded for autograd."""
 
     def __init__(self, group: ProcessSet | None = None) -> None:
         """Take a process set, whose collectives are gloo's on CPUs and NCCL's on CUDA; None: a set of one rank."""
@@ -143,23 +138,14 @@ class Exchange:
             row, out = Collective.ALL_REDUCE, tensor.clone(memory_format=torch.contiguous_format)
             given, cut = out, (dim, sum(lengths[: self.index]), lengths[self.index]) if lengths else None
             result = lambda: out if cut is None else out.narrow(*cut).contiguous()  # noqa: E731
-        elif on_device or (kind is _GATHER and dim == 0):
+        else:
             given = tensor.clone(memory_format=torch.contiguous_format) if on_device else tensor.contiguous()
-            sizes = how["received"] = list(map(math.prod, shapes))
+            sizes = list(map(math.prod, shapes))
+            how |= {"received": sizes, "times": 1.0 if kind is _GATHER else 1 / self.size}
             row, out = Collective.ALL_GATHER, tensor.new_empty(sum(sizes))
             parts = [part.view(shape) for part, shape in zip(torch.split(out, sizes), shapes, strict=True)]
+            # Parts along the outermost dim lie in `out` as the result needs them.
             result = lambda: self._combine(kind, parts, dim, lengths) if dim else out.view(-1, *tensor.shape[1:])  # noqa: E731
-        else:
-            given, sizes = tensor.contiguous(), list(map(math.prod, shapes))
-            moved = tensor.numel() if kind is _SUM else sum(sizes)
-            sizes[self.index] = 0  # This rank's own part is not copied, since nothing writes to it.
-            row, out = Collective.BROADCAST, tensor.new_empty(sum(sizes))
-            parts = list(out.split_with_sizes(sizes))
-            parts[self.index] = given
-            parts = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            # Without elements the traffic needs no scaling.
-            how |= {"received": sizes, "times": moved / out.numel() if out.numel() else 1.0}
-            result = lambda: self._combine(kind, parts, dim, lengths)  # noqa: E731
         what = f"{_PHRASES[kind]} of activations over axis {group.name}"
         flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind, **how))
 
@@ -202,7 +188,7 @@ class SharedExchange(Exchange):
         super().__init__(group)
         self._group = group
         self._ring = SharedRing(group, "activations")
-        self._pending: dict[int, weakref.ref[Pending]] = {}
+        self._pending: MutableMapping[int, Pending] = weakref.WeakValueDictionary()
 
     def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
@@ -213,15 +199,13 @@ class SharedExchange(Exchange):
         with traffic.timed(kind):
             # All ranks must have consumed the entry that is about to be overwritten.
             if (oldest := ring.next - ring.room) >= 0:
-                found = self._pending.get(oldest)
-                if found is not None and (arriving := found()) is not None:
+                if (arriving := self._pending.get(oldest)) is not None:
                     arriving.read_result()
                 ring.consumed.wait(oldest + 1, f"room for one more {what}")
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
-        whole = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes
-        traffic.count(kind, whole)
+        traffic.count(kind, sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes)
 
         def read() -> torch.Tensor:
             with traffic.timed(kind):
@@ -238,12 +222,7 @@ class SharedExchange(Exchange):
                     raise
                 return self._combine(kind, parts, dim, lengths)
 
-        def consume() -> None:
-            self._pending.pop(sequence, None)
-            ring.consume(sequence)
-
-        pending = Pending(read, consume)
-        self._pending[sequence] = weakref.ref(pending)
+        pending = self._pending[sequence] = Pending(read, partial(ring.consume, sequence))
         return pending
 
     def _disagreement(self, rank: int, other: list[int], own: list[int]) -> CollectiveError:

@@ -8,7 +8,6 @@ import torch
 
 from zeromesh.comm.transport import GatherBuffer, Transport
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor
-from zeromesh.intervals import Interval
 from zeromesh.offload import ReleasableBuffer, TieredTensor
 
 
@@ -20,7 +19,9 @@ class DecodingBuffer(GatherBuffer):
     ) -> None:
         self._gathered, self._shards, self._ahead = gathered, shards, transport.ahead
         length = sum(each.length for each in shards)
-        self._decoded = ReleasableBuffer(length, dtype, gathered.full.device, spare=transport.spare_pages)
+        self._decoded = self._memory = ReleasableBuffer(
+            length, dtype, gathered.full.device, spare=transport.spare_pages
+        )
         self.full = self._decoded.full
         self.persistent = False
         self._has_memory = self._is_current = False
@@ -28,9 +29,6 @@ class DecodingBuffer(GatherBuffer):
 
     def transient_nbytes(self, share: float) -> int:
         return self.full.nbytes + self._gathered.transient_nbytes(share)
-
-    def make_views(self, places: Sequence[Interval]) -> list[torch.Tensor]:
-        return self._decoded.make_views([(place.start, place.end) for place in places])
 
     def end_write(self) -> None:
         self._gathered.end_write()
@@ -75,9 +73,3 @@ class DecodingBuffer(GatherBuffer):
 
     def end_read(self) -> None:
         self._gathered.end_read()
-
-    def poll(self) -> None:
-        self._gathered.poll()
-
-    def order_gather(self) -> None:
-        self._gathered.order_gather()

@@ -49,26 +49,23 @@ class Incoming:
 
     def __init__(self, channel: "_Channel", kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
-        self._header: tuple[torch.Tensor, Launched] | None = None
+        self._header: Launched | None = None
         self._tensors: list[torch.Tensor] = []
-        self._receives: list[Launched] | None = None
+        self._receives: list[Launched] = []
 
     def advance(self, *, block: bool) -> bool:
-        """Begin to receive once the shapes are known; returns True if it has begun, so that the next message may begin too."""
+        """Begin to receive if the shapes are known; returns True if it has begun, so that the next message may begin too."""
         channel = self._channel
-        if self._receives is not None:
-            return True
         if self._specs is None:
             self._specs = channel.sent_specs.get(self._kind)
         if self._specs is None:
             if self._header is None:
                 data = torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=channel.device)
-                self._header = data, channel.start(data, f"the shapes of {self.what}")
-            data, flight = self._header
-            if not block and not flight.done():
+                self._header = channel.start(data, f"the shapes of {self.what}")
+            if not block and not self._header.done():
                 return False
-            flight.wait()
-            self._specs = channel.sent_specs[self._kind] = read_header(data)
+            self._header.wait()
+            self._specs = channel.sent_specs[self._kind] = read_header(self._header.call.out)
         self._tensors = [spec.empty(channel.device) for spec in self._specs]
         self._receives = [channel.start(tensor, self.what) for tensor in self._tensors]
         return True
@@ -76,7 +73,7 @@ class Incoming:
     def wait(self) -> tuple[list[torch.Tensor], Sequence[MessageSpec]]:
         """Return the tensors and their specifications; may be called once."""
         self._channel.advance(self)
-        for flight in self._receives or ():
+        for flight in self._receives:
             flight.wait()
         tensors, self._tensors, self._receives = self._tensors, [], []
         return tensors, self._specs or ()
@@ -87,18 +84,16 @@ class _Channel:
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
         self.pair, self.device = pair, device
-        self.sent_specs: dict[Hashable, Sequence[MessageSpec]] = {}
-        """The specifications sent so far, by kind of message; equal on both ends."""
-        self.queue: deque[Incoming] = deque()
-        """Messages requested by the receiver, in the order of arrival."""
-        self.sending: deque[tuple[torch.Tensor, Launched]] = deque()
+        self.sent_specs: dict[Hashable, Sequence[MessageSpec]] = {}  # by kind of message; equal on both ends
+        self.queue: deque[Incoming] = deque()  # messages that the receiver has requested, in the order of arrival
+        self.sending: deque[Launched] = deque()
 
     def start(self, tensor: torch.Tensor, what: str) -> Launched:
         # Bytes suit every backend, unlike dtypes; at least one, since an empty message could not be waited for.
         flat = tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(1, dtype=torch.uint8)
-        index, received = self.pair.index, (len(flat), 0)
-        call = CollectiveCall(flat, flat[: received[index]], what, received, times=1.0 - index)
-        return self.pair.start(Collective.POINT_TO_POINT, call)
+        index, received, counts_as = self.pair.index, (len(flat), 0), Collective.POINT_TO_POINT
+        call = CollectiveCall(flat, flat[: received[index]], what, received, counts_as=counts_as, times=1.0 - index)
+        return self.pair.start(Collective.BROADCAST, call)
 
     def advance(self, until: Incoming | None = None) -> None:
         """Begin to receive messages of known shapes, in order; wait for the shapes of `until` and of the messages before it."""
@@ -106,9 +101,9 @@ class _Channel:
             self.queue.popleft()
 
     def send(self, tensor: torch.Tensor, what: str) -> None:
-        while self.sending and self.sending[0][1].done():
-            self.sending.popleft()[1].wait()  # This raises the error of a failed send.
-        self.sending.append((tensor, self.start(tensor, what)))
+        while self.sending and self.sending[0].done():
+            self.sending.popleft().wait()  # This raises the error of a failed send.
+        self.sending.append(self.start(tensor, what))
 
 
 class Channels:
@@ -181,7 +176,7 @@ class Channels:
         """Wait until all messages are sent, and bound the number of remembered specifications; called at the end of a step."""
         for channel in (*self._out.values(), *self._in.values()):
             while channel.sending:
-                channel.sending.popleft()[1].wait()
+                channel.sending.popleft().wait()
             if len(channel.sent_specs) > _MOST_KINDS:
                 channel.sent_specs.clear()
 

@@ -25,20 +25,18 @@ from functools import lru_cache, partial
 
 import torch
 
-from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, Transport
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, Transport, sum_in_order
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import DONE, SparePages, TieredTensor, Transfer
+from zeromesh.offload import SparePages, TieredTensor, Transfer
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
 
-_FUTEX = 202
-"""The number of the system call futex(2) on x86-64, the only processor type that has this transport."""
+_FUTEX = 202  # the system call futex(2) on x86-64, the only processor type that has this transport
 _WAIT, _WAKE = 0, 1
 _WAKE_ALL = 2**31 - 1
 _LOW_HALF = 0xFFFFFFFF
-_TIME = struct.Struct("ll")
-"""The layout of struct timespec: seconds and nanoseconds."""
+_TIME = struct.Struct("ll")  # struct timespec: seconds and nanoseconds
 _system_call = ctypes.CDLL(None).syscall
 """The C function `syscall(_FUTEX, address, operation, value, timeout)`, which wakes and waits."""
 _system_call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
@@ -61,10 +59,8 @@ class Futex:
         _system_call(_FUTEX, self._address, _WAIT, seen & _LOW_HALF, _TIME.pack(0, int(1e9 * seconds)))
 
 
-_SPINS = 500
-"""The number of times that a rank reads counters before it sleeps: mostly the others arrive within some microseconds."""
-LINE = 8
-"""The number of words in a cache line: counters of different writers never share one."""
+_SPINS = 500  # reads of counters before a rank sleeps: mostly the others arrive within some microseconds
+LINE = 8  # words in a cache line: counters of different writers never share one
 
 
 class Counters:
@@ -95,15 +91,12 @@ class Counters:
 
     def wait(self, value: int, what: str) -> None:
         """Wait until the counters of all ranks are at least `value`; an error names the ranks that lag."""
-        words, places, watch = self._words, self._places, self._group.watch
+        words, watch = self._words, self._group.watch
         if self.reached(value):
             return
         watch.operations_begun += 1  # Short waits count too: the others have to hear of an error after one.
         for _ in range(_SPINS):
-            for place in places:
-                if words[place] < value:
-                    break
-            else:
+            if self.reached(value):
                 return
 
         def behind() -> list[int]:
@@ -180,11 +173,9 @@ class SharedRing:
         self.next = 0
         """The sequence number of the next message that this rank writes."""
         self._finished: set[int] = set()
-        self._behind = 0
-        """The first sequence number that this rank has not consumed."""
+        self._behind = 0  # the first sequence number that this rank has not consumed
         self.own: list[RingSlot] = []
-        self._mapped: dict[tuple[int, int], RingSlot] = {}
-        """The mapped slots of other ranks, by rank and serial number of the slot."""
+        self._mapped: dict[tuple[int, int], RingSlot] = {}  # slots of other ranks, by rank and number of the slot
         for number in range(slots):
             for rank, found in enumerate(shared_segments(group, label, nbytes)):
                 self._mapped[rank, number] = RingSlot(found, number)
@@ -250,8 +241,7 @@ class SharedRing:
 
 
 _RingMemory = tuple[SharedSegment, list[RingSlot], Counters, Counters]
-_UNCLOSED: list[_RingMemory] = []
-"""Segments of rings that were garbage-collected; their last tensors stay until all peers have read them."""
+_UNCLOSED: list[_RingMemory] = []  # of rings that are garbage; their tensors stay until all peers have read them
 
 
 def _close_unused(*more: _RingMemory) -> None:
@@ -292,10 +282,8 @@ class SharedBuffer(GatherBuffer):
 
     def begin_write(self) -> None:
         if self.persistent:
-            if self._pages_freed:
-                self._reserve_own()
-            if not self._done.reached(self._generation):
-                self._await(self._done, "end of reading before the update")
+            self._reserve_own()
+            self._await(self._done, "end of reading before the update")
 
     def end_write(self) -> None:
         if self.persistent:
@@ -305,43 +293,36 @@ class SharedBuffer(GatherBuffer):
     def gather(self, shard: TieredTensor) -> None:
         if self.persistent or self._valid:
             return
-        if not self._done.reached(self._generation):
-            self._await(self._done, "end of reading before the refill")
-        if self._pages_freed:
-            self._reserve_own()
+        self._await(self._done, "end of reading before the refill")
+        self._reserve_own()
         self._valid = True
         self._generation += 1
-        reading = shard.read(0, self._shard)
-        if reading is DONE:
-            self._written.set(self._generation)
-        else:
-            self._reading = reading
-            self.poll()
+        self._reading = shard.read(0, self._shard)
+        self.poll()
 
     def wait(self) -> None:
         if self._counted_generation != self._generation:
             self._counted_generation = self._generation
             self._traffic.count(Collective.ALL_GATHER, self.full.nbytes)
-        if self._reading is not None:
-            self._finish_reading(self._reading)
-        if not self._written.reached(self._generation):
-            self._await(self._written, "")
+        self._finish_reading()
+        self._await(self._written)
 
-    def _await(self, counters: Counters, purpose: str) -> None:
+    def _await(self, counters: Counters, purpose: str = "") -> None:
         """Wait until all ranks' counters reach the current generation, and record the waiting time."""
-        with self._traffic.timed(Collective.ALL_GATHER):
-            counters.wait(self._generation, f"{purpose} ({self._what})" if purpose else self._what)
+        if not counters.reached(self._generation):
+            with self._traffic.timed(Collective.ALL_GATHER):
+                counters.wait(self._generation, f"{purpose} ({self._what})" if purpose else self._what)
 
-    def _finish_reading(self, reading: Transfer) -> None:
-        reading.wait()
-        self._reading = None
-        self._written.set(self._generation)
+    def _finish_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.wait()
+            self._reading = None
+            self._written.set(self._generation)
 
     def release(self) -> None:
         if self.persistent or not self._valid:
             return
-        if self._reading is not None:
-            self._finish_reading(self._reading)
+        self._finish_reading()
         self._valid = False
         self._done.set(self._generation)
         self.poll()
@@ -353,13 +334,13 @@ class SharedBuffer(GatherBuffer):
     def poll(self) -> None:
         """Publish this rank's shard once it is in place; free its pages once no rank reads them."""
         if self._reading is not None and self._reading.done():
-            self._finish_reading(self._reading)
+            self._finish_reading()
         if not self.persistent and not self._valid and not self._pages_freed and self._done.reached(self._generation):
             self._arena.give_back(*self._own_bytes)
             self._pages_freed = True
 
     def _reserve_own(self) -> None:
-        if self._own_bytes[1]:
+        if self._pages_freed and self._own_bytes[1]:
             if self.persistent:  # Other buffers are reserved too often to be checked.
                 require_memory(self._what, self._own_bytes[1])
             self._arena.reserve(*self._own_bytes)
@@ -392,21 +373,16 @@ class SharedReducer(Reducer):
         kind = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
         start, end = (0, len(filled)) if whole else (group.index * length, (group.index + 1) * length)
 
-        def parts() -> list[torch.Tensor]:
+        def finish() -> None:
             shape = tuple(filled.shape)
-            return [ring.read(rank, sequence)[0].view(shape, filled.dtype)[start:end] for rank in range(size)]
+            with group.traffic.timed(kind):
+                ring.published.wait(sequence + 1, "reduction of gradients")
+                slots = [ring.read(rank, sequence)[0] for rank in range(size)]
+                sum_in_order(out, [slot.view(shape, filled.dtype)[start:end] for slot in slots], add=add)
+                ring.consume(sequence)  # This rank has read that bucket of every rank.
 
         group.traffic.count(kind, filled.nbytes)
-        return Reduction(
-            traffic=group.traffic,
-            kind=kind,
-            parts=parts,
-            sums=out,
-            add=add,
-            arrived=lambda: ring.published.reached(sequence + 1),
-            wait=lambda: ring.published.wait(sequence + 1, "reduction of gradients"),
-            free=lambda: ring.consume(sequence),  # This rank has read that bucket of every rank.
-        )
+        return Reduction(lambda: ring.published.reached(sequence + 1), finish)
 
 
 class SharedTransport(Transport):
@@ -424,18 +400,11 @@ class SharedTransport(Transport):
         (arena,) = shared_segments(group, "parameters", end, of_first=True, reserve=False)
         (words,) = shared_segments(group, "counters", 2 * len(requests) * group.size * LINE * 8, of_first=True)
         self._segments = (arena, words)
-        table = words.words()
         buffers = []
         for number, (request, offset) in enumerate(zip(requests, offsets, strict=True)):
-            written, done = (Counters(table, (2 * number + row) * group.size * LINE, group) for row in range(2))
+            written, done = (Counters(words.words(), (2 * number + row) * group.size * LINE, group) for row in range(2))
             buffers.append(SharedBuffer(request, group, arena, offset, written, done))
-        self._released = [buffer for buffer in buffers if not buffer.persistent]
         self.buffers, self.spare_pages = buffers, SparePages()
-
-    def poll(self) -> None:
-        self.spare_pages.give_back()
-        for buffer in self._released:
-            buffer.poll()
 
     def close(self) -> None:
         for segment in self._segments:

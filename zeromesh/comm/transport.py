@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import DONE, ReleasableBuffer, SparePages, TieredTensor, Transfer, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.settings.keys import TransportName
-from zeromesh.telemetry.step_recorder import Collective, CommAccount
+from zeromesh.telemetry.step_recorder import Collective
 
 _CPU = torch.device("cpu")
 
@@ -43,13 +44,11 @@ class BufferRequest:
 
 
 class GatherBuffer:
-    """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather. Without a group, as for a single rank and
-    for parameters that every rank updates itself, it is private memory that always holds everything while it is allocated.
-
+    """A flat buffer whose shards belong to the ranks of a group, filled by an all-gather. Without a group, as for a single rank
+    and for parameters that every rank updates itself, it is private memory that always holds everything while it is allocated.
     Gathers start once this rank's shard is in place, in the order of the calls; `queue` holds the waiting ones. A device blocks in
-    each collective until all ranks have launched it. So its gathers start at fixed places of the program: at once if a stream waits
-    for the shard, else when the next gather is requested or this one is needed.
-    """
+    each collective until all ranks have launched it. So its gathers start at fixed places of the program: at once if a stream
+    waits for the shard, else when the next gather is requested or this one is needed."""
 
     full: torch.Tensor
     """The whole buffer, `[padded]`. Its address never changes; it has no memory while released."""
@@ -70,7 +69,7 @@ class GatherBuffer:
         self._queue = deque[GatherBuffer]() if queue is None else queue
         self._memory: ReleasableBuffer | None = None
         self._reading: Transfer | None = None
-        self._launched: Launched | None = None
+        self.launched: Launched | None = None
         self._valid = False
         if group is not None:
             self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
@@ -106,7 +105,7 @@ class GatherBuffer:
 
     def gather(self, shard: TieredTensor) -> None:
         """Start to fill `full`. `shard` is this rank's part, `[padded / ranks]`, of any floating dtype on any tier."""
-        if self._valid or self._launched is not None or (self._group is not None and self._reading is not None):
+        if self._valid or self.launched is not None or (self._group is not None and self._reading is not None):
             return
         if self._memory is not None:
             self._memory.take()
@@ -134,16 +133,16 @@ class GatherBuffer:
         if reading is not None and self._group is not None:
             with reading.ordering():
                 call = CollectiveCall(self.full, self.own(), self._what)
-                self._launched = self._group.start(Collective.ALL_GATHER, call)
+                self.launched = self._group.start(Collective.ALL_GATHER, call)
 
     def wait(self) -> None:
         if self._group is None and self._reading is not None:
             self._reading.wait()
         while self._group is not None and self._reading is not None:
             self._queue.popleft().start()
-        if self._launched is not None:
-            self._launched.wait()
-            self._launched, self._valid = None, True
+        if self.launched is not None:
+            self.launched.wait()
+            self.launched, self._valid = None, True
 
     def release(self) -> None:
         """Free the memory unless the buffer is persistent. This rank reads no more before the next gather."""
@@ -155,44 +154,16 @@ class GatherBuffer:
     def end_read(self) -> None:
         """Mark the current contents as no longer read by this rank, so that their owners may write."""
 
-    def order_gather(self) -> None:
-        """Make a device's current stream wait for a gather in flight, since memory is freed in the order of that stream."""
-        if self._launched is not None and self._group is not None and self._group.on_stream:
-            self._launched.wait()
 
-
-@dataclass(kw_only=True, eq=False)
-class Reduction:
+class Reduction(NamedTuple):
     """A reduction in flight, which the thread that calls `finish` completes."""
 
-    traffic: CommAccount
-    kind: Collective
-    parts: Callable[[], Sequence[torch.Tensor]]
-    """Returns the received tensors, one from each rank."""
-    sums: torch.Tensor
-    """The accumulator of the elements that this rank sums, of the same length as each part."""
-    add: bool
-    arrived: Callable[[], bool]
-    """Returns True if `wait` would return at once. It is never called on a device."""
-    wait: Callable[[], None]
-    free: Callable[[], None]
-    """Called once this rank has read the received tensors, so that the slot may be refilled."""
+    ready: Callable[[], bool]
+    """Returns True if `finish` would return without waiting for a peer. It is never called on a device."""
+    finish: Callable[[], None]
+    """Waits for the peers, sums this rank's shard and frees the slot. Sends nothing, so ranks may finish at different times."""
     gather_sums: Callable[[], None] = lambda: None
     """Gathers the other ranks' sums if this rank needs the whole sum. All ranks call it in the order of launches."""
-    done: bool = False
-
-    def ready(self) -> bool:
-        """Return True if `finish` would return without waiting for a peer."""
-        return self.done or self.arrived()
-
-    def finish(self) -> None:
-        """Wait for the peers, sum this rank's shard and free the slot. Sends nothing, so ranks may finish at different times."""
-        if not self.done:
-            with self.traffic.timed(self.kind):
-                self.wait()
-                sum_in_order(self.sums, self.parts(), add=self.add)
-                self.free()
-            self.done = True
 
 
 def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
@@ -209,11 +180,9 @@ def sum_in_order(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool)
 
 
 class Reducer:
-    """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0.
-
-    A group has send buffers and, on gloo, as many receive buffers; a single rank has neither. Reductions finish in launch order. On
-    a device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host.
-    """
+    """The slots in which gradient buckets wait for their reduction over the group; `sequence` numbers the buckets from 0. A group
+    has send buffers and, on gloo, as many receive buffers; a single rank has neither. Reductions finish in launch order. On a
+    device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host."""
 
     def __init__(
         self, device: torch.device = _CPU, group: ProcessSet | None = None, slots: int = 0, nbytes: int = 0
@@ -259,7 +228,10 @@ class Reducer:
         call = CollectiveCall(received, filled, "reduction of gradients", purpose="reduce", counts_as=kind)
         flight = group.start(row, call)
 
-        def free() -> None:
+        def finish() -> None:
+            flight.wait()
+            with group.traffic.timed(kind):
+                sum_in_order(sums, parts, add=add)
             self.finished += 1
 
         def gather_sums() -> None:
@@ -267,17 +239,7 @@ class Reducer:
                 call = CollectiveCall(out, sums, "all-gather of summed gradients", purpose="reduce")
                 group.start(Collective.ALL_GATHER, call).wait()
 
-        return Reduction(
-            traffic=group.traffic,
-            kind=kind,
-            parts=lambda: parts,
-            sums=sums,
-            add=add,
-            arrived=flight.done,
-            wait=flight.wait,
-            free=free,
-            gather_sums=gather_sums,
-        )
+        return Reduction(flight.done, finish, gather_sums)
 
 
 class Transport:
@@ -285,8 +247,6 @@ class Transport:
     parameters."""
 
     buffers: Sequence[GatherBuffer]
-    reducer: Reducer
-    spare_pages: SparePages
     ahead: ThreadPoolExecutor | None = None
     """The thread that decodes buffers ahead of their use; None where other ranks or a device take part."""
     share = 1.0
@@ -302,28 +262,27 @@ class Transport:
         nbytes: int,
     ) -> None:
         self.name = name
-        self.spare_pages, self._queue = SparePages(), deque[GatherBuffer]()
+        self.spare_pages, queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
         if members is None and not is_accelerator(device):
-            self.ahead = ThreadPoolExecutor(
-                1, thread_name_prefix="decode-ahead"
-            )  # `DecodingBuffer` raises what it meets.
-        self.buffers = [GatherBuffer(each, device, self.spare_pages, members, self._queue) for each in requests]
+            self.ahead = ThreadPoolExecutor(1, "decode-ahead")  # `DecodingBuffer` raises what it meets.
+        self.buffers = [GatherBuffer(each, device, self.spare_pages, members, queue) for each in requests]
         self.reducer = Reducer(device, members, slots, nbytes)
 
     def poll(self) -> None:
         """Free spare pages and start queued all-gathers, without waiting; called at the end of a pass."""
         self.spare_pages.give_back()
-        if self._queue:
-            self._queue[0].poll()
+        for buffer in self.buffers:
+            buffer.poll()
 
     def close(self) -> None:
         """Free the resources that are not freed with the tensors."""
         if self.ahead is not None:
             self.ahead.shutdown(cancel_futures=True)
         with suppress(CollectiveError):  # The caller has already seen the error of a gather.
-            for buffer in self.buffers:
-                buffer.order_gather()
+            for buffer in self.buffers if self.reducer.on_stream else ():
+                if buffer.launched is not None:
+                    buffer.launched.wait()  # Memory is freed in the order of the device's current stream.
 
 
 _STRONGLY_ORDERED = {"x86_64", "AMD64"}

@@ -25,21 +25,17 @@ from zeromesh.errors import ZeromeshError
 MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255
 MAX_PROCESSES = 1 << 16
-HELLO_SECONDS = 10.0
-"""Seconds that the other end of a new connection may take to send its first message."""
-SILENCE_SECONDS = 15.0
-"""Seconds without a message after which an end counts as lost."""
-BEATS = 5
-"""The number of beats sent within the seconds after which a follower counts as lost."""
+HELLO_SECONDS = 10.0  # for the other end of a new connection to send its first message
+SILENCE_SECONDS = 15.0  # without a message, after which an end counts as lost
+BEATS = 5  # within the seconds after which a follower counts as lost
 
 Message = Mapping[str, Any]
 Stream = socket.socket | IO[bytes]
-Value = TypeVar("Value", str, bool, int)
+Value = TypeVar("Value", str, bool, int, dict[str, Any])
 MISSING = -1
 """The default for a required integer field: it is below the allowed range, so that `field` refuses a message without the field."""
 _LONGEST_SHOWN = 160
-_WHOLE_WRITE = 4096
-"""Bytes that a pipe takes in one piece (PIPE_BUF), and that a writable socket takes without waiting."""
+_WHOLE_WRITE = 4096  # bytes that a pipe takes in one piece (PIPE_BUF), and a writable socket without waiting
 _CLOSE_SECONDS = 1.0  # for the last messages to leave
 _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800-\udfff]*")
 
@@ -64,20 +60,18 @@ def parsed(data: bytes) -> Message:
 
 
 def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:
-    """Return the text, Boolean or integer under `name`, or `default` if it is missing. Raises `MessageError` for another type than
-    that of `default`, and for an integer, the default too, that is not from `least` to `most`."""
+    """Return the value under `name`, or `default` if it is missing. Raises `MessageError` for another type than that of `default`,
+    and for an integer, the default too, that is not from `least` to `most`."""
     value = message.get(name, default)
     if type(value) is not type(default) or (type(value) is int and not least <= value <= most):
-        allowed = {str: "a text", bool: "true or false"}.get(type(default), f"an integer from {least} to {most}")
-        raise MessageError(f"{name!r} is {_shown(message.get(name))}; allowed is {allowed}")
+        allowed = {str: "a text", bool: "true or false", dict: "an object", int: f"an integer from {least} to {most}"}
+        raise MessageError(f"{name!r} is {_shown(message.get(name))}; allowed is {allowed[type(default)]}")
     return value
 
 
 def variables(message: Message) -> dict[str, str]:
     """Return the environment variables under `variables`. Raises `MessageError`."""
-    found = message.get("variables", {})
-    if not isinstance(found, dict):
-        raise MessageError(f"'variables' is {_shown(found)}; allowed is an object")
+    found = field(message, "variables", {})
     for name, value in found.items():
         if not (_VARIABLE.fullmatch(name) and isinstance(value, str) and _VALUE.fullmatch(value)):
             raise MessageError(f"'variables' has {_shown(name)}, which cannot be set; its value is not shown")
@@ -86,9 +80,7 @@ def variables(message: Message) -> dict[str, str]:
 
 def rank_range(message: Message) -> RankRange:
     """Return the ranks of this host under `start`. Raises `MessageError`."""
-    content = message.get("start")
-    if not isinstance(content, dict):
-        raise MessageError(f"'start' is {_shown(content)}; allowed is an object")
+    content = field(message, "start", {})
     size = field(content, "world_size", MISSING, least=1, most=MAX_PROCESSES**2)
     return RankRange(
         first=field(content, "first", MISSING, most=size - 1),

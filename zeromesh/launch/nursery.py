@@ -17,8 +17,7 @@ from zeromesh.environment import kept_environment, launched_by, python_arguments
 
 _MODULE = "zeromesh.launch.fork_server"
 _NUMPY_THREADS = "OPENBLAS_NUM_THREADS"
-_LOST = -int(signal.SIGKILL)
-"""The exit code of forks whose nursery has ended: the kernel kills them with it."""
+_LOST = -int(signal.SIGKILL)  # the exit code of forks whose nursery has ended: the kernel kills them with it
 
 
 class Fork:

@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
@@ -17,12 +17,9 @@ from zeromesh.environment import ERRORS, RankRange, die_with_launcher, setting, 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.nursery import Fork, Nursery
 
-_CAUSE_SECONDS = 2.0
-"""Seconds to wait for the error of the rank that failed first, after ranks have ended that only noticed its failure."""
-_STOP_SECONDS = 30.0
-"""Seconds that ranks may take to end after a failure, before they are killed."""
-USERS_MISTAKE = 2
-"""The exit code after an error that would recur, such as one in the configuration."""
+_CAUSE_SECONDS = 2.0  # to wait for the error of the rank that failed first, once others have ended that noticed it
+_STOP_SECONDS = 30.0  # for ranks to end after a failure, before they are killed
+USERS_MISTAKE = 2  # the exit code after an error that would recur, such as one in the configuration
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
 _SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
@@ -173,27 +170,28 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
     sys.excepthook = record
 
 
+@dataclass(slots=True, eq=False)
 class StopSignals:
     """The signals received by this process and not yet passed on, and the number of those passed on to its child processes. Signals
-    in `only_forwarded` do not ask this process to stop; they are only passed on."""
+    in `only_forwarded` do not ask this process to stop; they are only passed on. Of others, the first `passes` let the child
+    processes end in order, and one more kills them."""
 
-    def __init__(self, only_forwarded: Sequence[int] = ()) -> None:
-        self.first = 0
-        self.passed_on = 0
-        self.pending: list[int] = []
-        self.only_forwarded = tuple(only_forwarded)
+    only_forwarded: Sequence[int] = ()
+    passes: int = 1
+    first: int = 0
+    passed_on: int = 0
+    pending: list[int] = field(default_factory=list)
 
     def receive(self, number: int, frame: object) -> None:
         if number not in self.only_forwarded:
             self.first = self.first or number
         self.pending.append(number)
 
-    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None], most: int = 1) -> None:
-        """Pass on received signals: those of `only_forwarded` always; of others, the first `most` let the child processes end
-        in order, and one more kills them."""
+    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
+        """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
         while self.pending:
             number = self.pending.pop(0)
-            if number in self.only_forwarded or self.passed_on < most:
+            if number in self.only_forwarded or self.passed_on < self.passes:
                 send(number)
             else:
                 kill()
@@ -235,8 +233,8 @@ def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object
 
 
 @contextmanager
-def noted_signals(only_forwarded: Sequence[int] = ()) -> Iterator[StopSignals]:
-    """Inside the block, signals are recorded and do not end this process. `only_forwarded`: those that do not ask it to stop."""
-    requests = StopSignals(only_forwarded)
+def noted_signals(only_forwarded: Sequence[int] = (), passes: int = 1) -> Iterator[StopSignals]:
+    """Inside the block, signals are recorded and do not end this process; see `StopSignals`."""
+    requests = StopSignals(only_forwarded, passes)
     with handled_signals(_SIGNALS, requests.receive):
         yield requests

@@ -25,17 +25,12 @@ from zeromesh.launch.nursery import Nursery
 from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
-_REACH_SECONDS = 120.0
-"""Seconds that a launcher tries to reach the leader."""
-_JOIN_SECONDS = 600.0
-"""Seconds that launchers wait until there are enough of them."""
-_LAST_CALL_SECONDS = 1.0
-"""Seconds that the leader waits for further launchers once there are enough of them."""
+_REACH_SECONDS = 120.0  # for a launcher to reach the leader
+_JOIN_SECONDS = 600.0  # until there are enough launchers
+_LAST_CALL_SECONDS = 1.0  # for further launchers to come once there are enough of them
 _TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
-_REST_SECONDS = 300
-"""Seconds that ranks may take to save and end before a restart."""
+_REST_SECONDS = 300  # for ranks to save and end before a restart
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
-_MOST_SIGNAL = 64  # the highest number of a signal
 TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 """The modules that ranks import for most commands."""
 
@@ -43,11 +38,9 @@ TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
     """The launchers that start a run together, and that may come and go while it runs. `endpoint` is `HOST:PORT` of the leader.
-    When a host is lost or joins, all workers start again; after a failure they do so at most `max_restarts` times.
-
-    With a `rank`, exactly `most` launchers take part; their ranks are numbered in the same order, and number 0 serves the endpoint.
-    None joins later, and the run ends when one is lost.
-    """
+    When a host is lost or joins, all workers start again; after a failure they do so at most `max_restarts` times. With a `rank`,
+    exactly `most` launchers take part; their ranks are numbered in the same order, number 0 serves the endpoint, none joins later,
+    and the run ends when one is lost."""
 
     least: int = 1
     most: int = 1
@@ -120,10 +113,8 @@ class Leader:
         self._members: list[Member] = [] if members is None else members
         self.ending = False
         """True once ranks were signalled to stop: a failure then does not stop the other ranks, which may still be saving."""
-        self._lost: list[WorkersFailed] = []
-        """The members lost since the latest start, as failures."""
-        self._hosts_dead_at = 0.0
-        """The monotonic time in seconds after which no process of the run is alive on the lost hosts."""
+        self._lost: list[WorkersFailed] = []  # the members lost since the latest start
+        self._hosts_dead_at = 0.0  # the monotonic time after which no process of the run is alive on lost hosts
         self._failed_at: float | None = None
         self._refused: set[str] = set()
         self._has_new_hosts = self._stopping = False
@@ -158,8 +149,8 @@ class Leader:
     def poll(self) -> int | None:
         """Return the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
         self._serve()
-        numbered = [each for each in self._members if each.numbered]
-        self._has_new_hosts = len(numbered) < min(len(self._known), self._nodes.most - 1)
+        numbered = sum(each.numbered for each in self._members)
+        self._has_new_hosts = numbered < min(len(self._known), self._nodes.most - 1)
         failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
@@ -177,20 +168,18 @@ class Leader:
             if self._stopped():
                 return 0
             self._wait()
-        elsewhere = [
-            replace(each.failure, message=f"host {each.name}: {each.failure.message}")
-            for each in self._members
-            if each.failure
-        ]
-        found, lost = [*([failure] if failure else []), *elsewhere, *self._lost], self._lost
-        cause = min(found, key=lambda each: each.distance > 0, default=None)
-        if cause is None and not lost:
+        found = [failure] if failure else []
+        for each in self._members:
+            if each.failure:
+                found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
+        cause = min([*found, *self._lost], key=lambda each: each.distance > 0, default=None)
+        if cause is None:
             return self._end(0)
-        if cause is not None and (cause.exit_code == USERS_MISTAKE or (lost and self._too_few)):
+        if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
             return self._end(cause)
-        if not lost and not self._has_new_hosts:
+        if not self._lost and not self._has_new_hosts:
             self._failures += 1
-            if cause is not None and self._failures > self._nodes.max_restarts:
+            if self._failures > self._nodes.max_restarts:
                 return self._end(cause)
         if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
             self._explain_restart(cause)
@@ -258,7 +247,7 @@ class Leader:
             self._listener = None
         return result
 
-    def _explain_restart(self, cause: WorkersFailed | None) -> None:
+    def _explain_restart(self, cause: WorkersFailed) -> None:
         again = f"all ranks start again from {self._nodes.restarts_from}"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
@@ -291,11 +280,10 @@ class Leader:
             try:
                 for message in each.connection.receive():
                     self._take(each, message)
-                continue
             except (MessageError, ConnectionError) as error:
                 self._report_loss(each, error)
-            each.connection.close()
-            self._members.remove(each)
+                each.connection.close()
+                self._members.remove(each)
 
     def _report_loss(self, each: Member, error: MessageError | ConnectionError) -> None:
         if self._listener is not None and isinstance(error, MessageError):
@@ -437,18 +425,17 @@ class Follower:
         elif "stop" in message:
             self._stop = field(message, "stop", messages.MISSING)
         elif "over" in message:
-            end = message["over"] if isinstance(message["over"], dict) else {}
+            end = field(message, "over", {})
             code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
             self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
         elif self._attach is not None and "variables" in message:
             export(messages.variables(message))
         elif self._attach is not None and "signal" in message:
-            os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=_MOST_SIGNAL))
+            os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=signal.NSIG - 1))
 
     def _unreachable_error(self, reason: str) -> WorkersFailed:
-        nodes = self._nodes
         message = (
-            f"the launcher at {nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
+            f"the launcher at {self._nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
             "there, start all again, and the run goes on from its newest checkpoint"
         )
         return WorkersFailed(message=message, exit_code=1)
@@ -466,11 +453,10 @@ def launch_workers(
 ) -> WorkersFailed | int:
     """Run `python ARGUMENTS` as `processes` ranks on this host, beside those of other nodes, and wait for all of them, without
     loading torch. The ranks are forked from a process that has imported `modules`. `notify` receives a line for the user at a
-    restart. `talks`: a user interacts with the ranks, and Ctrl-C is only
-    passed on to them. The first `passes` signals to stop are passed on, and the next one kills. Returns 0 when all succeed, the
-    failure when one fails, and 128 plus the signal's number after a signal to stop; the workers have ended then. Raises
-    `ConfigError` when this host must serve the endpoint, and cannot."""
-    with noted_signals((signal.SIGINT,) if talks else ()) as requests:
+    restart. `talks`: a user interacts with the ranks, and Ctrl-C is only passed on to them. The first `passes` signals to stop are
+    passed on, and the next one kills. Returns 0 when all succeed, the failure when one fails, and 128 plus the signal's number
+    after a signal to stop; the workers have ended then. Raises `ConfigError` when this host must serve the endpoint, and cannot."""
+    with noted_signals((signal.SIGINT,) if talks else (), passes) as requests:
         stopped, must_lead = lambda: bool(requests.first), nodes.most == 1 or nodes.rank == 0
         others: Leader | Follower = Follower(nodes, processes, stopped)
         if must_lead or (nodes.rank is None and is_this_host(nodes.where[0])):
@@ -480,7 +466,7 @@ def launch_workers(
                 cause = error.__cause__
                 if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
                     raise
-        return run_starts(arguments, others, requests, notify, passes=passes, modules=modules)
+        return run_starts(arguments, others, requests, notify, modules)
 
 
 def run_starts(
@@ -488,8 +474,6 @@ def run_starts(
     others: Leader | Follower,
     requests: StopSignals,
     notify: Notify,
-    *,
-    passes: int = 1,
     modules: Sequence[str] = TRAINER,
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
@@ -500,7 +484,7 @@ def run_starts(
             if nursery is None or nursery.lost:
                 shared = worker_environment(found.processes or 1, alone=False)
                 nursery = Nursery(modules if found.processes else (), shared, notify)
-            found = others.next_start(_run(arguments, found, others, requests, passes, nursery))
+            found = others.next_start(_run(arguments, found, others, requests, nursery))
     finally:
         others.close()
         if nursery is not None:
@@ -509,12 +493,7 @@ def run_starts(
 
 
 def _run(
-    arguments: Sequence[str],
-    assigned: RankRange,
-    others: Leader | Follower,
-    requests: StopSignals,
-    passes: int,
-    nursery: Nursery,
+    arguments: Sequence[str], assigned: RankRange, others: Leader | Follower, requests: StopSignals, nursery: Nursery
 ) -> WorkersFailed | None:
     """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
     while not nursery.ready:
@@ -539,7 +518,7 @@ def _run(
                 ranks.send(signal.SIGKILL)
             elif seconds is not None:
                 ranks.stop(signal.SIGTERM, seconds)
-            requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL), passes)
+            requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL))
             time.sleep(_TICK_SECONDS)
         return ranks.failure()
     finally:

@@ -54,27 +54,22 @@ def _exchange() -> None:
     mesh = Mesh(shape, environment, device=device, timeout_seconds=_WAIT_SECONDS, order="launch")
     tensor = torch.ones(_NBYTES // 4)
     times = timeit.repeat(lambda: mesh.world.all_reduce(tensor, "sum of the trial"), number=1, repeat=_TIMES)
-    shares_memory = mesh.world.one_host
     mesh.close()
     if not bool((tensor == float(_RANKS**_TIMES)).all()):
         raise CollectiveError("the sum was wrong")
     if environment.rank == 0:
-        sys.stdout.write(json.dumps({"seconds": sorted(times)[_TIMES // 2], "shares_memory": shares_memory}))
+        sys.stdout.write(json.dumps({"seconds": sorted(times)[_TIMES // 2], "shares_memory": mesh.world.one_host}))
 
 
-def main() -> int:
+def main() -> int | str:
     """Run the command: without an argument the launcher, with one a rank."""
     if sys.argv[1:]:
         become_worker(lambda error: 1)
         _exchange()
         return 0
-    result = launch_workers(
-        python_arguments(_MODULE, ("rank",)), processes=_RANKS, modules=("zeromesh.mesh.process_mesh",)
-    )
-    if isinstance(result, int):
-        return result
-    sys.stderr.write(f"{result}\n")
-    return result.exit_code
+    arguments, modules = python_arguments(_MODULE, ("rank",)), ("zeromesh.mesh.process_mesh",)
+    result = launch_workers(arguments, processes=_RANKS, modules=modules)
+    return result if isinstance(result, int) else str(result)
 
 
 if __name__ == "__main__":

@@ -43,12 +43,10 @@ SSH = (
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 """The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
-START_SECONDS = 120.0
-"""Seconds that a host may take to send its first message, after connecting and starting Python from a slow disk."""
+START_SECONDS = 120.0  # for a host to send its first message, after connecting and starting Python from a slow disk
 _LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run
 _MARGIN_SECONDS = 1.0  # beyond the silence after which a host's own processes are surely dead
-_PORTS = range(20000, 30000)
-"""The ports to draw from, below those that systems assign to outgoing connections."""
+_PORTS = range(20000, 30000)  # to draw from, below those that systems assign to outgoing connections
 _LONGEST_LINE = 1 << 16  # bytes after which an unfinished line of a host is printed
 _MOST_LINES = 100_000  # that wait to be printed
 _LAST_SECONDS = 5.0  # for printing them at the end
@@ -186,21 +184,20 @@ class Output:
                     stream.flush()
 
 
+@dataclass(eq=False, slots=True)
 class HostStream:
     """One output stream of a host, read in arbitrary pieces: printed lines and, in standard output, messages between them."""
 
-    def __init__(self, output: Output, is_stdout: bool, host: str) -> None:
-        self.last = ""
-        self.is_stdout = is_stdout
-        """True for standard output, which carries messages."""
-        self._output = output
-        self._prefix = f"[{host}] "
-        self._partial = b""
+    output: Output
+    is_stdout: bool
+    host: str
+    last: str = ""
+    partial: bytes = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Print the lines of a piece that are complete, or too long to wait for their end; returns the messages among them."""
         found: list[bytes] = []
-        *whole, rest = (self._partial + data).split(b"\n")
+        *whole, rest = (self.partial + data).split(b"\n")
         printed = b""
         for line in whole:
             # A message may interrupt a printed line, which goes on after it.
@@ -215,20 +212,20 @@ class HostStream:
                 printed += mark + content
             self._put(printed)
             printed = b""
-        self._partial = printed + rest
-        if len(self._partial) > (MAX_MESSAGE if BEGIN in self._partial else _LONGEST_LINE):
+        self.partial = printed + rest
+        if len(self.partial) > (MAX_MESSAGE if BEGIN in self.partial else _LONGEST_LINE):
             self.flush()
         return found
 
     def flush(self) -> None:
-        if self._partial:
-            self._put(self._partial)
-        self._partial = b""
+        if self.partial:
+            self._put(self.partial)
+        self.partial = b""
 
     def _put(self, line: bytes) -> None:
         text = line.decode("utf-8", errors="replace").rstrip("\r")
         self.last = text.strip() or self.last
-        self._output.put(1 if self.is_stdout else 2, self._prefix + text)
+        self.output.put(1 if self.is_stdout else 2, f"[{self.host}] {text}")
 
 
 class HostProcess(LauncherConnection):
@@ -327,6 +324,5 @@ def run_attached(
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        return run_starts(
-            arguments, Follower(ALONE, 1, lambda: bool(requests.first), attach), requests, notify, modules=modules
-        )
+        follower = Follower(ALONE, 1, lambda: bool(requests.first), attach)
+        return run_starts(arguments, follower, requests, notify, modules)

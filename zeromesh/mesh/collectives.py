@@ -23,9 +23,8 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 @dataclass(slots=True)
 class CollectiveCall:
     """The arguments of one collective of flat, contiguous tensors, which must not change until `Launched.wait` has returned.
-
-    `ProcessSet.start` sets `ranks`, `index`, `group`, `timed` and `arrive`, and equal numbers for an empty `received` or `sent`.
-    """
+    `ProcessSet.start` sets `ranks`, `index`, `group`, `timed` and `arrive`, and equal numbers for an empty `received` or
+    `sent`."""
 
     out: torch.Tensor
     """The tensor that is received: the parts of all ranks one after the other, or their sum."""
@@ -113,12 +112,6 @@ def _all_to_all(call: CollectiveCall) -> Launched:
     return Launched(call, [work], call.given.nbytes)
 
 
-def _small_gather(call: CollectiveCall) -> Launched:
-    parts = list(call.out.split_with_sizes(list(call.received)))
-    work = dist.all_gather(parts, call.given, group=call.group, async_op=True)
-    return Launched(call, [work], call.out.nbytes)
-
-
 Row = Callable[[CollectiveCall], Launched]
 COLLECTIVES: Mapping[tuple[Collective, bool], Row] = {
     (Collective.ALL_GATHER, False): _broadcasts,
@@ -130,9 +123,7 @@ COLLECTIVES: Mapping[tuple[Collective, bool], Row] = {
     (Collective.ALL_TO_ALL, True): _all_to_all,
     (Collective.BROADCAST, False): _broadcasts,
     (Collective.BROADCAST, True): _broadcasts,
-    (Collective.POINT_TO_POINT, False): _broadcasts,
-    (Collective.POINT_TO_POINT, True): _broadcasts,
-    (Collective.AGREEMENT, False): _small_gather,
+    (Collective.AGREEMENT, False): _all_gather,
 }
 """The functions that start collectives, by collective and by whether a device runs it. On CPUs, gloo adds only in `ALL_REDUCE`,
 in an order of its own: sums in rank order are computed from what `ALL_TO_ALL` and `ALL_GATHER` deliver."""

@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +28,10 @@ from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
-_TRACE = "collectives_rank_"
-"""The prefix of the name of a rank's file of latest collectives."""
-_RECORDED = 2000
-"""The number of collectives that torch's flight recorder keeps, the default of newer versions; older ones kept none."""
+_TRACE = "collectives_rank_"  # the prefix of the name of a rank's file of latest collectives
+_RECORDED = (
+    2000  # collectives that torch's flight recorder keeps, as newer versions do by default; older ones kept none
+)
 
 
 def record_collectives(traces: Path | None) -> None:
@@ -44,8 +44,7 @@ def record_collectives(traces: Path | None) -> None:
         set_default("TORCH_FR_DUMP_TEMP_FILE", str(traces / _TRACE), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pending:
+class _Pending(NamedTuple):
     """A communication with the ranks `peers` that the host or the device waits for; `what` names it in errors."""
 
     done: Callable[[], bool]
@@ -65,8 +64,7 @@ class DeviceWorks:
         self._pending: deque[_Pending] = deque()
         self._computing: deque[Callable[[], bool]] = deque()
         """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
-        self._blocking_host: _Pending | None = None
-        """The communication that blocks the host itself, in a call without a timeout."""
+        self._blocking_host: _Pending | None = None  # It blocks the host itself, in a call without a timeout.
         self._patience: tuple[_Pending, Patience] | None = None
         self.groups: list[dist.ProcessGroup] = []
         """The connected groups, which are supervised until they are destroyed."""
@@ -86,15 +84,6 @@ class DeviceWorks:
     def _event(self) -> Callable[[], bool]:
         return accelerator.record_event(accelerator.current_stream(self.device)).query
 
-    def wait(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Block the host until the device has finished a collective. Raises `CollectiveError` when the collective fails or cannot
-        complete."""
-        self.watch.wait(work.is_completed, peers, what, lambda _seconds: time.sleep(_POLL_SECONDS))
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self.watch.broken_transport(error, peers, what) from error
-
     def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in different
         groups. All its ranks call this, and connect the groups that they share in the same order. Raises `CollectiveError` when the
@@ -111,7 +100,12 @@ class DeviceWorks:
         self._blocking_host = _Pending(done=lambda: False, peers=ranks, what=what)
         try:
             with self.watch.patience(START_SECONDS):
-                self.wait(dist.all_reduce(count, group=group, async_op=True), ranks, what)
+                work = dist.all_reduce(count, group=group, async_op=True)
+                self.watch.wait(work.is_completed, ranks, what, lambda _seconds: time.sleep(_POLL_SECONDS))
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    raise self.watch.broken_transport(error, ranks, what) from error
         finally:
             self._blocking_host = None
         if int(count) != len(ranks):

@@ -88,20 +88,11 @@ def interface_for(store: Any, environment: LaunchEnvironment) -> str | None:
     return by_address().get(own.partition("%")[0]) if own else None
 
 
-def interfaces() -> dict[str, list[str]]:
-    """Return the interfaces of this host with their addresses; interfaces without an address are left out."""
-    found: dict[str, list[str]] = {}
-    for address, name in by_address().items():
-        found.setdefault(name, []).append(address)
-    return found
-
-
 def by_address() -> dict[str, str]:
     """Return the interface name of each address of this host, without an alias's suffix."""
-    families = (socket.AF_INET, socket.AF_INET6)
     return {
         each.address.partition("%")[0]: name.partition(":")[0]
         for name, addresses in psutil.net_if_addrs().items()
         for each in addresses
-        if each.family in families
+        if each.family in (socket.AF_INET, socket.AF_INET6)
     }

@@ -25,7 +25,6 @@ GroupPurpose = Literal["control", "data", "reduce"]
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
 """
-Purposes = Collection[GroupPurpose]
 SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
@@ -82,7 +81,9 @@ class MeshGroups:
         self._joined = True
         self._rank = rank
 
-    def create(self, ranks: tuple[int, ...], purposes: Purposes = (), *, name: str = "") -> SetGroups | None:
+    def create(
+        self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
+    ) -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks, which
         make the same call. Equal ranks share a purpose's group, unless `name` is given: then it is theirs alone, until
         `leave_named`."""
@@ -99,7 +100,9 @@ class MeshGroups:
             return None
         return {purpose: found.get(purpose) or control for purpose in ("control", "data", "reduce")}
 
-    def create_along(self, shape: MeshShape, axes: Sequence[Axis], purposes: Purposes = ()) -> SetGroups | None:
+    def create_along(
+        self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
+    ) -> SetGroups | None:
         """Create the groups of this rank's set over `axes` of the mesh. All ranks of the world call this in the same order."""
         own = shape.group_of(self._rank, *axes)
         made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))
@@ -142,17 +145,15 @@ class MeshGroups:
 
 def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timedelta) -> dist.ProcessGroup:
     """Create a process group of these ranks; all ranks of the world make the same calls. With `works` the group is for tensors on
-    its device, and is connected at once, since ranks may differ in the order in which they first use their groups. Raises
-    `CollectiveError` when the ranks cannot be connected.
-
-    gloo's collectives time out after `patience`. On a device `works` supervises them, since it knows whether peers make progress;
-    torch's own watchdog, which ends the process without naming a peer, has a longer timeout.
-    """
+    its device, and is connected at once, since ranks may differ in the order in which they first use their groups; `works`
+    supervises its collectives, since it knows whether peers make progress. gloo's time out after `patience`. Raises
+    `CollectiveError` when the ranks cannot be connected."""
     # torch sorts ranks by default, and only newer versions can be told not to.
     as_given: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     backend = "gloo"
     if works is not None:
         backend = str(dist.get_default_backend_for_device(works.device))
+        # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
         patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
     made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:

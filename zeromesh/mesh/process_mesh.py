@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,7 @@ from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 _LOGGER = logging.getLogger(__name__)
-_STARTS_AS_LONG = 5
-"""The factor from the timeout of a step to that of a start: processes import and read models at different speeds."""
+_STARTS_AS_LONG = 5  # times the timeout of a step: processes import and read models at different speeds
 _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
@@ -53,11 +52,8 @@ class ProcessMesh:
         mesh.process_sets.add([0, 3], name="edges")
 
     Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the launcher's process number. Every rank
-    creates the mesh, with equal arguments except for `environment` and `device`.
-
-    Raises:
-        ConfigError: when the shape or the order does not fit the launch.
-        CollectiveError: when the others cannot be reached.
+    creates the mesh, with equal arguments except for `environment` and `device`. Raises `ConfigError` when the shape or the order
+    does not fit the launch, and `CollectiveError` when the others cannot be reached.
     """
 
     def __init__(
@@ -87,7 +83,6 @@ class ProcessMesh:
         """True if all ranks are on one host and share memory."""
         self._shares_memory = True
         self._sets: dict[frozenset[Axis], ProcessSet] = {}
-        self._device_mesh: DeviceMesh | None = None
         # A mesh dropped without `close` leaves its groups when it is collected, at the latest at the end of the process.
         weakref.finalize(self, self._mesh_groups.leave)
         try:
@@ -143,19 +138,18 @@ class ProcessMesh:
         self.locations = tuple(locations[each] for each in self.processes)
         self.rank = self.processes.index(process)
         self.environment = replace(self.environment, rank=self.rank)
-        if accelerator.is_accelerator(self.device):
+        if on_device := accelerator.is_accelerator(self.device):
             record_collectives(traces)
         self._mesh_groups.join(self.rank)
         self.one_host = len({location.host for location in self.locations}) == 1
-        board, on_device = self._shared_board(store) if self.one_host else None, accelerator.is_accelerator(self.device)
-        shared = board is not None
+        board = self._shared_board(store) if self.one_host else None
         if board is None:
-            if self.one_host:
-                self.one_host = self._shares_memory = False
-            published = rows(launched) or store  # The file of rows is shared under the launch's process numbers.
-            board = StoreBoard(published, published.clone(), self.rank, stale_seconds=timeout_seconds)
+            self.one_host, self._shares_memory = False, not self.one_host
+            local = rows(launched)  # The file of rows is shared under the launch's process numbers.
+            # The thread that publishes needs another connection to a store.
+            board = StoreBoard(local or store, local or store.clone(), self.rank, stale_seconds=timeout_seconds)
             dist.all_reduce(torch.zeros(1))  # A barrier would run on the device.
-        self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=shared, one_order=on_device)
+        self.watch = Watchdog(board, self.rank, timeout_seconds, compare_events=self.one_host, one_order=on_device)
         self._mesh_groups.watch = self.watch
         if on_device:
             self._mesh_groups.works = DeviceWorks(self.device, self.watch, traces=traces)
@@ -181,11 +175,9 @@ class ProcessMesh:
         return StatusBoard(shared_rows(segment), self.rank)
 
     def group(self, *names: str) -> ProcessSet:
-        """Return this rank's set over these axes, or the process set of this name.
-
-        `world`, `data` and the single axes exist from the start. All ranks create sets over other axes at their first use, in one
-        order. Raises `LayoutError` for names that are neither axes nor one process set.
-        """
+        """Return this rank's set over these axes, or the process set of this name. `world`, `data` and the single axes exist from
+        the start. All ranks create sets over other axes at their first use, in one order. Raises `LayoutError` for names that are
+        neither axes nor one process set."""
         if names in (("world",), ("data",)):
             return self.world if names == ("world",) else self.data
         if set(names) <= set(AXES) and names:
@@ -204,9 +196,8 @@ class ProcessMesh:
         key = frozenset(axes)
         if key not in self._sets:
             own = self.shape.group_of(self.rank, *axes)
-            link = None
-            if len(own) > 1:
-                link = self._mesh_groups.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ()))
+            purposes = _PURPOSES.get(tuple(axes), ())
+            link = self._mesh_groups.create_along(self.shape, axes, purposes) if len(own) > 1 else None
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
@@ -244,18 +235,16 @@ class ProcessMesh:
 
     __str__ = picture
 
-    @property
+    @cached_property
     def device_mesh(self) -> DeviceMesh:
         """The torch `DeviceMesh` with the same axes and ranks, for DTensor and `parallelize_module`. Its process groups are created
         at the first use, by all ranks alike."""
-        if self._device_mesh is None:
-            if not dist.is_initialized():
-                raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
-            ranks = torch.arange(self.world_size).view(self.shape.sizes)
-            made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
-            self._mesh_groups.adopt(made.get_all_groups())
-            self._device_mesh = made
-        return self._device_mesh
+        if not dist.is_initialized():
+            raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
+        ranks = torch.arange(self.world_size).view(self.shape.sizes)
+        made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
+        self._mesh_groups.adopt(made.get_all_groups())
+        return made
 
     def wait_for_all_ranks(self, what: str) -> None:
         """Wait until all ranks call this, with at least the timeout of a start; `what` names the wait in errors."""
@@ -326,8 +315,7 @@ def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) 
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory: same boot of the same kernel, same PID namespace."""
     try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot = file.read().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"

@@ -28,11 +28,9 @@ _LENGTH = 100  # characters of a value in a message
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessSet:
-    """The ranks of one group and operations on them, as seen from this rank. A set of one rank needs no process group.
-
-    All ranks of a set make the same calls in the same order. Waits are bounded: a `CollectiveError` names a rank that is gone or
-    late. Calls by a rank outside the set, or on a removed set, raise it too.
-    """
+    """The ranks of one group and operations on them, as seen from this rank; all ranks of a set make the same calls in the same
+    order. A set of one rank needs no process group. Waits are bounded: a `CollectiveError` names a rank that is gone or late.
+    Calls by a rank outside the set, or on a removed set, raise it too."""
 
     name: str
     ranks: tuple[int, ...]
@@ -93,8 +91,7 @@ class ProcessSet:
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Return every rank's `payload`, of any length, in the order of the set."""
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
-        own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-        own[: len(payload)] = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
         rows = self._gather(own, what).numpy()
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
@@ -122,11 +119,8 @@ class ProcessSet:
         first: bool = False,
     ) -> list[Any]:
         """Return the bytes that `work` returns on each rank, or other values that JSON can express; with `first` only the first
-        rank works.
-
-        No rank continues alone: if the work of one fails, all ranks raise its error, as `kept` if it is of this class, else as
-        `error`.
-        """
+        rank works. No rank continues alone: if the work of one fails, all ranks raise its error, as `kept` if it is of this class,
+        else as `error`."""
         failure: Exception | None = None
         try:
             value = None if first and self.index else work()
@@ -211,24 +205,18 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
     return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
-AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]
-"""A function that creates a set from a name, its ranks, and their process groups."""
+AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]  # of a name, ranks, and their process groups
 
 _AGREEMENT = "process sets"
 _RESERVED = {"world", "data", _AGREEMENT, *AXES}
 
 
 class ProcessSets(Mapping[str, ProcessSet]):
-    """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order, and
-    receives the sets, as a member or not.
-
-    A name is unique: a second set of that name is refused, even with the same ranks. Each set has its own process groups, so
-    different ranks and threads may use overlapping sets in different orders; declarations use another group.
-
-    All methods raise:
-        CollectiveError: when ranks call differently, naming them and what each asked for; or a rank is gone or late.
-        LayoutError: on all ranks alike, for names and ranks that cannot be.
-    """
+    """The process sets of a mesh, by name. Every rank of the world calls each method with the same arguments in the same order,
+    and receives the sets, as a member or not. A name is unique: a second set of that name is refused, even with the same ranks.
+    Each set has its own process groups, so different ranks and threads may use overlapping sets in different orders; declarations
+    use another group. All methods raise `CollectiveError` when ranks call differently, naming them and what each asked for, or a
+    rank is gone or late; and `LayoutError`, on all ranks alike, for names and ranks that cannot be."""
 
     def __init__(self, world: ProcessSet, links: MeshGroups, recorder: StepRecorder, as_set: AsSet) -> None:
         self._world, self._mesh_groups, self._recorder, self._as_set = world, links, recorder, as_set
@@ -260,10 +248,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
         return self.declare({name: numbers})[name]
 
     def split(self, colour: int | None, key: int = 0, *, name: str) -> ProcessSet | None:
-        """Add one set per colour, named `name` and the colour, in the order of `key`, then rank; returns this rank's set.
-
-        Returns None on a rank without a colour; the sets of all colours exist by name on all ranks.
-        """
+        """Add one set per colour, named `name` and the colour, in the order of `key`, then rank. The sets of all colours exist by
+        name on all ranks. Returns this rank's set; None on a rank without a colour."""
         with self._lock:
             world = self._require_same_call(f"to split the world as {name!r}")
             rows = world.gather_integers([-1 if colour is None else colour, key])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from zeromesh.errors import ConfigError, counted, plural
+from zeromesh.errors import ConfigError, counted, plural, ranks_text, some
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
@@ -26,12 +26,9 @@ class ProcessLocation:
 
 
 def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") -> tuple[int, ...]:
-    """Return the launch number of the process that becomes rank 0, 1, 2 and so on.
-
-    By topology, hosts are in the order of their first process, as are the islands of a host, and the processes of an island in
-    launch order. Process 0, which keeps the rendezvous store, is always rank 0. Raises `ConfigError` for an explicit order that
-    is no such permutation.
-    """
+    """Return the launch number of the process that becomes rank 0, 1, 2 and so on. By topology, hosts are in the order of their
+    first process, as are the islands of a host, and the processes of an island in launch order. Process 0, which keeps the
+    rendezvous store, is always rank 0. Raises `ConfigError` for an explicit order that is no such permutation."""
     world = range(len(locations))
     if order == "launch":
         return tuple(world)
@@ -57,12 +54,11 @@ def tensor_groups_warning(shape: MeshShape, locations: Sequence[ProcessLocation]
     groups = [ranks for ranks in every if len({locations[rank].host for rank in ranks}) > 1]
     if not groups:
         return ""
-    shown = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in groups[:3]) + (" ..." if groups[3:] else "")
-    sizes = list(Counter(location.host for location in locations).values())
-    shown_sizes = ", ".join(map(str, sizes[:6])) + (", ..." if sizes[6:] else "")
+    shown = "; ".join(map(ranks_text, groups[:3])) + (" ..." if groups[3:] else "")
+    sizes = some(Counter(location.host for location in locations).values(), 6)
     return (
         f"{len(groups)} of {len(every)} tensor groups span hosts ({shown}), and their activations cross the "
-        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({shown_sizes})"
+        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({sizes})"
     )
 
 

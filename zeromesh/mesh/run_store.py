@@ -22,8 +22,7 @@ from zeromesh.environment import AGENT_STORE, LaunchEnvironment, launch_identity
 from zeromesh.errors import CollectiveError, ConfigError
 from zeromesh.mesh.network_interfaces import listen
 
-START_SECONDS = 300
-"""Seconds that start-up may take, more than a step: processes import and read models at different speeds."""
+START_SECONDS = 300  # for a start, more than for a step: processes import and read models at different speeds
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
 _MESHES = itertools.count()
@@ -35,10 +34,9 @@ _ROW_HEAD = struct.Struct("<II")  # length and checksum
 
 
 class LocalRowStore:
-    """The rows of a `StoreBoard` for ranks of one host without shared memory: one file with a row per rank, overwritten in place.
-
-    A `FileStore` is a log, which would grow with every published row. `mesh` is the number of the mesh in this process.
-    """
+    """The rows of a `StoreBoard` for ranks of one host without shared memory: one file with a row per rank, overwritten in place;
+    a `FileStore` is a log, which would grow with every published row. `mesh` is the number of the mesh in this process. Several
+    threads may use one object, since it keeps no state between calls."""
 
     def __init__(self, descriptor: int, mesh: int, world_size: int) -> None:
         self._descriptor, self._first = descriptor, mesh * world_size
@@ -60,10 +58,6 @@ class LocalRowStore:
                     return text
             time.sleep(0.001)
         raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
-
-    def clone(self) -> "LocalRowStore":
-        """Return this object, which several threads may use since it keeps no state between calls."""
-        return self
 
     def _offset(self, key: str) -> int:
         return (self._first + int(key.rpartition("/")[2])) * _ROW_BYTES

@@ -36,19 +36,15 @@ DETAIL = (1 << UNIT_BITS) - 1
 BEGIN, END, WAIT, WAITED, MEETING, NEW_MICROBATCH = (kind << UNIT_BITS for kind in range(16, 22))
 """The kinds of events besides activities. `BEGIN` and `END` of a span, and `WAIT` for others, have a name as detail; `WAITED` has
 the rank that came last plus 1, if known. At a `MEETING` all ranks are at one place. `NEW_MICROBATCH` has the number, from 1."""
-TRACE_FOLDER = "trace"
-"""The folder in a run's directory with a file `rank-N.ring` of each rank."""
-REQUEST = f"{TRACE_FOLDER}/request"
-"""The path in a run's directory of the file whose creation asks all ranks for their rings."""
-NO_ACTIVITY = 0xF0
-"""The bit mask of an event's kind that is nonzero for events other than activities."""
+TRACE_FOLDER = "trace"  # in a run's directory, with a file `rank-N.ring` of each rank
+REQUEST = f"{TRACE_FOLDER}/request"  # in a run's directory: a file whose creation asks all ranks for their rings
+NO_ACTIVITY = 0xF0  # bits of an event's kind, of which some are set for events other than activities
 EVENTS = 1 << 15
 _PAIR = struct.Struct("<qq")
 _NAMES = 1 << 16  # that a ring can number
 _LONGEST = 1 << 25  # The most bytes of a ring file, unpacked; a larger file was not written by `EventRing`.
 HISTORY = 256
-STREAMS = 3
-"""The number of event streams, each in the same order on all ranks: gathers, reductions, and method calls."""
+STREAMS = 3  # of events, each in the same order on all ranks: gathers, reductions, and method calls
 _PID, PROGRESS, STATE, _PUBLISHED, SINCE, MICROBATCH, TRACE_REQUEST, _PUBLISHED_AT = range(8)
 """The words of a row. `SINCE` is the time of the last change of `STATE` and `_PUBLISHED_AT` that of publishing, both of the rank's
 own monotonic clock in nanoseconds. `MICROBATCH` counts from 1. `TRACE_REQUEST`, on rank 0 only, is the number of the latest one."""
@@ -252,9 +248,8 @@ def process_runs(pid: int) -> bool:
     if pid == 0:
         return True
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            # The name in parentheses may hold anything; the state follows the last one.
-            return stat.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        # The name in parentheses may hold anything; the state follows the last one.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
     except (FileNotFoundError, ProcessLookupError):
         return False
 
@@ -263,8 +258,6 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
-
-    def clone(self) -> "Store": ...  # It is another connection, for another thread.
 
 
 class StoreBoard(StatusBoard):

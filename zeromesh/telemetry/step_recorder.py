@@ -12,7 +12,8 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -47,8 +48,7 @@ class StepPhase(StrEnum):
     OTHER = "other"
 
 
-BACKWARD_RANGE = "backward of "
-"""The prefix of the names of profiler ranges for the backward of a unit, see `StepRecorder.next_range`."""
+BACKWARD_RANGE = "backward of "  # begins the name of a unit's range of the profiler, see `StepRecorder.next_range`
 NOTHING: AbstractContextManager[object] = nullcontext()
 
 
@@ -74,7 +74,7 @@ class StepRecorder:
         self._interval_begin: Any = None
         self._accounts: dict[str, CommAccount] = {}
         self._open_ranges: list[record_function] = []
-        self._unit_range: record_function | None = None
+        self._unit_range = ExitStack()
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
         """Begin a step. `waits` counts the time that this rank waits for bytes of another tier."""
@@ -121,8 +121,7 @@ class StepRecorder:
 
     def take_traffic(self) -> dict[str, dict[str, dict[str, float]]]:
         """Return calls, bytes and seconds by axis and collective since the last call, without unused ones."""
-        found = {axis: account.take() for axis, account in list(self._accounts.items()) if account.used}
-        return {axis: collectives for axis, collectives in found.items() if collectives}
+        return {axis: taken for axis, account in list(self._accounts.items()) if (taken := account.take())}
 
     @contextmanager
     def profiling_ranges(self) -> Iterator[None]:
@@ -149,11 +148,9 @@ class StepRecorder:
 
     def next_range(self, of: str | None) -> None:
         """End the profiler range of the unit whose backward ran before, and begin that of unit `of`; None: backward has ended."""
-        if self._unit_range is not None:
-            self._unit_range.__exit__(None, None, None)
-        self._unit_range = None
+        self._unit_range.close()
         if self.profiling and of is not None:
-            self._unit_range = record_function(f"{BACKWARD_RANGE}{of}").__enter__()  # type: ignore[no-untyped-call]
+            self._unit_range.enter_context(record_function(f"{BACKWARD_RANGE}{of}"))
 
     def end_ranges(self) -> None:
         """End all open ranges, after an error too."""
@@ -162,36 +159,33 @@ class StepRecorder:
             self.end_range()
 
 
+@dataclass(slots=True, eq=False)
 class _Span:
     """A context manager that counts time for one phase; the recorder keeps the state, so one object can be used repeatedly."""
 
-    __slots__ = ("_figures", "_name", "_number", "_phase", "_recorder")
-
-    def __init__(self, recorder: StepRecorder, phase: StepPhase, name: str, figures: list[float] | None = None) -> None:
-        self._recorder = recorder
-        self._phase = phase
-        self._name = name
-        self._number = recorder.ring.name(name)
-        self._figures = figures
+    recorder: StepRecorder
+    phase: StepPhase
+    name: str
+    figures: list[float] | None = None
 
     def __enter__(self) -> None:
-        recorder = self._recorder
-        recorder.begin_range(self._name)
+        recorder = self.recorder
+        recorder.begin_range(self.name)
         if recorder._open_phases:
             recorder._end_interval()
-            recorder._open_phases.append(self._phase)
-            recorder.ring.add(BEGIN | self._number)
-        if self._figures is not None:
-            self._figures[3] = time.perf_counter()
+            recorder._open_phases.append(self.phase)
+            recorder.ring.add(BEGIN | recorder.ring.name(self.name))
+        if self.figures is not None:
+            self.figures[3] = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
-        recorder = self._recorder
-        if self._figures is not None:
-            self._figures[2] += time.perf_counter() - self._figures[3]
+        recorder = self.recorder
+        if self.figures is not None:
+            self.figures[2] += time.perf_counter() - self.figures[3]
         if len(recorder._open_phases) > 1:
             recorder._end_interval()
             recorder._open_phases.pop()
-            recorder.ring.add(END | self._number)
+            recorder.ring.add(END | recorder.ring.name(self.name))
         recorder.end_range()
 
 
@@ -209,12 +203,10 @@ class CommAccount:
             each: _Span(recorder, StepPhase.COMMUNICATION, f"{each.value} over {axis}", self._figures[each])
             for each in Collective
         }
-        self.used = False
 
     def count(self, collective: Collective, whole: int) -> None:
         """Count one `collective` of a whole tensor of `whole` bytes, of which this rank sends a part; for a message, its bytes."""
         if self._recorder.enabled:
-            self.used = True
             figures = self._figures[collective]
             figures[0] += 1
             figures[1] += whole * self._factors[collective]
@@ -222,12 +214,10 @@ class CommAccount:
     def timed(self, collective: Collective) -> AbstractContextManager[object]:
         """Return a block whose duration counts for `collective`."""
         recorder = self._recorder
-        self.used |= recorder.enabled
         return self._spans[collective] if recorder.enabled or recorder.profiling else NOTHING
 
     def take(self) -> dict[str, dict[str, float]]:
         """Return calls, bytes and seconds by collective since the last call, without unused ones."""
-        self.used = False
         found = {}
         for collective, figures in self._figures.items():
             if figures[0] or figures[2]:

@@ -3,7 +3,7 @@
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -51,13 +51,7 @@ class Watchdog:
     """Seconds that a wait goes on after a peer has left the call: its earlier messages may still be on their way."""
 
     def __init__(
-        self,
-        board: StatusBoard,
-        rank: int,
-        timeout_seconds: float,
-        *,
-        compare_events: bool,
-        one_order: bool = False,
+        self, board: StatusBoard, rank: int, timeout_seconds: float, *, compare_events: bool, one_order: bool = False
     ) -> None:
         """`compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions share one order, as on
         devices; on CPUs, reductions start as gradients arrive, between any gathers."""
@@ -73,8 +67,7 @@ class Watchdog:
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._activity = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
-        self._calls: list[tuple[int, str]] = []
-        """The numbers and names of the calls that this rank is in, innermost last."""
+        self._calls: list[tuple[int, str]] = []  # numbers and names of those that this rank is in, innermost last
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
         self.waited_seconds = 0.0
@@ -86,7 +79,7 @@ class Watchdog:
         self.error_raised = threading.Event()
         self.on_beat: Callable[[], None] = lambda: None
         """A function that the heartbeat thread calls a few times a second."""
-        self.on_post: Callable[[], None] | None = None
+        self.on_post: Callable[[], None] = lambda: None
         self.on_request: Callable[[], None] = lambda: None
         """Called by the heartbeat thread when traces of all ranks are requested."""
         self.ring = EventRing()
@@ -132,16 +125,14 @@ class Watchdog:
         own = self.board.own
         if step is not None:
             self._step, own[status_board.MICROBATCH] = step + 1, 0
-        if self.broken is not None:
-            self.raise_if_broken()
+        self.raise_if_broken()
         self._activity = (activity, unit)
         state = (self._step << STEP_SHIFT) | (activity << UNIT_BITS) | (unit + 1)
         if own[status_board.STATE] != state:  # Repeated posts of one state keep its start time.
             own[status_board.STATE], own[status_board.SINCE] = state, (now := time.monotonic_ns())
             self.ring.add(state, now)
         own[status_board.PROGRESS] += 1
-        if self.on_post is not None:
-            self.on_post()
+        self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
         self.board.own[status_board.MICROBATCH] = number + 1
@@ -201,12 +192,13 @@ class Watchdog:
             missing = behind()
             return CollectiveError(
                 f"{name} must be called on all ranks: rank {self._rank} called it, and {ranks_text(missing)} did not within "
-                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {self._lines(missing)}"
+                f"{self.timeout_seconds:g} seconds (parallel.timeout_seconds). {'; '.join(map(self.describe, missing))}"
             )
 
         behind = partial(self._late_peers, peers, _CALLS, number - 1)
         try:
-            self._wait(lambda: not behind(), peers, f"the call of {name} by all ranks", late=not_called, behind=behind)
+            what = f"the call of {name} by all ranks"
+            self.wait(lambda: not behind(), peers, what, behind=behind, late=not_called, polls=0)
             self._compare(peers, _CALLS)
         except BaseException as error:
             self.fail(error)
@@ -227,27 +219,13 @@ class Watchdog:
             self._calls.remove(entry)
             self.board.write(RankNote.CALL, *(self._calls[-1] if self._calls else (0, "")))
 
-    def _called_alone(self, peers: Sequence[int], what: str) -> CollectiveError | None:
-        """Return the error for a peer that waits in a call which this rank has not made; None if there is none."""
-        made = self._events.get(_CALLS, (-1, 0))[0] + 1
-        waiting = [peer for peer in self._others(peers) if self.board.row(peer).activity == Activity.CALL]
-        calls = {peer: self.board.read(peer, RankNote.CALL) for peer in waiting}
-        ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
-        if not ahead:
-            return None
-        where = f" in {self._calls[-1][1]}" if self._calls else ""
-        return CollectiveError(
-            f"{next(iter(ahead.values()))} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} did "
-            f"not: it waits for {what}{where} ({_at_step(self._step)})"
-        )
-
     def _late_peers(self, peers: Sequence[int], stream: int, number: int) -> list[int]:
         return [peer for peer in peers if not self.board.reached(peer, stream, number)]
 
     def _missing(self, peers: Sequence[int], what: str) -> list[int]:
         """Return the peers that have neither posted a wait for the same collective nor announced as many events as this rank."""
-        announced = [(stream, at) for stream, (at, _) in self._events.items() if stream != _CALLS]
-        early = announced if what.startswith(_ANNOUNCED) else []
+        announced = what.startswith(_ANNOUNCED)
+        early = [(stream, at) for stream, (at, _) in self._events.items() if announced and stream != _CALLS]
         return [
             peer
             for peer in self._others(peers)
@@ -263,48 +241,16 @@ class Watchdog:
         pause: Callable[[float], None] | None = None,
         behind: Callable[[], list[int]] | None = None,
         *,
+        late: Callable[[], CollectiveError] | None = None,
         polls: int = 200,
     ) -> None:
-        """Wait until `done()`, a condition that peers make true in shared memory. `pause` sleeps for some seconds or until a
-        change; None: poll. `behind` returns the late ranks; None: the board tells them. A wait that is over within `polls` calls of
-        `done` leaves no record."""
-        self.operations_begun += 1
+        """Wait until `done()`, a condition that peers make true. `pause` sleeps for some seconds or until a change; None: poll.
+        `behind` returns the late ranks; None: the board tells them. `late` makes the error after the deadline of a wait that begins
+        no operation. A wait that is over within `polls` calls of `done` leaves no record."""
+        self.operations_begun += late is None
         for _ in range(polls):
             if done():
                 return
-        self._wait(done, peers, what, pause, behind=behind)
-
-    def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
-        status."""
-        self.operations_begun += 1
-        piece = self.FIRST_SLICE
-
-        def arrived() -> bool:
-            nonlocal piece
-            try:
-                work.wait(piece)
-            except RuntimeError:
-                if not work.is_completed():
-                    piece = self.SLICE
-                    return False
-                try:  # The work has failed, or completed just after the timeout.
-                    work.wait(piece)
-                except RuntimeError as error:
-                    raise self.broken_transport(error, peers, what) from error
-            return True
-
-        self._wait(arrived, peers, what)
-
-    def _wait(
-        self,
-        done: Callable[[], bool],
-        peers: Sequence[int],
-        what: str,
-        pause: Callable[[float], None] | None = None,
-        late: Callable[[], CollectiveError] | None = None,
-        behind: Callable[[], list[int]] | None = None,
-    ) -> None:
         self.raise_if_broken()
         since = time.monotonic_ns()
         self.ring.add(status_board.WAIT | self.ring.name(what), since)
@@ -343,6 +289,27 @@ class Watchdog:
             if say_at:
                 self.board.write(RankNote.WAIT, 0)
 
+    def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
+        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
+        status."""
+        piece = self.FIRST_SLICE
+
+        def arrived() -> bool:
+            nonlocal piece
+            try:
+                work.wait(piece)
+            except RuntimeError:
+                if not work.is_completed():
+                    piece = self.SLICE
+                    return False
+                try:  # The work has failed, or completed just after the timeout.
+                    work.wait(piece)
+                except RuntimeError as error:
+                    raise self.broken_transport(error, peers, what) from error
+            return True
+
+        self.wait(arrived, peers, what, polls=0)
+
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the cause of an error: after communicators were aborted, a library's error is only a consequence."""
         follows = isinstance(error, RuntimeError) and not isinstance(error, ZeromeshError)
@@ -371,9 +338,6 @@ class Watchdog:
         call, disk = (self.board.read(rank, note)[1] for note in (RankNote.CALL, RankNote.DISK))
         more = (f", in {call}" if call else "") + (f", and waited for a disk: {disk}" if disk else "")
         return f"rank {rank} (pid {row.pid}) was {doing} {_at_step(row.step)}{more}"
-
-    def _lines(self, ranks: Iterable[int]) -> str:
-        return "; ".join(self.describe(rank) for rank in ranks)
 
     def _others(self, peers: Sequence[int]) -> list[int]:
         return [peer for peer in peers if peer != self._rank]
@@ -446,10 +410,21 @@ class Watchdog:
         activity, unit = divmod(word & _CODE, 1 << UNIT_BITS)
         return phrase_of(Activity(activity), unit - 1, self.unit_names.get(self._rank, ()))
 
-    def _timeout_error(self, peers: Sequence[int], what: str) -> CollectiveError:
-        return self._called_alone(peers, what) or CollectiveError(
+    def _timeout_error(self, others: Sequence[int], what: str) -> CollectiveError:
+        """Return the error for a wait without progress, which names a call that others wait in and this rank has not made."""
+        made = self._events.get(_CALLS, (-1, 0))[0] + 1
+        waiting = [peer for peer in others if self.board.row(peer).activity == Activity.CALL]
+        calls = {peer: self.board.read(peer, RankNote.CALL) for peer in waiting}
+        ahead = {peer: name for peer, (number, name) in calls.items() if number > made}
+        if ahead:
+            where = f" in {self._calls[-1][1]}" if self._calls else ""
+            return CollectiveError(
+                f"{next(iter(ahead.values()))} must be called on all ranks: {ranks_text(ahead)} called it, and rank {self._rank} "
+                f"did not: it waits for {what}{where} ({_at_step(self._step)})"
+            )
+        return CollectiveError(
             f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
-            f"(parallel.timeout_seconds) and no peer made progress. {self._lines(self._others(peers))}"
+            f"(parallel.timeout_seconds) and no peer made progress. {'; '.join(map(self.describe, others))}"
         )
 
 
@@ -461,7 +436,7 @@ class Patience:
     ) -> None:
         """Start the wait for `peers`; `what` names it in errors, and `late` makes the error after the deadline."""
         self._watch, self._others, self._what = watch, watch._others(peers), what
-        self._timeout_error = late or (lambda: watch._timeout_error(peers, what))
+        self._timeout_error = late or partial(watch._timeout_error, self._others, what)
         self._latest_progress, self._deadline, self._peer_left_at = -1, 0.0, float("inf")
 
     def check_peers(self) -> None:

@@ -143,7 +143,6 @@ def told(mesh: Mesh, kind: Any) -> None:
         filled = slot[: 8 * length].view(torch.float32).fill_(1)
         reduction = transport.reducer.launch(sequence, filled, out, add=False)
         reduction.finish()
-        reduction.finish()
         reduction.gather_sums()
     mesh.shard.all_reduce_async(torch.ones(50), "sum")()
     taken = mesh.recorder.take_traffic()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.programs import Programs
 from tests.support.waiting import wait_for
-from zeromesh.mesh.network_interfaces import interfaces, is_loopback
+from zeromesh.mesh.network_interfaces import by_address, is_loopback
 
 NOBODY = 65534
 LISTEN = "0A"
@@ -167,7 +167,7 @@ def stores(listeners: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
 
 def second_addresses() -> list[str]:
     """Addresses of this machine besides 127.0.0.1."""
-    mine = [each for found in interfaces().values() for each in found]
+    mine = list(by_address())
     return ["127.0.0.2", *(each for each in mine if not is_loopback(each) and not each.startswith("fe80:"))]
 
 

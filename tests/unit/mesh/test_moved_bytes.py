@@ -1,6 +1,7 @@
 """Sums, slots, headers and buffers of transports, as one rank sees them, and which transport a group gets."""
 
 import platform
+import time
 from array import array
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -9,24 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from zeromesh.comm import activation_collectives
+from zeromesh.comm import activation_collectives, transport
 from zeromesh.comm.activation_collectives import Exchange, _encode, open_exchange, sum_in_ranks
 from zeromesh.comm.point_to_point import HEADER_BYTES, Channels, MessageSpec, read_header, write_header
 from zeromesh.comm.shm_transport import ABOUT_WORDS, LINE, Counters, SharedRing, open_transport
-from zeromesh.comm.transport import (
-    BufferRequest,
-    GatherBuffer,
-    Reducer,
-    Reduction,
-    choose_transport,
-    sum_in_order,
-)
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, choose_transport, sum_in_order
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import SparePages, TieredTensor
 from zeromesh.offload.memory.allocation import PAGE
 from zeromesh.telemetry.status_board import StatusBoard, new_row
-from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
+from zeromesh.telemetry.step_recorder import Collective, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 CPU = torch.device("cpu")
@@ -84,27 +78,33 @@ def test_a_slot_is_free_once_its_reduction_is_finished() -> None:
         Reducer().launch(0, torch.zeros(2), torch.zeros(2), add=False)
 
 
-def test_a_reduction_is_finished_once() -> None:
-    freed: list[int] = []
-    sums, arrived = torch.ones(2), [False]
-    reduction = Reduction(
-        traffic=CommAccount(StepRecorder(), "shard", 2),
-        kind=Collective.REDUCE_SCATTER,
-        parts=lambda: [torch.ones(2), torch.ones(2)],
-        sums=sums,
-        add=True,
-        arrived=lambda: arrived[0],
-        wait=lambda: None,
-        free=lambda: freed.append(1),
-    )
-    assert not reduction.ready()
+def test_the_seconds_of_a_reduction_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both those of the wait and those of the sum, after which the slot is free."""
+    clock, arrived, account = [0.0], [False], StepRecorder().account("shard", 2)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def wait() -> None:
+        with account.timed(Collective.REDUCE_SCATTER):
+            clock[0] += 2.0
+
+    def sum_slowly(out: torch.Tensor, parts: Sequence[torch.Tensor], *, add: bool) -> None:
+        clock[0] += 0.5
+        sum_in_order(out, parts, add=add)
+
+    monkeypatch.setattr(transport, "sum_in_order", sum_slowly)
+    flight = SimpleNamespace(done=lambda: arrived[0], wait=wait)
+    group = fake_group(on_stream=False, traffic=account, start=lambda row, call: flight)
+    reducer = Reducer(CPU, group, slots=1, nbytes=16)
+    reducer._receive[0].view(torch.float32).fill_(2.0)
+    sums = torch.ones(2)
+    reduction = reducer.launch(0, torch.zeros(4), sums, add=True)
+    assert (reduction.ready(), reducer.acquire(1)) == (False, None)
     arrived[0] = True
     assert reduction.ready()
     reduction.finish()
-    arrived[0] = False
-    assert reduction.ready()
-    reduction.finish()
-    assert (sums.tolist(), freed) == ([3.0, 3.0], [1])
+    assert sums.tolist() == [5.0, 5.0]
+    assert reducer.acquire(1) is not None
+    assert account.take()["reduce-scatter"]["seconds"] == 2.5
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -298,9 +298,9 @@ def test_shared_buffers_follow_each_other_on_pages_of_their_own(persistent: bool
         BufferRequest(name="b", padded=PAGE // 4, dtype=torch.float32, persistent=persistent),
         BufferRequest(name="c", padded=64, dtype=torch.float32, persistent=persistent),
     ]
-    transport = open_transport("shared", ALONE, CPU, requests, 2, PAGE)
-    assert (transport.name, transport.share) == ("shared", 1.0)
-    first, second, third = transport.buffers
+    shared = open_transport("shared", ALONE, CPU, requests, 2, PAGE)
+    assert (shared.name, shared.share) == ("shared", 1.0)
+    first, second, third = shared.buffers
     places = [each.full.data_ptr() for each in (first, second, third)]
     assert [(place - places[0] + 64) / PAGE for place in places[1:]] == [1.0, 2.0]
     assert places[0] % PAGE == 64
@@ -317,7 +317,7 @@ def test_shared_buffers_follow_each_other_on_pages_of_their_own(persistent: bool
         assert second.full.tolist() == [value] * count
         second.end_read()
         second.release()
-        transport.poll()
+        shared.poll()
         # What nobody reads any more has no pages.
         assert second.full.tolist() == [value if persistent else 0.0] * count
-    transport.close()
+    shared.close()

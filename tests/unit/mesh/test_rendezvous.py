@@ -399,7 +399,7 @@ def test_each_start_has_a_nursery_that_is_alive(monkeypatch: pytest.MonkeyPatch)
         made.append(SimpleNamespace(modules=modules, lost=False, close=lambda: made.append("closed")))
         return made[-1]
 
-    def run(arguments: Any, start: Any, others: Any, requests: Any, passes: int, nursery: Any) -> str:
+    def run(arguments: Any, start: Any, others: Any, requests: Any, nursery: Any) -> str:
         nursery.lost = start.restart == 1
         return f"end {start.restart}"
 
@@ -423,7 +423,7 @@ def test_a_stop_while_modules_are_imported_ends_the_start() -> None:
     waited: list[float] = []
     importing = SimpleNamespace(ready=False, receive=waited.append)
     requests = StopSignals()
-    assert run([], None, Others(stop=30), requests, 1, importing) is None
+    assert run([], None, Others(stop=30), requests, importing) is None
     requests.receive(signal.SIGTERM, None)
-    assert run([], None, Others(), requests, 1, importing) == failed("stopped by SIGTERM while importing", 143)
+    assert run([], None, Others(), requests, importing) == failed("stopped by SIGTERM while importing", 143)
     assert waited == []

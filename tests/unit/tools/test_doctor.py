@@ -223,7 +223,7 @@ def test_the_packages_here_are_those_that_the_project_names() -> None:
         ({"address": "10.0.0.7", "seconds": 5.0}, {"host name": "warning"}),
         ({"address": "10.0.0.7", "seconds": 1.0}, {}),
         ({"NCCL_SOCKET_IFNAME": "^eth"}, {}),
-        ({"GLOO_SOCKET_IFNAME": "ib0", "interfaces": {}}, {}),
+        ({"GLOO_SOCKET_IFNAME": "ib0", "addresses": {}}, {}),
         ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth"}, {}),
         ({"GLOO_SOCKET_IFNAME": "ib0"}, {"GLOO_SOCKET_IFNAME": "problem"}),
         ({"NCCL_SOCKET_IFNAME": "=ib0,ib1"}, {"NCCL_SOCKET_IFNAME": "problem"}),
@@ -242,7 +242,8 @@ def test_why_ranks_cannot_meet(monkeypatch: pytest.MonkeyPatch, present: dict[st
     monkeypatch.setattr(software.socket, "getaddrinfo", getaddrinfo)
     monkeypatch.setattr(software.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(software, "setting", present.get)
-    monkeypatch.setattr(software, "interfaces", lambda: present.get("interfaces", {"lo": [], "eth0": ["10.0.0.7"]}))
+    addresses = present.get("addresses", {"127.0.0.1": "lo", "10.0.0.7": "eth0", "fe80::7": "eth0"})
+    monkeypatch.setattr(software, "by_address", lambda: addresses)
     monkeypatch.setattr(software, "try_exchange", lambda: present.get("trial", Trial(seconds=0.1, shares_memory=True)))
     assert levels(software.network()) == found
 

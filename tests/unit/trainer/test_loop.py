@@ -51,10 +51,10 @@ def test_what_nohup_has_started_ignores_the_end_of_its_terminal() -> None:
 def test_a_server_hears_of_a_second_signal() -> None:
     """Its open requests get an answer then; the third one kills."""
     done: list[str] = []
-    requests = StopSignals()
+    requests = StopSignals(passes=2)
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGTERM):
         requests.receive(number, None)
-    requests.pass_on(lambda number: done.append("sent"), lambda: done.append("killed"), 2)
+    requests.pass_on(lambda number: done.append("sent"), lambda: done.append("killed"))
     assert done == ["sent", "sent", "killed"]
 
 

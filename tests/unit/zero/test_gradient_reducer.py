@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction
+from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, sum_in_order
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
 from zeromesh.intervals import Interval
@@ -16,7 +16,7 @@ from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TieredTensor, Ti
 from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
+from zeromesh.telemetry.step_recorder import StepRecorder
 from zeromesh.units.unit import Bucket
 
 UNITS, SHAPES, SLOTS = 32, ((4, 3), (5,)), 2
@@ -54,26 +54,18 @@ class StreamReducer(Reducer):
         self.events.append(("launch", sequence))
         self.dtypes.add(filled.dtype)
 
-        def free() -> None:
+        half = filled[: out.numel()].clone()
+
+        def finish() -> None:
+            sum_in_order(out, [half, half], add=add)
             self.events.append(("finish", sequence))
             self.finished += 1
 
-        def arrived() -> bool:
+        def ready() -> bool:
             assert not self.on_stream, "the host has asked whether a reduction on a stream is over"
             return True
 
-        half = filled[: out.numel()].clone()
-        account = CommAccount(StepRecorder(), "shard", 2)
-        return Reduction(
-            traffic=account,
-            kind=Collective.REDUCE_SCATTER,
-            parts=lambda: [half, half],
-            sums=out,
-            add=add,
-            arrived=arrived,
-            wait=lambda: None,
-            free=free,
-        )
+        return Reduction(ready, finish)
 
 
 class Shards:

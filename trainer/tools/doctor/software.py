@@ -17,7 +17,7 @@ import zeromesh
 from zeromesh.environment import INTERFACE, LOOPBACK, available_cores, read_environment, setting
 from zeromesh.errors import ConfigError
 from zeromesh.launch.self_test import try_exchange
-from zeromesh.mesh.network_interfaces import interfaces
+from zeromesh.mesh.network_interfaces import by_address
 from zeromesh.trainer.config.yaml_reader import read_table
 from zeromesh.trainer.formatting import human_seconds
 
@@ -118,7 +118,7 @@ def launch() -> Iterator[Finding]:
 
 
 def network() -> Iterator[Finding]:
-    present = interfaces()
+    present = list(dict.fromkeys(by_address().values()))
     for variable in (INTERFACE, "NCCL_SOCKET_IFNAME"):
         if (value := setting(variable)) is not None:
             # NCCL matches prefixes of names.
