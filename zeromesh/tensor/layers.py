@@ -58,7 +58,7 @@ class ColumnParallelLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
-            out = self._source.project(x, self._number, self.weight, self.bias)
+            out = self._source.project(x, self._number)
         else:
             taken, _ = self._source.take(x)
             weight = self.weight.t() if self.transposed else self.weight

@@ -61,9 +61,11 @@ class Parallelized:
             check_blocks(model, plan)
         self.plan = plan
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        self.randomness = ShardedRandomness(exchange.index, active=_has_dropout(model))
-        self.shares = SequenceShares(exchange) if sequence else None
+        randomness = ShardedRandomness(exchange.index) if _has_dropout(model) else None
+        self.shares = SequenceShares(exchange, randomness) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
+        self._randomness = None if sequence else randomness
+        """That of activations between divided layers; None without dropout, and where whole blocks have their own."""
         self._model, self._exchange, self._whole_sequence = model, exchange, plan.whole_sequence_modules()
         self._sources: dict[str, SharedInput] = {}
         self._undo: list[Callable[[], None]] = []
@@ -112,19 +114,18 @@ class Parallelized:
         # Modules beside experts get the whole sequence, not a share, since the router's losses are not sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
-        randomness = self.randomness if self.shares is None else None
         if style in (Style.ROW, Style.ROW_SPLIT):
             source = self._sources.get(layer.parent)
             splits = layer.sizes if style is Style.ROW_SPLIT else None
             return layers.RowParallelLinear(
-                module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
+                module, exchange, shares=shares, randomness=self._randomness, source=source, splits=splits
             )
-        new = SharedInput(exchange, shares, before=layer.parent in self._whole_sequence)
-        source = self._sources.setdefault(layer.parent, new)
+        gathered = layer.parent in self._whole_sequence
+        source = self._sources.setdefault(layer.parent, SharedInput(exchange, None if gathered else shares))
         if style is Style.COLUMN_GATHERED:
             return layers.ColumnParallelLinear(module, source, sizes=layer.sizes)
         rows = layer.shares[index] if style is Style.SLICED else None
-        return layers.ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
+        return layers.ColumnParallelLinear(module, source, rows=rows, randomness=self._randomness)
 
     def _replace(self, name: str, made: nn.Module) -> None:
         old = self._model.get_submodule(name)
@@ -167,8 +168,7 @@ class Parallelized:
         for stack in self.plan.stacks:
             for name in stack:
                 block = self._model.get_submodule(name)
-                ends = name == stack[0], name == stack[-1]
-                self._wrap(block, _run_block, block, shares, self.randomness, *ends)
+                self._wrap(block, _run_block, block, shares, name == stack[0], name == stack[-1])
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._whole_sequence:
             reader = self._model.get_submodule(name)
@@ -236,15 +236,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _run_block(
-    forward: _Forward,
-    block: nn.Module,
-    shares: SequenceShares,
-    randomness: ShardedRandomness,
-    first: bool,
-    last: bool,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    forward: _Forward, block: nn.Module, shares: SequenceShares, first: bool, last: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block on a share of the sequence, with this rank's dropout; a stack's `first` block splits, the `last` one gathers."""
     if first and shares.decide(_hidden(args, kwargs).shape[1]):
@@ -252,7 +244,7 @@ def _run_block(
     if not shares.active:
         return forward(*args, **kwargs)
     # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
-    with randomness.sharded() if block.training else nullcontext():
+    with shares.randomness.sharded() if shares.randomness is not None and block.training else nullcontext():
         output = forward(*args, **kwargs)
     return _map_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 

@@ -16,9 +16,7 @@ from zeromesh.errors import LayoutError
 from zeromesh.tensor.plan.layer_plan import LayerPlan, Style, TensorPlan
 
 BASE = "base_layer"
-_OUTPUTS = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED)
 _INPUTS = (Style.ROW, Style.ROW_SPLIT)
-_ADVICE = "set parallel.tensor: 1, or choose other targets"
 
 
 def base_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -74,10 +72,11 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         yield replace(layer, module=f"{layer.module}.{name}")
     if wrapped[0][0] != BASE:
         return
-    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or layer.style not in (*_OUTPUTS, *_INPUTS):
+    known = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED, *_INPUTS)
+    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or layer.style not in known:
         raise LayoutError(
             f"{layer.module}: nothing says how a {type(module).__module__}.{type(module).__name__} around a layer of style "
-            f"{layer.style.value} is divided among tensor ranks; {_ADVICE}"
+            f"{layer.style.value} is divided among tensor ranks; set parallel.tensor: 1, or choose other targets"
         )
     for adapter in module.lora_A:
         inputs = layer.style in _INPUTS
@@ -85,4 +84,4 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         if not getattr(module, "use_dora", {}).get(adapter):
             continue
         name = f"{layer.module}.lora_magnitude_vector.{adapter}"
-        yield replace(layer, module=name, style=Style.NORMS if inputs else Style.BY_OUTPUT)
+        yield replace(layer, module=name, style=Style.NORMS if inputs else Style.LOCAL)

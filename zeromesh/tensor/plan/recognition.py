@@ -49,11 +49,8 @@ def recognise_styles(model: nn.Module) -> dict[str, str]:
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     styles = dict(chain(*(_block_styles(modules[name], name) for name in outermost)))
     attentions = {name.rpartition(".")[0] for name in styles if name.rpartition(".")[2] in QUERIES}
-    heads = {
-        count_heads(modules[name])
-        for name in attentions
-        if "position_bias" in signature(modules[name].forward).parameters
-    }
+    biased = [name for name in attentions if "position_bias" in signature(modules[name].forward).parameters]
+    heads = {count_heads(modules[name]) for name in biased}
     for name, module in modules.items():
         if isinstance(module, nn.Embedding) and module.embedding_dim in heads and name not in styles:
             styles[name] = "replicated_with_grad_allreduce"  # Each rank uses the biases of its own heads alone.
