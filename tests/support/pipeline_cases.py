@@ -157,7 +157,8 @@ def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bo
     )
     world = mesh.world_of_tensors()
     channels = Channels(world, mesh.device)
-    forward = StagedForward(Executor(world, channels), stages, microbatches=microbatches, call=stages.model)
+    schedule = make_schedule("forward", ranks=world.size, microbatches=microbatches, chunks=chunks)
+    forward = StagedForward(Executor(world, channels), stages, schedule, stages.model)
     cache = {"past_key_values": tf.DynamicCache(config=whole.config)} if cached else {}
     tokens = prompts
     for _ in range(6):

@@ -130,9 +130,8 @@ class NanStub(Stub):
         self._slot, self._copy, self._before = slot, (shape,), before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
         # Models move inputs to the device of a weight, but this stage has no such weight: take the device of known tensors.
-        known = [self._slot.received, *leaves]
+        known = pytree.tree_leaves((self._slot.received, args, kwargs))
         devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
         device = next(devices, torch.device("cpu"))
         floats = [each.dtype for each in self._copy[0].parameters() if each.is_floating_point()]
