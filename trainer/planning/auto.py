@@ -130,10 +130,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     dataset: Any = inputs.train_dataset
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     rules = BatchRules(
-        collate=inputs.collate,
-        fields=forward.fields,
-        named=forward.named,
-        unused=config.data.remove_unused,
+        collate=inputs.collate, fields=forward.fields, named=forward.named, unused=config.data.remove_unused
     )
     if is_stream(dataset):
         raise ConfigError(

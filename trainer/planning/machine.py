@@ -246,12 +246,6 @@ class Machine(Section):
         shared = self.host.memory_bandwidth / max(1, ranks)
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
 
-    def to_yaml(self) -> str:
-        data = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml.dump(
-            data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
-        )
-
 
 def machine_file() -> Path:
     """Return the path that `zeromesh plan --measure` writes, and that plans read first."""
@@ -335,8 +329,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
+    data = machine.model_dump(mode="json", exclude_defaults=True)
+    text = yaml.dump(data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, machine.to_yaml().encode())
+    write_whole(path, text.encode())
 
 
 def _problem(detail: Any) -> str:

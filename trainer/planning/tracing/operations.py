@@ -82,11 +82,8 @@ def call_without_values(
     touched = {id(each): each for each in (*tensors, *made)}.values()
     kernel = func.overloadpacket
     if kernel not in _FLOPS:
-        return (
-            out,
-            made,
-            sum(_bytes_moved(each, least=4 if on_cpu and each.is_floating_point() else 1) for each in touched),
-        )
+        nbytes = sum(_bytes_moved(each, least=4 if on_cpu and each.is_floating_point() else 1) for each in touched)
+        return out, made, nbytes
     moved, dtype = sum(map(_bytes_moved, touched)), (made[0] if made else tensors[0]).dtype
     if on_cpu and kernel in _FUSED:
         dtype = torch.promote_types(dtype, torch.float32)
@@ -161,10 +158,9 @@ def _bytes_moved(tensor: Tensor, least: int = 1) -> int:
 @cache
 def _is_view(func: Any) -> bool:
     name = func.overloadpacket.__name__
-    aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-    return (
-        aliased or name in ("_unsafe_view", "detach", "lift_fresh") or name.startswith(("empty", "new_empty", "sym_"))
-    )
+    if name in ("_unsafe_view", "detach", "lift_fresh") or name.startswith(("empty", "new_empty", "sym_")):
+        return True
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 _aten: Any = torch.ops.aten

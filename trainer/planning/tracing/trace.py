@@ -55,13 +55,7 @@ class Tracer:
     """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        compute: torch.dtype,
-        *,
-        device: str = "cpu",
-        rules: Mapping[str, str] | None = None,
+        self, model: nn.Module, loss: Loss, compute: torch.dtype, *, device: str, rules: Mapping[str, str] | None = None
     ) -> None:
         """`loss` is that of the whole model; parameters get the dtype `compute`. `device` is the kind of device of the run, and
         `rules` are the user's tensor-parallel styles of layers, by name pattern."""
@@ -192,22 +186,20 @@ def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, s
         if not isinstance(module, nn.ModuleList) or len(own) < len(children) or not own:
             found += [(f"{path}.{name}".strip("."), f"{path}.{name}".strip(".")) for name, _ in own]
             continue
-        kinds = [_block_key(child) for _, child in own]
-        kept: list[int] = []
-        for index, kind in enumerate(kinds):
-            if sum(kinds[each] == kind for each in kept) < 2 or index == len(kinds) - 1:
-                kept.append(index)
-        stands = [
-            kept.index(index) if index in kept else [n for n, each in enumerate(kept) if kinds[each] == kind][1]
-            for index, kind in enumerate(kinds)
-        ]
-        found += [(f"{path}.{index}", f"{path}.{stand}") for index, stand in enumerate(stands)]
+        kept: list[nn.Module] = []
+        places: dict[object, list[int]] = {}  # of kept blocks, by kind
+        for index, (_, child) in enumerate(own):
+            alike = places.setdefault(_block_key(child), [])
+            if len(alike) < 2 or index == len(own) - 1:
+                alike.append(len(kept))
+                kept.append(child)
+            found.append((f"{path}.{index}", f"{path}.{alike[-1]}"))
         if len(kept) == len(own):
             continue
         parent_path, _, leaf = path.rpartition(".")
         modules = model.get_submodule(parent_path)._modules
         undo.callback(modules.__setitem__, leaf, module)
-        modules[leaf] = nn.ModuleList([own[index][1] for index in kept])
+        modules[leaf] = nn.ModuleList(kept)
         configs = {id(each): each for every in model.modules() if (each := getattr(every, "config", None)) is not None}
         for config in configs.values():
             if getattr(config, "num_hidden_layers", None) == len(own):
@@ -224,10 +216,8 @@ def _block_key(block: nn.Module) -> object:
     """Return a key that is equal for equal blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
-        sizes = [
-            (leaf, tuple(each.shape), each.dtype, each.requires_grad)
-            for leaf, each in module.named_parameters(recurse=False)
-        ]
+        parameters = module.named_parameters(recurse=False)
+        sizes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in parameters]
         settings = [
             (key, repr(value))
             for key, value in vars(module).items()
