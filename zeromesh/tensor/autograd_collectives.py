@@ -53,9 +53,8 @@ def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | 
 
 def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    return _apply(
-        x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), partial(_gather, dim, exchange, None)
-    )
+    gathered = partial(_gather, dim, exchange, None)
+    return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), gathered)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:

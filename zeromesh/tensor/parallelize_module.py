@@ -9,7 +9,7 @@ Modules and parameters keep their names, and the model's code is unchanged. With
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -38,21 +38,21 @@ _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*resh
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
     """Replace the parameter `old` by `new` everywhere; returns functions that restore it, as a meta tensor of the old shape."""
-    undo: list[Callable[[], None]] = []
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
-    for module in model.modules():
-        for leaf, held in module._parameters.items():
-            if held is old:
-                undo.append(partial(module._parameters.__setitem__, leaf, placeholder))
-                module._parameters[leaf] = new
-    return undo
+    return _replace_in((module._parameters for module in model.modules()), old, new, placeholder)
+
+
+def _replace_in(tables: Iterable[dict[str, Any]], old: Any, new: Any, restored: Any) -> list[Callable[[], None]]:
+    places = [(table, leaf) for table in tables for leaf, value in table.items() if value is old]
+    for table, leaf in places:
+        table[leaf] = new
+    return [partial(table.__setitem__, leaf, restored) for table, leaf in places]
 
 
 class Parallelized:
     """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model. Divided parameters become
-    local ones on the meta device, which the engine fills. With `sequence`, blocks pass on shares of the sequence, so that norms,
-    residuals and dropout between them are divided too. Raises `LayoutError` when the plan is for another number of ranks, and with
-    `sequence` for a model whose blocks may need all of it."""
+    local ones on the meta device, which the engine fills. With `sequence`, norms, residuals and dropout of blocks are divided too.
+    Raises `LayoutError` when the plan is for another number of ranks, and for blocks that may need the whole `sequence`."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, plan: TensorPlan, *, sequence: bool = False) -> None:
         if plan.size != exchange.size:
@@ -76,8 +76,7 @@ class Parallelized:
                 made = nn.Parameter(local, requires_grad=names[name].requires_grad)
                 self._undo += replace_parameter(model, names[name], made)
         for layer in plan.layers:
-            replacement = self._replacement_of(layer)
-            if replacement is not None:
+            if (replacement := self._replacement_of(layer)) is not None:
                 self._replace(layer.module, replacement)
         self._patch()
         if self.shares is not None:
@@ -130,11 +129,7 @@ class Parallelized:
     def _replace(self, name: str, made: nn.Module) -> None:
         old = self._model.get_submodule(name)
         made.train(old.training)
-        for module in list(self._model.modules()):
-            for leaf, child in list(module._modules.items()):
-                if child is old:
-                    module._modules[leaf] = made
-                    self._undo.append(partial(module._modules.__setitem__, leaf, old))
+        self._undo += _replace_in((module._modules for module in self._model.modules()), old, made, old)
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
         self._undo.append(override(module, attribute, value))

@@ -110,8 +110,7 @@ class SharedInput:
         (output, reading), member = self.take(x), self.members[number]
         if not torch.is_grad_enabled():
             return linear(output, member.weight.t() if member.transposed else member.weight, member.bias)
-        made = _Project.apply(output, member.weight.detach(), member.bias, reading, number)  # type: ignore[no-untyped-call]
-        return cast(torch.Tensor, made)
+        return cast(torch.Tensor, _Project.apply(output, member.weight.detach(), member.bias, reading, number))  # type: ignore[no-untyped-call]
 
 
 def sequence_dim(x: torch.Tensor) -> int:

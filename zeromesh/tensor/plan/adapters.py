@@ -50,8 +50,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def with_adapters(plan: TensorPlan, model: nn.Module, prefix: str) -> TensorPlan:
-    """Return the plan of a model without its adapters as that of the model with them, whose names begin with `prefix`. Raises
-    `LayoutError` for adapters that cannot be divided."""
+    """Return a plan made without adapters as that of the model with them. Raises `LayoutError` for indivisible adapters."""
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     layers = [made for layer in plan.layers for made in _divided(layer, modules[layer.module])]
     return replace(
@@ -81,7 +80,6 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
     for adapter in module.lora_A:
         inputs = layer.style in _INPUTS
         yield replace(layer, module=f"{layer.module}.{'lora_A' if inputs else 'lora_B'}.{adapter}")
-        if not getattr(module, "use_dora", {}).get(adapter):
-            continue
-        name = f"{layer.module}.lora_magnitude_vector.{adapter}"
-        yield replace(layer, module=name, style=Style.NORMS if inputs else Style.LOCAL)
+        if getattr(module, "use_dora", {}).get(adapter):
+            name = f"{layer.module}.lora_magnitude_vector.{adapter}"
+            yield replace(layer, module=name, style=Style.NORMS if inputs else Style.LOCAL)

@@ -152,8 +152,7 @@ class AttentionDivision:
 
 
 def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
-    """Read the head counts of an attention and divide them among `ranks`. Raises `LayoutError` when its number of heads is unknown,
-    or it cannot be divided among `ranks`."""
+    """Divide the heads of an attention among `ranks`. Raises `LayoutError` when their number is unknown, or cannot be divided."""
     own, queries = vars(attention), count_heads(attention)
     if not queries:
         raise LayoutError(f"{name}: it does not say how many heads it has; give it an attribute num_heads")

@@ -22,9 +22,7 @@ class Style(Enum):
     EXPERTS = "moe_tp_experts"  # Experts, each divided along its intermediate features.
     PARTIAL = "replicated_with_grad_allreduce"  # Whole, used on divided activations, so that gradients are partial.
     LATENT = "mla_kv_a_proj"  # Whole; divided heads use its last outputs (rotary keys) directly.
-    LOCAL = (
-        "local_params"  # Parameters with an element per head (sinks of an attention), or per output of a column layer.
-    )
+    LOCAL = "local_params"  # Parameters with an element per head (attention sinks), or per output of a column layer.
     NORMS = "norms"  # PEFT's magnitudes (DoRA) of a row layer, whose norms are over the inputs of all ranks. No rule names it.
 
 
@@ -48,10 +46,8 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         if 0 in self.sizes:
-            rank = self.sizes.index(0)
-            raise LayoutError(
-                f"{self.module}: too small to be divided among {len(self.shares)} ranks (rank {rank} has nothing)"
-            )
+            empty = f"rank {self.sizes.index(0)} has nothing"
+            raise LayoutError(f"{self.module}: too small to be divided among {len(self.shares)} ranks ({empty})")
 
     @property
     def parent(self) -> str:

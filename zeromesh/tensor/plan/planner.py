@@ -301,8 +301,7 @@ class _Planner:
             if not shares or (len(shares) == 1 and all(name in self.layers for name in bearers)):
                 continue
             for name in names:
-                layer = self.layers.pop(name, None)
-                if layer is not None and layer.style not in (Style.EMBEDDING, Style.HEAD):
+                if (layer := self.layers.pop(name, None)) and layer.style not in (Style.EMBEDDING, Style.HEAD):
                     raise LayoutError(f"{' and '.join(names)} hold one parameter, which they would divide differently")
             why = "share a parameter that not all of them can divide; it is whole on all ranks"
             self.notes.append(f"{' and '.join(names)} {why}")

@@ -16,14 +16,13 @@ from torch import nn
 from zeromesh.tensor.plan.attention_split import count_heads, is_transposed, linear_sizes
 from zeromesh.units.plan import block_modules
 
-Rules = Mapping[str, str]
 QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 """The names of layers that project queries, keys or values, or (`FUSED`) all three, which shapes alone cannot tell apart."""
 _BY_SHAPE = ("phi3",)
 """Model types divided by their layers' shapes, as transformers' plan gathers outputs that the next layer could take divided."""
-EXTRA_RULES: Mapping[str, Rules] = {
+EXTRA_RULES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {
         **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
         "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
