@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
+from zeromesh.pipeline.stages.build import block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.tensor.plan.layer_plan import inside
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES
 from zeromesh.trainer.losses.losses import Loss
@@ -107,16 +108,13 @@ class Subject:
         return _extrapolated(one, two, micro)
 
     def _cut(self, stages: int) -> tuple[range, ...]:
-        given = self.config.parallel.stages
+        given = self.config.parallel.stages or ()
         if stages == 1:
             counts: Sequence[int] = (len(self.trace(1, 1, False, "none").segments) - 2,)
         elif self._costs is None:
             raise LayoutError(self._cut_refusal)
-        elif given is not None and len(given) == stages:
-            counts = given
         else:
-            costs, first, last = self._costs
-            counts = cut_by_cost(costs, stages=stages, first=first, last=last)
+            counts = plan_cut(self._costs, stages, given if len(given) == stages else ())
         return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
@@ -131,12 +129,9 @@ class Subject:
             blocks, last = f"{anatomy.blocks}.", len(cut) - 1
             own = {f"{blocks}{index}" for stage in stages for index in cut[stage]}
             ends = (*(anatomy.before if 0 in stages else ()), *(anatomy.after if last in stages else ()))
-            begins = tuple(f"{end}." for end in ends)
             every, units = units, []
             for unit in every:
-                specs = [
-                    each for each in unit.specs if any(name.startswith(begins) for name in (each.fqn, *each.aliases))
-                ]
+                specs = [each for each in unit.specs if any(inside(name, ends) for name in (each.fqn, *each.aliases))]
                 if unit.module in own:
                     units.append(unit)
                 elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
@@ -167,7 +162,7 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
     def work(first: Work, second: Work) -> Work:
         if len(first.products) != len(second.products):
             # The number of products differs if the model loops over tokens, as the chunked loss does.
-            return second * (micro // 2)
+            return sum([second] * (micro // 2), Work())
         pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
         return Work(**{name: pytree.tree_map(line, *pair) for name, pair in pairs.items()})
 

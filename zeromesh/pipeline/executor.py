@@ -12,7 +12,6 @@ import torch
 
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
-from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload.accelerator import Moment, now, seconds_between
 from zeromesh.pipeline.schedule import (
     Action,
@@ -55,16 +54,15 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
 
 
 class Executor:
-    """Runs one rank's part of any schedule. All ranks of `group` run the same schedules in the same order."""
+    """Runs one rank's part of any schedule. All ranks of the channels' group run the same schedules in the same order."""
 
-    def __init__(self, group: ProcessSet, channels: Channels) -> None:
-        self.group = group
-        self._channels = channels
+    def __init__(self, channels: Channels) -> None:
+        self.group, self._channels = channels.group, channels
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[Moment]:
         """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
-        without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried
-        out here, and `CollectiveError` when a neighbour is gone or late, or ranks have microbatches of different shapes."""
+        without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried out here, and `CollectiveError`
+        when a neighbour is gone or late, or ranks have microbatches of different shapes."""
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
@@ -144,8 +142,7 @@ class _Run:
         outputs = self.runner.run(action, received)
         end = now(device)
         del received
-        message = message_of(self.schedule, self.rank, action)
-        if message is not None:
+        if (message := message_of(self.schedule, self.rank, action)) is not None:
             known = self._specs(message, outputs)
             if message.target == message.source:
                 self._to_self[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]

@@ -1,5 +1,4 @@
-"""Drivers of steps: `StepDriver` runs a schedule's actions as passes of the engine; `Pipeline` is the driver of a staged
-model."""
+"""Drivers of steps: `StepDriver` runs a schedule's actions as passes of the engine; `Pipeline` is that of a staged model."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,8 +58,7 @@ class ZeroRunner:
     losses: list[torch.Tensor] = field(init=False)
     """The sum of each microbatch's losses, on the last stage."""
     _forwards: dict[tuple[int, int], tuple[PassProgress, list[torch.Tensor]]] = field(default_factory=dict)
-    """By (chunk, microbatch), each pass whose forward has run and whose backward has not, with the received tensors that require a
-    gradient."""
+    """By (chunk, microbatch), each pass between forward and backward, with the received tensors that require a gradient."""
     _reduced: dict[int, int] = field(default_factory=dict)
     """The number of microbatches, by chunk, whose backward has started to add to the gradients."""
 
@@ -131,7 +129,7 @@ class StepDriver:
         self._name: ScheduleName = name
         self._ranks, self._chunks = mesh.pipeline.size, 1 if stages is None else len(stages.own)
         self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
-        self._executor = Executor(mesh.pipeline, self._channels)
+        self._executor = Executor(self._channels)
         self._queue = WeightQueue()
         self._measured: tuple[PipelineSchedule, list[Any]] | None = None
         """The schedule of the latest step, and the moments that its run has returned."""

@@ -272,9 +272,8 @@ def _run_rank(
     arrivals: dict[int, float],
     spans: tuple[list[float], list[float]],
 ) -> Iterator[None]:
-    """Run a rank's actions, whose starts and ends are appended to `spans`; yields while it waits for a message, and stops at an
-    action that can never run. A message in `arrivals` is `stage * microbatches + microbatch` of its receiver, complemented for
-    gradients."""
+    """Run a rank's actions, and append starts and ends to `spans`; yields while it waits for a message, and stops at an action that
+    can never run. A message in `arrivals` is `stage * microbatches + microbatch` of its receiver, complemented for gradients."""
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     (starts, ends), delay, clock, done = spans, transfer if ranks > 1 else 0.0, 0.0, set[int]()
@@ -310,8 +309,7 @@ def _run_rank(
 def message_order(schedule: PipelineSchedule, rank: int) -> tuple[list[tuple[float, Message]], dict[Action, float]]:
     """Return a rank's part of one global order of messages, in which each rank can launch its sends and receives: the messages with
     their simulated send times under `UNIT_TIMES`, and the simulated ends of the rank's actions. A rank has computed each send
-    before any message of a later moment can arrive, so no rank waits for ever if all follow the order. Raises `ScheduleError` for a
-    schedule that `validate` refuses."""
+    before messages of a later moment can arrive, so no rank waits for ever if all follow the order. Raises as `validate` does."""
     ends = validate(schedule).ends
     messages: list[tuple[float, int, Message]] = []
     for source in {(rank - 1) % schedule.ranks, rank, (rank + 1) % schedule.ranks}:

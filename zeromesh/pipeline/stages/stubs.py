@@ -78,8 +78,7 @@ def stubs_removed(model: nn.Module) -> Iterator[None]:
 
 
 class BlockStub(Stub):
-    """The stub of block `index`, which belongs to another pipeline stage. `shape` makes its result where blocks change the shape of
-    the hidden state; None: the hidden state is passed on."""
+    """A stub of another stage's block, which passes the hidden state on or, where blocks reshape it, returns what `shape` makes."""
 
     def __init__(
         self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: "NanStub | None" = None
