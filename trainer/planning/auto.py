@@ -90,9 +90,8 @@ def set_auto(
 ) -> tuple[TrainerConfig, Estimate]:
     """Replace `auto` by the values of the fastest plan that fits, and return its estimate. Raises `ConfigError` without one."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
-    more = {
-        key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
-    }
+    parts = ((key, *key.split(".")) for key in FIELDS)
+    more = {key for key, section, name in parts if name not in getattr(config, section).model_fields_set}
     for free in dict.fromkeys((chosen, chosen | more)):
         plan, _ = plan_config(config, given_keys(config, free), inputs=inputs, ranks=ranks, host=host)
         if plan.best is not None:

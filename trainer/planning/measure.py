@@ -162,8 +162,7 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
             began = time.perf_counter()
             for _ in range(_COUNT):
                 exchange.all_reduce_async(tensor).wait()
-            if is_accelerator(device):
-                accelerator.synchronize(device)
+            accelerator.synchronize(device)
             rounds.append((time.perf_counter() - began) / _COUNT)
         times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
     (latency, seconds), messages = times, 2 * (group.size - 1)

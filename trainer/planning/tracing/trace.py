@@ -25,7 +25,7 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
-from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Meter, Segment, TracedExchange
+from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange
 from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
@@ -86,13 +86,7 @@ class Tracer:
                     f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
                     f"{summary(error)}; give the layout yourself"
                 ) from error
-        found = {each.name: each for each in meter.segments()}
-        order = {name: number for number, name in enumerate(found)}
-        ran = [(name, stand) for name, stand in self._blocks if stand in found]
-        lists = {stand.rpartition(".")[0]: order[stand] for _, stand in reversed(ran)}
-        ran.sort(key=lambda each: lists[each[1].rpartition(".")[0]])
-        blocks = [replace(found[stand], name=name) for name, stand in ran]
-        return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
+        return Trace(segments=tuple(self._of_whole_model({each.name: each for each in meter.segments()}, "name")))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
         """Return the units of one tensor rank; equal blocks have the same specs. Raises `LayoutError` for an indivisible model."""
@@ -101,14 +95,16 @@ class Tracer:
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
             found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts, zero.weights)
-        units = {unit.module: unit for unit in found}
-        stands = {stand for _, stand in self._blocks}
-        lists: dict[str, list[UnitPlan]] = {}
+        return self._of_whole_model({unit.module: unit for unit in found}, "module")
+
+    def _of_whole_model(self, found: Mapping[str, Any], field: str) -> list[Any]:
+        """Return what was found by module of the shortened model, that of a block for all that it stands for, with their names as
+        `field`. All blocks of a list come where its first one was, since units are prefetched in this order."""
+        stands, lists = {stand for _, stand in self._blocks}, dict[str, list[Any]]()
         for name, stand in self._blocks:
-            if stand in units:
-                lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
-        # All blocks of a list come where its first one was, since units are prefetched in this order.
-        order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
+            if stand in found:
+                lists.setdefault(stand.rpartition(".")[0], []).append(replace(found[stand], **{field: name}))
+        order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [each] for name, each in found.items()]
         return list(chain(*order))
 
     def _divide(self, exchange: TracedExchange, sequence: bool, undo: ExitStack) -> Parallelized | None:
@@ -176,8 +172,7 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
 
 
 def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Remove all but two of equal blocks from module lists; returns the name of every block in the whole model, in order, and that
-    of its representative in the shortened one."""
+    """Remove all but two of equal blocks from module lists; returns the names of every block, in order, and of its stand-in."""
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []
     for path, module in list(model.named_modules()):
