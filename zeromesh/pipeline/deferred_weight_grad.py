@@ -18,6 +18,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
 from zeromesh.overrides import override
 
+_Queue = Callable[[torch.Tensor, torch.Tensor], None]
 _Products = dict[nn.Parameter, list[tuple[GradientEdge, torch.Tensor, torch.Tensor]]]
 """For each weight, one entry per use: the autograd edge that accumulates its gradient, and the gradient's two matrix factors."""
 
@@ -68,12 +69,7 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        transposed: bool,
-        queue: Callable[[torch.Tensor, torch.Tensor], None],
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, queue: _Queue
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.queue = transposed, queue
