@@ -99,7 +99,7 @@ def trains(
         found = _gradients(mesh, stages, staged)
         differences.append(apart(losses.tolist(), wanted_losses.tolist()))
         differences.append(distance(found, {name: wanted[name] for name in found}))
-    bubble = executor.bubble(plan, marks)
+    timelines = executor.timelines(plan, marks)
     channels.close()
     ties = [[list(names), {str(stage): name for stage, name in held.items()}] for names, held in stages.ties.items()]
     return {
@@ -108,7 +108,7 @@ def trains(
         "ties": ties,
         "calls": sorted(set(calls.values())),
         "called": len(calls),
-        "bubble": [bubble.predicted, bubble.measured],
+        "bubble": [each.bubble for each in timelines],
         "spans": len(marks) // 2,
     }
 
