@@ -13,7 +13,7 @@ from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
-from zeromesh.pipeline.stages.build import Stages, copies_outside, plan_cut
+from zeromesh.pipeline.stages.build import Stages, block_costs, copies_outside, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.settings.keys import ParallelOptions
 from zeromesh.units.plan import ModelCuts
@@ -53,8 +53,8 @@ def divide(
     run for a trial without values; None: token ids alone. Raises `LayoutError` for a model that cannot be divided so, with the
     reason."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
-    count = mesh.pipeline.size * options.chunks
-    cut = plan_cut(model, anatomy, count, options.stages or (), options.balance) if anatomy is not None else None
+    costs = block_costs(model, anatomy, options.balance) if anatomy is not None else None
+    cut = plan_cut(costs, mesh.pipeline.size * options.chunks, options.stages or ()) if costs is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor: Parallelized | None = None
     if mesh.shape.divides("layers"):

@@ -24,8 +24,8 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import prevent_fragmentation, reuse_freed_memory
 from zeromesh.options import ZeroOptions
 from zeromesh.parallelize import Divided, divide
-from zeromesh.pipeline.executor import Bubble
 from zeromesh.pipeline.pipeline import MicrobatchWork, StepDriver
+from zeromesh.pipeline.schedule import Timeline
 from zeromesh.rng import Streams
 from zeromesh.settings.keys import ParallelOptions
 from zeromesh.telemetry.step_recorder import Collective
@@ -114,7 +114,7 @@ def train(name: str, workload: Workload, probe: Probe) -> None:
     training = Training(name, workload)
     tokens = workload.tokens()
     pipeline, tensor = training.divided.pipeline, training.divided.tensor
-    bubbles: list[Bubble] = []
+    steps: list[tuple[Timeline, Timeline]] = []
     largest: list[int] = []
     probe.training()
     for number in range(workload.steps):
@@ -122,16 +122,16 @@ def train(name: str, workload: Workload, probe: Probe) -> None:
             _watch(tensor._exchange, largest)
         probe.begin()
         probe.end(training.step(number, tokens[number]))
-        found = pipeline.bubble() if pipeline is not None and workload.is_timed(number) else None
-        bubbles += [found] if found is not None else []
+        found = pipeline.timelines() if pipeline is not None and workload.is_timed(number) else None
+        steps += [found] if found is not None else []
     probe.close()
     ledger = {purpose.name: nbytes for purpose, nbytes in training.engine.ledger.by_purpose().items()}
     probe.found.notes = {
         "ledger": ledger,
         "ledger_peak": training.engine.ledger.peak(),
         "largest_exchanged": max(largest, default=0),
-        "bubbles": [(bubble.predicted, bubble.measured) for bubble in bubbles],
-        "spans": _spans(bubbles),
+        "bubbles": [(predicted.bubble, measured.bubble) for predicted, measured in steps],
+        "spans": _spans([measured for _, measured in steps]),
     }
 
 
@@ -146,11 +146,11 @@ def _watch(exchange: Any, found: list[int]) -> None:
     exchange._start = noted
 
 
-def _spans(bubbles: list[Bubble]) -> list[list[tuple[str, int, int, float, float]]]:
+def _spans(steps: list[Timeline]) -> list[list[tuple[str, int, int, float, float]]]:
     """Return the actions of each rank in the step whose bubble is the median: kind, chunk, microbatch, start and end."""
-    if not bubbles:
+    if not steps:
         return []
-    middle = sorted(bubbles, key=lambda bubble: bubble.measured)[len(bubbles) // 2].timeline
+    middle = sorted(steps, key=lambda step: step.bubble)[len(steps) // 2]
     return [
         [(each.kind.value, each.chunk, each.microbatch, start, end) for each, start, end in zip(*spans, strict=True)]
         for spans in zip(middle.actions, middle.starts, middle.ends, strict=True)

@@ -23,7 +23,7 @@ from bench.workload import Workload
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.schedule import Kind, make_schedule, message_of
-from zeromesh.pipeline.stages.build import Stages, plan_cut
+from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
@@ -57,7 +57,7 @@ def divide_layers(model: nn.Module, form: Form, rank: int) -> Parallelized:
 def cut_stages(model: nn.Module, form: Form, rank: int) -> Stages:
     """Leave rank `rank`'s stages, as `divide` cuts them."""
     anatomy, chunks = examine(model), CHUNKS.get(form.schedule, 1)
-    cut = plan_cut(model, anatomy, form.pipeline * chunks)
+    cut = plan_cut(block_costs(model, anatomy), form.pipeline * chunks)
     return Stages(model, anatomy, cut, [chunk * form.pipeline + rank for chunk in range(chunks)])
 
 

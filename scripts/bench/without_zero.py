@@ -12,7 +12,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue
 from zeromesh.pipeline.executor import signature_of, take_gradient
 from zeromesh.pipeline.schedule import Action, Kind
-from zeromesh.pipeline.stages.build import Stages, plan_cut
+from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 
 
@@ -32,7 +32,7 @@ def cut_model(
         LayoutError: for a model that cannot be cut, or not in this way.
     """
     anatomy = examine(model, example)
-    cut = plan_cut(model, anatomy, ranks * chunks, counts)
+    cut = plan_cut(block_costs(model, anatomy), ranks * chunks, counts)
     return Stages(model, anatomy, cut, [chunk * ranks + index for chunk in range(chunks)])
 
 

@@ -87,7 +87,7 @@ def trains(
     for name, parameter in staged.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _p, name=name: calls.update([name]))
     channels = Channels(mesh.world, mesh.device)
-    executor = Executor(mesh.world, channels)
+    executor = Executor(channels)
     plan = make_schedule(schedule, ranks=mesh.world.size, microbatches=microbatches, chunks=chunks)
     differences: list[float] = []
     for step in range(2):
@@ -99,7 +99,7 @@ def trains(
         found = _gradients(mesh, stages, staged)
         differences.append(apart(losses.tolist(), wanted_losses.tolist()))
         differences.append(distance(found, {name: wanted[name] for name in found}))
-    bubble = executor.bubble(plan, marks)
+    timelines = executor.timelines(plan, marks)
     channels.close()
     ties = [[list(names), {str(stage): name for stage, name in held.items()}] for names, held in stages.ties.items()]
     return {
@@ -108,7 +108,7 @@ def trains(
         "ties": ties,
         "calls": sorted(set(calls.values())),
         "called": len(calls),
-        "bubble": [bubble.predicted, bubble.measured],
+        "bubble": [each.bubble for each in timelines],
         "spans": len(marks) // 2,
     }
 
@@ -134,7 +134,7 @@ def evaluates(mesh: Mesh, model: str, microbatches: int, chunks: int) -> float:
     stages = cut(mesh, copy.deepcopy(whole), chunks)
     data = batches(microbatches, device=mesh.device)
     channels = Channels(mesh.world, mesh.device)
-    executor = Executor(mesh.world, channels)
+    executor = Executor(channels)
     runner = PlainRunner(stages, data, loss_of)
     with torch.no_grad():
         plan = make_schedule("forward", ranks=mesh.world.size, microbatches=microbatches, chunks=chunks)
@@ -157,7 +157,8 @@ def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bo
     )
     world = mesh.world_of_tensors()
     channels = Channels(world, mesh.device)
-    forward = StagedForward(Executor(world, channels), stages, microbatches=microbatches, call=stages.model)
+    schedule = make_schedule("forward", ranks=world.size, microbatches=microbatches, chunks=chunks)
+    forward = StagedForward(Executor(channels), stages, schedule, stages.model)
     cache = {"past_key_values": tf.DynamicCache(config=whole.config)} if cached else {}
     tokens = prompts
     for _ in range(6):
@@ -179,14 +180,14 @@ def disagrees(mesh: Mesh) -> None:
     channels = Channels(mesh.world, mesh.device)
     runner = PlainRunner(stages, batches(3)[mesh.rank :][:2], loss_of)
     with pytest.raises(CollectiveError, match="ranks were given different things: shapes of microbatches is"):
-        Executor(mesh.world, channels).run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
+        Executor(channels).run(make_schedule("1f1b", ranks=mesh.world.size, microbatches=2), runner)
     channels.close()
 
 
 def loses_a_rank(mesh: Mesh) -> None:
     """The last rank ends amid a step."""
     stages = cut(mesh, build("llama", 4), 1)
-    executor = Executor(mesh.world, Channels(mesh.world, mesh.device))
+    executor = Executor(Channels(mesh.world, mesh.device))
 
     def loss(model: Any, batch: Batch) -> torch.Tensor:
         if batch["input_ids"].shape == data[2]["input_ids"].shape:

@@ -260,7 +260,7 @@ class Stepper:
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )
-        bubble = self._driver.bubble()
+        timelines = self._driver.timelines()
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)
         mesh.post(Activity.IDLE)
@@ -275,7 +275,7 @@ class Stepper:
             waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
             communication=mesh.recorder.take_traffic(),
             phases=phases,
-            bubble={} if bubble is None else {"predicted": bubble.predicted, "measured": bubble.measured},
+            bubble={} if timelines is None else {"predicted": timelines[0].bubble, "measured": timelines[1].bubble},
             loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
             idle=mesh.watch.waited_seconds - waited,

@@ -90,9 +90,8 @@ def set_auto(
 ) -> tuple[TrainerConfig, Estimate]:
     """Replace `auto` by the values of the fastest plan that fits, and return its estimate. Raises `ConfigError` without one."""
     ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
-    more = {
-        key for key in FIELDS if key.partition(".")[2] not in getattr(config, key.partition(".")[0]).model_fields_set
-    }
+    parts = ((key, *key.split(".")) for key in FIELDS)
+    more = {key for key, section, name in parts if name not in getattr(config, section).model_fields_set}
     for free in dict.fromkeys((chosen, chosen | more)):
         plan, _ = plan_config(config, given_keys(config, free), inputs=inputs, ranks=ranks, host=host)
         if plan.best is not None:
@@ -130,10 +129,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     dataset: Any = inputs.train_dataset
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     rules = BatchRules(
-        collate=inputs.collate,
-        fields=forward.fields,
-        named=forward.named,
-        unused=config.data.remove_unused,
+        collate=inputs.collate, fields=forward.fields, named=forward.named, unused=config.data.remove_unused
     )
     if is_stream(dataset):
         raise ConfigError(

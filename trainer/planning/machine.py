@@ -122,19 +122,20 @@ class Machine(Section):
         """True if ranks compute on the host's cores: operators are then not launched ahead, and device and host share memory."""
         return self.device.kind == "cpu"
 
+    def _lacks(self, what: str, cure: str) -> ConfigError:
+        measure = "measure it there (zeromesh plan --measure)"
+        return ConfigError(f"the machine {self.name} has no {what}; {cure} to its file, or {measure}")
+
     def product_seconds(self, product: Product) -> float:
         """Return the seconds of one matrix product, alone on its host, by the roofline of Williams, Waterman and Patterson (2009):
         operations over their rate, or bytes over the memory bandwidth. Raises `ConfigError` for a dtype without a rate."""
-        rate = self.device.products.get(product.dtype)
-        if rate is None:
+        if (rate := self.device.products.get(product.dtype)) is None:
             known = ", ".join(self.device.products)
             fused = self.is_cpu and product.dtype == "float32"
             what = "products, which fused attention takes in any precision" if fused else "products"
-            cure = "" if fused else "set precision.compute to one of them, "
-            raise ConfigError(
-                f"the machine {self.name} has no rate of {product.dtype} {what}, only of {known}; {cure}add device.products."
-                f"{product.dtype} to its file, or measure it (zeromesh plan --measure)"
-            )
+            added = f"add device.products.{product.dtype}"
+            cure = added if fused else f"set precision.compute to one of them, {added}"
+            raise self._lacks(f"rate of {product.dtype} {what}, only of {known}", cure)
         return max(product.flops / rate, product.nbytes / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
@@ -192,10 +193,8 @@ class Machine(Section):
         rates: LinkRates | None = getattr(getattr(self.links, where), transport, None)
         if rates is None:
             what = "inside a host" if where == "inside" else "between hosts"
-            raise ConfigError(
-                f"the machine {self.name} has no figures of {transport} {what}; add links.{where}.{transport} with latency_seconds "
-                "and bandwidth to its file, or measure them there (zeromesh plan --measure)"
-            )
+            added = f"add links.{where}.{transport} with latency_seconds and bandwidth"
+            raise self._lacks(f"figures of {transport} {what}", added)
         return rates
 
     def _message_seconds(self, ranks: int, hosts: int) -> tuple[float, float, float]:
@@ -226,10 +225,7 @@ class Machine(Section):
         if not read and not written:
             return 0.0
         if self.disk is None:
-            raise ConfigError(
-                f"the machine {self.name} has no disk; add disk with read and written (bytes a second) to its file, or measure it "
-                "(zeromesh plan --measure)"
-            )
+            raise self._lacks("disk", "add disk with read and written (bytes a second)")
         moved = read / self.disk.read + written / self.disk.written
         return self.disk.latency_seconds * (bool(read) + bool(written)) + ranks_on_host * moved
 
@@ -245,12 +241,6 @@ class Machine(Section):
             return elements * per_element * self.ranks_per_core(ranks) * nbytes / (_ADAMW_FIXED + 2 * _ADAMW_MOMENT)
         shared = self.host.memory_bandwidth / max(1, ranks)
         return elements * nbytes / (self.device.memory_bandwidth if on == "device" else shared)
-
-    def to_yaml(self) -> str:
-        data = self.model_dump(mode="json", exclude_defaults=True)
-        return yaml.dump(
-            data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120
-        )
 
 
 def machine_file() -> Path:
@@ -314,9 +304,8 @@ def _machine_of_size(gigabytes: float, devices: int) -> Machine:
 
     card = min((each for each in every if "bfloat16" in each.device.products), key=order)
     device = card.device.model_copy(update={"memory_bytes": min(card.device.memory_bytes, seen)})
-    return card.model_copy(
-        update={"device": device, "name": f"a card of {gigabytes:g} GB with the rates of {card.name}"}
-    )
+    name = f"a card of {gigabytes:g} GB with the rates of {card.name}"
+    return card.model_copy(update={"device": device, "name": name})
 
 
 def read_machine(path: Path) -> Machine:
@@ -324,9 +313,8 @@ def read_machine(path: Path) -> Machine:
     where = str(path)
     data = read_yaml(path, "no such machine file; zeromesh plan --measure writes one", where=where)
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"holds {quote('', data)}; allowed is a mapping of {', '.join(Machine.model_fields)}", where=where
-        )
+        keys = ", ".join(Machine.model_fields)
+        raise ConfigError(f"holds {quote('', data)}; allowed is a mapping of {keys}", where=where)
     try:
         return Machine.model_validate(data)
     except ValidationError as error:
@@ -335,8 +323,10 @@ def read_machine(path: Path) -> Machine:
 
 
 def write_machine(machine: Machine, path: Path) -> None:
+    data = machine.model_dump(mode="json", exclude_defaults=True)
+    text = yaml.dump(data, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, machine.to_yaml().encode())
+    write_whole(path, text.encode())
 
 
 def _problem(detail: Any) -> str:

@@ -109,9 +109,8 @@ def measure_machine(
     host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth
     part = measured("the host's memory", host_memory, (0,) if on_device else busy)
     parts = mesh.world.gather_json(part, "bytes a second of memory")
-    links = {"inside": _links(mesh, "inside", busy, sizes, measured), "between": {}}
-    if len(hosts) > 1:
-        links["between"] = _links(mesh, "between", [ranks[0] for ranks in hosts], sizes, measured)
+    links = {"inside": _links(mesh, "inside", busy, sizes, measured)}
+    links["between"] = _links(mesh, "between", [ranks[0] for ranks in hosts], sizes, measured)
     for link in links["between"].values():
         if mesh.rank == 0:
             link["bandwidth"] /= 1 if on_device else len(hosts[0])  # Ranks of a host share its network.
@@ -163,8 +162,7 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
             began = time.perf_counter()
             for _ in range(_COUNT):
                 exchange.all_reduce_async(tensor).wait()
-            if is_accelerator(device):
-                accelerator.synchronize(device)
+            accelerator.synchronize(device)
             rounds.append((time.perf_counter() - began) / _COUNT)
         times.append(max(group.gather_json(min(rounds), "seconds of an exchange")))
     (latency, seconds), messages = times, 2 * (group.size - 1)
@@ -256,13 +254,12 @@ class _DeviceMeter:
         return step, trace, sum(parameter.nbytes for parameter in model.parameters())
 
     def _copies(self) -> dict[str, float]:
-        host, there = accelerator.allocate_pinned(4 * self._sizes.elements), self._random(self._sizes.elements)
-        host = host.view(torch.float32)
+        there = self._random(self._sizes.elements)
+        host = accelerator.allocate_pinned(there.nbytes).view(torch.float32)
         small, small_there = host[:1], there[:1]
-        nbytes = float(there.nbytes)
         return {
-            "to_device": nbytes / self._seconds(lambda: there.copy_(host, non_blocking=True)),
-            "to_host": nbytes / self._seconds(lambda: host.copy_(there, non_blocking=True)),
+            "to_device": there.nbytes / self._seconds(lambda: there.copy_(host, non_blocking=True)),
+            "to_host": there.nbytes / self._seconds(lambda: host.copy_(there, non_blocking=True)),
             "latency_seconds": self._seconds(lambda: small.copy_(small_there)),
         }
 

@@ -34,9 +34,8 @@ _DISK_BYTES = 1 << 42  # of a machine whose file has a disk, but not its size
 def memory_per_rank(machine: Machine, ranks_on_host: int) -> MemoryBytes:
     """Return the bytes on device, host and disk that a machine has for each of `ranks_on_host` ranks."""
     each, disk = machine.host.memory_bytes // ranks_on_host, _DISK_BYTES if machine.disk else 0
-    if machine.is_cpu:
-        return MemoryBytes(device=0, host=each, disk=disk)
-    return MemoryBytes(device=int(machine.device.memory_bytes * (1 - _FRAGMENTATION)), host=each, disk=disk)
+    device = 0 if machine.is_cpu else int(machine.device.memory_bytes * (1 - _FRAGMENTATION))
+    return MemoryBytes(device=device, host=each, disk=disk)
 
 
 def why_not(estimate: Estimate, room: MemoryBytes) -> str:
@@ -104,11 +103,12 @@ class Planner:
 
     def plan(self, ranks: int) -> Plan:
         """Estimate every layout. Raises `ConfigError` for `ranks` that fill no hosts or have no layout, and untraceable models."""
-        if ranks > self._host and ranks % self._host:
+        host = self._host
+        if ranks > host and ranks % host:
             raise ConfigError(
-                f"{ranks} ranks do not fill hosts of {self._host}; give a multiple of {self._host}, or another --host"
+                f"{ranks} ranks do not fill hosts of {host}; give a multiple of {host}, or another --host"
             )
-        room = memory_per_rank(self._machine, min(ranks, self._host))
+        room = memory_per_rank(self._machine, min(ranks, host))
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
             self._refused.setdefault(reason, "states on files")
@@ -136,11 +136,8 @@ class Planner:
     def _layouts(self, ranks: int) -> Iterator[Layout]:
         """Yield every layout without offload, those with fewer tensor ranks and stages first."""
         subject, host, samples = self._subject, self._host, self._subject.config.batch.global_size
-        tensors = [
-            size
-            for size in self._choices("tensor", _divisors(min(ranks, host)))
-            if self._accepts_mesh(f"tensor {size}", tensor=size)
-        ]
+        sizes = self._choices("tensor", _divisors(min(ranks, host)))
+        tensors = [size for size in sizes if self._accepts_mesh(f"tensor {size}", tensor=size)]
         blocks = subject.blocks if ranks > 1 and self._accepts_mesh("pipeline", pipeline=2) else 0
         pipelines = self._choices("pipeline", [size for size in _divisors(ranks) if size == 1 or size <= blocks])
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
@@ -266,8 +263,7 @@ class Planner:
             for chosen in combinations:
                 if row.estimate.seconds + sum(price for price, _ in chosen) >= bound:
                     break
-                fits = made(change for _, change in chosen)
-                if fits is not None and fits.fits:
+                if (fits := made(change for _, change in chosen)) is not None and fits.fits:
                     found.append(fits)
                     insort(seconds, fits.estimate.seconds)
                     break

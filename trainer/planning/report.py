@@ -20,7 +20,7 @@ _REFUSALS = 6  # layouts that do not fit, shown with the reason
 
 def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, width: int | None = None) -> list[str]:
     """Return the lines of a plan: a table, why other layouts do not fit, and what `more`, a plan for more ranks, would gain."""
-    ranks = f"{counted(plan.ranks, 'rank')}"
+    ranks = counted(plan.ranks, "rank")
     fitting = [row for row in plan.rows if row.fits]
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
@@ -30,8 +30,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
         groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
     alike = list(groups.values())
     table = _table(plan, alike[:shown], width) if fitting else []
-    left = sum(map(len, alike[shown:]))
-    if left > 0:
+    if left := sum(map(len, alike[shown:])):
         table.append(f"... and {left:,} more that fit")
     if fitting and plan.least not in [rows[0] for rows in alike[:shown]]:
         table += ["", *_table(plan, [[plan.least]], width, title="the least memory")]

@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from zeromesh.errors import ConfigError, DataError, LayoutError
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.pipeline.stages.build import block_costs, cut_by_cost
+from zeromesh.pipeline.stages.build import block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
+from zeromesh.tensor.plan.layer_plan import inside
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES
 from zeromesh.trainer.losses.losses import Loss
@@ -45,19 +46,16 @@ class Subject:
         self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
     ) -> None:
         """`model` is whole, with or without values; `device` is the kind of device of the run."""
-        self.config, self.device = config, device
+        self.config = config
         self.model_name = type(model).__name__
         self.parameters = sum(each.numel() for each in model.parameters())
         self.zero = options_for_model(engine_options(config, accumulation=1), config, model)
         meshes = [MeshShape(tensor=tensor, shard=shard) for tensor, shard in product((1, 2), (1, 2))]
-        self._refused_meshes = {
-            (mesh.tensor, mesh.shard): _refusal_of(partial(require_layout_fits, model, mesh, trains=True))[0]
-            for mesh in meshes
-        }
-        """The reason why the model cannot be trained (or empty), by tensor and data ranks, where 2 stands for 2 or more."""
+        fits = partial(require_layout_fits, model, trains=True)
+        self._refused_meshes = {mesh: _refusal_of(partial(fits, mesh))[0] for mesh in meshes}
+        """The reason why the model cannot be trained (or empty), by mesh, where 2 ranks of an axis stand for 2 or more."""
         self._refusals: dict[Layout, str] = {}
         self._batches = batches
-        self._whole = model
         self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
@@ -79,8 +77,8 @@ class Subject:
 
     def mesh_refusal(self, *, tensor: int = 1, pipeline: int = 1, data: int = 1) -> str:
         """Return the reason why a run refuses the model on a mesh, from the run's own checks; empty if it is accepted."""
-        refused = self._refused_meshes[min(2, tensor * pipeline), min(2, data)] or (pipeline > 1 and self._cut_refusal)
-        refused = refused or (tensor > 1 and self._unequal)
+        mesh = MeshShape(tensor=min(2, tensor * pipeline), shard=min(2, data))
+        refused = self._refused_meshes[mesh] or (pipeline > 1 and self._cut_refusal) or (tensor > 1 and self._unequal)
         return refused or _refusal_of(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:
@@ -91,14 +89,13 @@ class Subject:
             config = with_layout(self.config, layout)
             shares = _refusal_of(lambda: check_sequence_shards(config, self._batches(1)))[0]
             self._refusals[key] = shares or "; ".join(disagreements(config))
-        return (
-            self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data) or self._refusals[key]
-        )
+        refused = self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+        return refused or self._refusals[key]
 
     @cached_property
     def _unequal(self) -> str:
         rules = self.config.parallel.plan or {}
-        return _refusal_of(lambda: require_equal_when_divided(self._whole, rules, sequence=False))[0]
+        return _refusal_of(lambda: require_equal_when_divided(self._tracer.model, rules, sequence=False))[0]
 
     def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none") -> bool:
         """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
@@ -111,16 +108,13 @@ class Subject:
         return _extrapolated(one, two, micro)
 
     def _cut(self, stages: int) -> tuple[range, ...]:
-        given = self.config.parallel.stages
+        given = self.config.parallel.stages or ()
         if stages == 1:
             counts: Sequence[int] = (len(self.trace(1, 1, False, "none").segments) - 2,)
         elif self._costs is None:
             raise LayoutError(self._cut_refusal)
-        elif given is not None and len(given) == stages:
-            counts = given
         else:
-            costs, first, last = self._costs
-            counts = cut_by_cost(costs, stages=stages, first=first, last=last)
+            counts = plan_cut(self._costs, stages, given if len(given) == stages else ())
         return tuple(range(start, end) for start, end in pairwise(accumulate(counts, initial=0)))
 
     def segments(self, trace: Trace, stage: int, cut: Sequence[range]) -> list[Segment]:
@@ -135,16 +129,13 @@ class Subject:
             blocks, last = f"{anatomy.blocks}.", len(cut) - 1
             own = {f"{blocks}{index}" for stage in stages for index in cut[stage]}
             ends = (*(anatomy.before if 0 in stages else ()), *(anatomy.after if last in stages else ()))
-            begins = tuple(f"{end}." for end in ends)
             every, units = units, []
             for unit in every:
-                specs = tuple(
-                    spec for spec in unit.specs if any(name.startswith(begins) for name in (spec.fqn, *spec.aliases))
-                )
+                specs = [each for each in unit.specs if any(inside(name, ends) for name in (each.fqn, *each.aliases))]
                 if unit.module in own:
                     units.append(unit)
                 elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
-                    units.append(replace(unit, specs=specs))
+                    units.append(replace(unit, specs=tuple(specs)))
         # Equal blocks share one tuple of specs, and so one cached list of layouts.
         layouts = [self._layouts(unit.specs, parts) for unit in units]
         return self._shared_layouts.setdefault(tuple(map(id, layouts)), layouts)
@@ -171,7 +162,7 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
     def work(first: Work, second: Work) -> Work:
         if len(first.products) != len(second.products):
             # The number of products differs if the model loops over tokens, as the chunked loss does.
-            return second * (micro // 2)
+            return sum([second] * (micro // 2), Work())
         pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
         return Work(**{name: pytree.tree_map(line, *pair) for name, pair in pairs.items()})
 

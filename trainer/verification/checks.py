@@ -147,14 +147,13 @@ def _wrong_masks(rows: Sequence[Any], plain: _MaskDigests) -> Iterator[Differenc
     for data, tensor, forward in rows:
         for name, marks in forward.items():
             whole = [shape for _, shape in plain.forward.get(name, [])]
+            calls = max(1, len(whole))
             for call, (mark, shape) in enumerate(marks):
                 share = -1 if tuple(shape) in whole else tensor
                 draw = (name, data, call, share)
                 other = draws.setdefault(mark, draw)
                 if other != draw:
-                    first, second = (
-                        f"data rank {each[1]}, microbatch {each[2] // max(1, len(whole))}" for each in (other, draw)
-                    )
+                    first, second = (f"data rank {each[1]}, microbatch {each[2] // calls}" for each in (other, draw))
                     who = f"{name} draws" if other[0] == name else f"{other[0]} and {name} draw"
                     shares = f" (shares {other[3]} and {share})" if share >= 0 else ""
                     yield _issue("dropout", f"{who} alike in {first} and {second}{shares}", name=name)
@@ -177,4 +176,3 @@ CHECKS: Mapping[str, Callable[[Verification], CheckResult]] = {
     "resume": _check_resume,
     "dropout": _check_dropout,
 }
-"""The optional checks by name."""

@@ -3,7 +3,6 @@ modules, whole or its share of them, gradients and parameters, so that a differe
 
 import copy
 import io
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
@@ -77,8 +76,8 @@ class Observer(Recorder):
         super().__init__()
         self.plain = plain
         self.differences: list[Difference] = []
-        self.gradient_sizes: dict[str, float] = defaultdict(float)
-        self.parameter_sizes: dict[str, float] = defaultdict(float)
+        self.sizes: dict[str, dict[str, float]] = {}
+        """The largest difference of any step, by kind and name."""
         self.compared = 0
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
@@ -117,7 +116,6 @@ class Observer(Recorder):
             except PhaseError:
                 return  # The gradient was consumed inside backward.
             size = float("inf") if gradient is None else deviation(gradient.cpu(), plain, norm)
-            self.gradient_sizes[name] = max(self.gradient_sizes[name], size)
             self._note("gradient", name, size)
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
@@ -137,6 +135,8 @@ class Observer(Recorder):
             self._note("average", name, deviation(self.average[name], average, 1e-12))
 
     def _note(self, kind: str, name: str, size: float, microbatch: int = -1) -> None:
+        sizes = self.sizes.setdefault("parameter" if kind == "initial" else kind, {})
+        sizes[name] = max(sizes.get(name, 0.0), size)
         if not size <= EXACT:
             step, plain = 0 if kind == "initial" else self.step, self.plain
             place = (plain.forward_order if kind == "output" else plain.backward_order).get(name, 0)
@@ -157,9 +157,7 @@ class Observer(Recorder):
                 name, part = piece.spec.name, piece.in_parameter
                 shard = master[piece.in_shard.start : piece.in_shard.end]
                 plain_shard = part_of(plain[name], piece.spec.region).reshape(-1)[part.start : part.end]
-                size = deviation(shard, plain_shard, rate * part.length**0.5)
-                self.parameter_sizes[name] = max(self.parameter_sizes[name], size)
-                self._note(kind, name, size)
+                self._note(kind, name, deviation(shard, plain_shard, rate * part.length**0.5))
 
     def _compare_microbatches(self, trainer: Any) -> None:
         """Compare the sums of losses and the outputs of modules of this rank's microbatches."""
@@ -178,8 +176,7 @@ class Observer(Recorder):
                 index = indices[call // expected]
                 wholes = plain.outputs[index][name][call % expected]
                 for output, whole in zip(outputs, wholes, strict=True) if len(outputs) == len(wholes) else ():
-                    plain_output = _local_part(trainer, name, whole, output)
-                    if plain_output is not None:
+                    if (plain_output := _local_part(trainer, name, whole, output)) is not None:
                         self.compared += 1
                         size = deviation(output.cpu(), plain_output, 1e-9 * plain_output.numel() ** 0.5)
                         self._note("output", name, size, index)
@@ -237,9 +234,8 @@ class Verification:
         self.run(config, recorder)
         self.differences += observer.differences
         self.differences += differences_of(recorder, plain, run="while nobody watched")
-        gradients, parameters = dict(observer.gradient_sizes), dict(observer.parameter_sizes)
-        sizes = {"gradients": gradients, "parameters": parameters, "outputs": observer.compared}
-        self.passes["exact"] = _record(observer, plain, EXACT, **sizes)
+        sizes = {f"{kind}s": observer.sizes.get(kind, {}) for kind in ("gradient", "parameter")}
+        self.passes["exact"] = _record(observer, plain, EXACT, **sizes, outputs=observer.compared)
 
     def user_precision_pass(self) -> None:
         """Train in the user's precision. The error against float64 may be 4 times that of a plain process in this precision."""
@@ -259,20 +255,15 @@ class Verification:
                 parameters[name] = size
             if not size <= bounds[kind]:
                 what = f"the {kind}{f' of {name}' if name else ''} in {compute} (bound {bounds[kind]:.2g})"
-                self.differences.append(
-                    Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
-                )
+                found = Difference(kind="rounding", step=step, name=name, size=size, run="own precision", detail=what)
+                self.differences.append(found)
         self.passes[compute] = _record(recorder, plain, max(bounds.values()), parameters=parameters)
 
 
 def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
-    figures: dict[str, Any] = {
-        "losses": run.losses,
-        "plain_losses": plain.losses,
-        "norms": run.norms,
-        "plain_norms": plain.norms,
-    }
-    return PassRecord(**figures, bound=bound, **compared)
+    return PassRecord(
+        losses=run.losses, plain_losses=plain.losses, norms=run.norms, plain_norms=plain.norms, bound=bound, **compared
+    )
 
 
 def relative_errors_of(
@@ -301,8 +292,7 @@ def rank_microbatches(config: TrainerConfig, mesh: Mesh) -> range:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    content: bytes = tensor_bytes(tensor).numpy().tobytes()
-    return content
+    return bytes(tensor_bytes(tensor).numpy())
 
 
 def relative(value: float, plain_value: float) -> float:

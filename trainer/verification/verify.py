@@ -39,8 +39,7 @@ def verify(
 ) -> Certificate:
     """Train a small run of the user's model in the user's layout beside a plain process, as `Trainer.verify` does. `out` is the
     certificate's path, to which rank 0 writes; None: no file."""
-    unknown = [name for name in checks if name not in CHECKS]
-    if unknown:
+    if unknown := [name for name in checks if name not in CHECKS]:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     began = time.perf_counter()
     with _scratch_directory(config, mesh) as folder:
@@ -107,8 +106,7 @@ def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
     if parallel.sequence:
         layout["sequence"] = "shared out to tensor ranks"
     tiers = {name: offload[name] for name in ("optimizer", "gradients", "parameters", "activations")}
-    moved = [f"{name} {tier}" for name, tier in tiers.items() if tier not in ("none", "auto")]
-    if moved:
+    if moved := [f"{name} {tier}" for name, tier in tiers.items() if tier not in ("none", "auto")]:
         layout["offload"] = ", ".join(moved)
     return layout
 

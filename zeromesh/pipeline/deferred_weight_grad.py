@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from zeromesh.errors import PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
 from zeromesh.overrides import override
 
+_Queue = Callable[[torch.Tensor, torch.Tensor], None]
 _Products = dict[nn.Parameter, list[tuple[GradientEdge, torch.Tensor, torch.Tensor]]]
 """For each weight, one entry per use: the autograd edge that accumulates its gradient, and the gradient's two matrix factors."""
 
@@ -47,8 +48,7 @@ class WeightQueue:
         self._current.setdefault(weight, []).append((edge, first, second))
 
     def run(self, key: Hashable) -> None:
-        """Compute the queued gradients in the order of backward, freeing factors on the way. Raises `PhaseError` when nothing was
-        queued under `key`."""
+        """Compute the gradients in the order of backward, freeing factors on the way. Raises `PhaseError` if `key` has no queue."""
         if key not in self._queued:
             raise PhaseError(f"gradients of weights of {key} were to be computed, but its backward has not run")
         products = self._queued.pop(key)
@@ -69,12 +69,7 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        transposed: bool,
-        queue: Callable[[torch.Tensor, torch.Tensor], None],
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, queue: _Queue
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.queue = transposed, queue
@@ -110,5 +105,4 @@ def _forward(module: Any, queue: WeightQueue, transposed: bool, x: torch.Tensor)
         return linear(x, weight.t() if transposed else weight, module.bias)
     # The edge stays valid when the weight's values are released.
     add = partial(queue.add, weight, get_gradient_edge(weight))
-    out: torch.Tensor = _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add)  # type: ignore[no-untyped-call]
-    return out
+    return cast(torch.Tensor, _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add))  # type: ignore[no-untyped-call]

@@ -5,13 +5,13 @@ occupies both ends until both have launched it, so messages launched in differen
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
 
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
-from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload.accelerator import Moment, now, seconds_between
 from zeromesh.pipeline.schedule import (
     Action,
@@ -53,35 +53,20 @@ def take_gradient(received: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(received) if gradient is None else gradient
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Bubble:
-    """The idle fraction of a step, on average over ranks, from 0 to 1."""
-
-    predicted: float
-    """The bubble of a simulation in which each kind of action takes its measured mean time and messages take none."""
-    measured: float
-    timeline: Timeline
-    """The measured step of all ranks, each with a clock that begins with its own step."""
-
-
 class Executor:
-    """Runs one rank's part of any schedule. All ranks of `group` run the same schedules in the same order."""
+    """Runs one rank's part of any schedule. All ranks of the channels' group run the same schedules in the same order."""
 
-    def __init__(self, group: ProcessSet, channels: Channels) -> None:
-        self.group = group
-        self._channels = channels
-        self._orders: dict[PipelineSchedule, tuple[list[tuple[float, Message]], dict[Action, float]]] = {}
+    def __init__(self, channels: Channels) -> None:
+        self.group, self._channels = channels.group, channels
 
     def run(self, schedule: PipelineSchedule, runner: StageRunner) -> list[Moment]:
         """Carry out this rank's part of a schedule. Returns the beginning of the run, then the start and end of each action,
-        without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried
-        out here, and `CollectiveError` when a neighbour is gone or late, or ranks have microbatches of different shapes."""
+        without the waiting before it. Raises `LayoutError` for a schedule that cannot be carried out here, and `CollectiveError`
+        when a neighbour is gone or late, or ranks have microbatches of different shapes."""
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        if schedule not in self._orders:
-            self._orders[schedule] = message_order(schedule, rank)
-        messages, ends = self._orders[schedule]
+        messages, ends = message_order(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         # If only some ranks knew the shapes from an earlier step, the others would wait for specs that nobody sends.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
@@ -94,31 +79,26 @@ class Executor:
         self._channels.wait_for_sends()
         return marks
 
-    def bubble(self, schedule: PipelineSchedule, marks: Sequence[Moment]) -> Bubble:
-        """Measure the bubble of a run from `marks`, which `run` has returned on this rank. All ranks call this together; it waits
-        until the device has computed all actions."""
+    def timelines(self, schedule: PipelineSchedule, marks: Sequence[Moment]) -> tuple[Timeline, Timeline]:
+        """Return the predicted and measured timeline of a run, from the `marks` that `run` has returned here. All ranks call this
+        together; it waits until the device has computed all actions."""
         first, *others = marks
         if not isinstance(others[-1], float) and not others[-1].query():
             others[-1].synchronize()
         own = [seconds_between(mark, first) for mark in others]
-        return bubble(schedule, self.group.gather_json(own, "times of the actions of all stages"))
+        return timelines(schedule, self.group.gather_json(own, "times of the actions of all stages"))
 
 
-def bubble(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> Bubble:
-    """Compute the bubble, predicted and measured. `times` has start and end of each action of each rank, in seconds."""
-    own = [row[: 2 * len(actions)] for actions, row in zip(schedule.actions, times, strict=True)]
-    starts, ends = ([row[first::2] for row in own] for first in (0, 1))
-    timeline = Timeline(actions=schedule.actions, starts=starts, ends=ends)
+def timelines(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> tuple[Timeline, Timeline]:
+    """Return the predicted and measured timeline of a step. `times` has start and end of each action of each rank, in seconds since
+    the rank began. Predicted is a simulation in which each kind of action takes its measured mean time, and messages take none."""
+    starts, ends = ([row[first::2] for row in times] for first in (0, 1))
     kinds: dict[tuple[int, Kind, int], list[float]] = {}
     for rank, spans in enumerate(zip(schedule.actions, starts, ends, strict=True)):
         for action, start, end in zip(*spans, strict=True):
             kinds.setdefault((rank, action.kind, action.chunk), []).append(end - start)
-
-    def mean(rank: int, action: Action) -> float:
-        durations = kinds[rank, action.kind, action.chunk]
-        return sum(durations) / len(durations)
-
-    return Bubble(predicted=simulate(schedule, mean).bubble, measured=timeline.bubble, timeline=timeline)
+    predicted = simulate(schedule, lambda rank, action: fmean(kinds[rank, action.kind, action.chunk]))
+    return predicted, Timeline(actions=schedule.actions, starts=starts, ends=ends)
 
 
 @dataclass(slots=True)
@@ -133,7 +113,6 @@ class _Run:
     channels: Channels
     _waiting: dict[Message, Incoming] = field(default_factory=dict)
     _to_self: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-    """The tensors that this rank sends to itself, by message."""
     _gradients: dict[tuple[int, int], list[MessageSpec]] = field(default_factory=dict)
     """The specs of the gradient messages that will follow, by receiving stage and microbatch, from the activations' specs."""
 
@@ -163,8 +142,7 @@ class _Run:
         outputs = self.runner.run(action, received)
         end = now(device)
         del received
-        message = message_of(self.schedule, self.rank, action)
-        if message is not None:
+        if (message := message_of(self.schedule, self.rank, action)) is not None:
             known = self._specs(message, outputs)
             if message.target == message.source:
                 self._to_self[message] = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs]

@@ -4,6 +4,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any, Protocol
 
 import torch
@@ -11,75 +12,67 @@ import torch
 from zeromesh.errors import DataError, LayoutError
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.executor import Executor
-from zeromesh.pipeline.schedule import Action, make_schedule
+from zeromesh.pipeline.schedule import Action, PipelineSchedule
 from zeromesh.pipeline.stages.build import Stages
 
 CACHE = "past_key_values"
 _BY_ROW = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 
+@dataclass(slots=True)
 class StagedForward:
     """The forward calls of one generation: the first takes the prompts, each later one the new tokens if keys and values are
-    cached. Rows are split into `microbatches` parts, to keep all ranks busy. Every rank runs the same loop and receives the same
-    logits, so that all choose the same tokens."""
+    cached. Rows are split into the microbatches of `schedule`, to keep all ranks busy. Every rank runs the same loop and receives
+    the same logits, so that all choose the same tokens. `call` calls the whole model, on the last stage."""
 
-    def __init__(self, executor: Executor, stages: Stages, *, microbatches: int, call: Callable[..., Any]) -> None:
-        self._executor = executor
-        self._stages = stages
-        self._microbatches = microbatches
-        self._call = call
-        ranks, chunks = executor.group.size, len(stages.own)
-        self._schedule = make_schedule("forward", ranks=ranks, microbatches=microbatches, chunks=chunks)
-        self._caches: dict[tuple[int, int], Any] = {}
-        """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the
-        caller's."""
-        self._vocabulary = self._width = 0
-        """The vocabulary size, and the bytes of one logit; both are 0 until the first call."""
-        self._batches: list[dict[str, Any]] = []
-        self._logits: dict[int, torch.Tensor] = {}
+    executor: Executor
+    stages: Stages
+    schedule: PipelineSchedule
+    call: Callable[..., Any]
+    _caches: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the caller's."""
+    _logit: tuple[int, int] = (0, 0)
+    """The vocabulary size, and the bytes of one logit; both are 0 until the first call."""
+    _batches: list[dict[str, Any]] = field(default_factory=list)
+    _logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def __call__(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         """Return the logits `[rows, 1, vocabulary]` of the last position, in fp32, or in float64 where the model computes in it,
         from the arguments of a forward, which are the same on all ranks. `past_key_values` is empty in the first call, and the same
         object in all calls; without it no keys and values are cached. Raises `DataError` for fewer rows than microbatches, and
         `LayoutError` for a model whose cache is not `past_key_values`."""
-        rows = len(inputs["input_ids"])
-        if rows < self._microbatches:
-            raise DataError(
-                f"{rows} prompts cannot be generated in {self._microbatches} microbatches; each needs a row"
-            )
+        rows, count = len(inputs["input_ids"]), self.schedule.microbatches
+        if rows < count:
+            raise DataError(f"{rows} prompts cannot be generated in {count} microbatches; each needs a row")
         cache = inputs.get(CACHE)
         if cache is None and inputs.get("use_cache"):
             raise LayoutError(
-                f"{type(self._stages.model).__name__} keeps something else than past_key_values between tokens, which stages of a "
+                f"{type(self.stages.model).__name__} keeps something else than past_key_values between tokens, which stages of a "
                 "pipeline cannot; pass use_cache=False"
             )
         if cache is not None and not self._caches:
-            for chunk in range(len(self._stages.own)):
-                for number in range(self._microbatches):
-                    self._caches[chunk, number] = copy.deepcopy(cache) if chunk or number else cache
+            places = product(range(len(self.stages.own)), range(count))
+            self._caches = {place: copy.deepcopy(cache) if any(place) else cache for place in places}
         cut = {  # Arguments without a row per prompt are the same in every part.
-            name: value.tensor_split(self._microbatches)
+            name: value.tensor_split(count)
             for name, value in inputs.items()
             if name in _BY_ROW and isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == rows
         }
         passed = {name: value for name, value in inputs.items() if value is not None or name != CACHE}
-        numbers = range(self._microbatches)
-        self._batches = [passed | {name: parts[number] for name, parts in cut.items()} for number in numbers]
+        self._batches = [passed | {name: parts[number] for name, parts in cut.items()} for number in range(count)]
         self._logits = {}
         with torch.no_grad():
-            self._executor.run(self._schedule, self)
-        group = self._executor.group
-        logits = torch.empty(0)
+            self.executor.run(self.schedule, self)
+        group, logits = self.executor.group, torch.empty(rows, 1, 0)
         if self._logits:
-            logits = torch.cat([self._logits[number] for number in numbers])
+            logits = torch.cat([self._logits[number] for number in range(count)])
             logits = logits if logits.dtype is torch.float64 else logits.float()
-        if not self._vocabulary:
-            here = [logits.shape[-1], logits.itemsize] if self._logits else [0, 0]
-            self._vocabulary, self._width = max(map(tuple, group.gather_integers(here)))
+        if not any(self._logit):
+            vocabulary, width = max(map(tuple, group.gather_integers([logits.shape[-1], logits.itemsize])))
+            self._logit = vocabulary, width
         if not self._logits:
-            dtype = torch.float64 if self._width == torch.float64.itemsize else torch.float32
-            logits = torch.empty(rows, 1, self._vocabulary, dtype=dtype, device=inputs["input_ids"].device)
+            dtype = torch.float64 if self._logit[1] == torch.float64.itemsize else torch.float32
+            logits = torch.empty(rows, 1, self._logit[0], dtype=dtype, device=inputs["input_ids"].device)
         return group.broadcast(logits.contiguous(), group.size - 1, "logits of the last stage")
 
     def signature(self, microbatch: int) -> Hashable:
@@ -87,7 +80,7 @@ class StagedForward:
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         chunk, microbatch = action.chunk, action.microbatch
-        stages, batch = self._stages, dict(self._batches[microbatch])
+        stages, batch = self.stages, dict(self._batches[microbatch])
         if hasattr(getattr(stages.model, "config", None), "output_router_logits"):
             batch["output_router_logits"] = False  # Experts have no loss here.
         if CACHE in batch:
@@ -95,7 +88,7 @@ class StagedForward:
         if not stages.is_last(chunk):
             return stages.forward(chunk, batch, received, balance=False)
         with stages.chunk(chunk, received, balance=False):
-            self._logits[microbatch] = self._call(**batch).logits[:, -1:]
+            self._logits[microbatch] = self.call(**batch).logits[:, -1:]
         return ()
 
 

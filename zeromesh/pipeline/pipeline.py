@@ -1,5 +1,4 @@
-"""Drivers of steps: `StepDriver` runs a schedule's actions as passes of the engine; `Pipeline` is the driver of a staged
-model."""
+"""Drivers of steps: `StepDriver` runs a schedule's actions as passes of the engine; `Pipeline` is that of a staged model."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,9 +13,9 @@ from torch import nn
 from zeromesh.comm.point_to_point import Channels
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.executor import Bubble, Executor, signature_of, take_gradient
+from zeromesh.pipeline.executor import Executor, signature_of, take_gradient
 from zeromesh.pipeline.generation import GenerationBatch, InterleavedBatches, StagedForward
-from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, make_schedule
+from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, Timeline, make_schedule
 from zeromesh.pipeline.stages.build import Stages
 from zeromesh.rng import Streams
 from zeromesh.settings.keys import ScheduleName
@@ -25,6 +24,8 @@ from zeromesh.zero.passes import Passes, PassProgress, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 """Runs the model on `(batch, seed)` and returns the sum of its losses, a scalar, whose backward will start with `seed`."""
+Completed = Callable[[int], None]
+"""Called with the number of each microbatch whose backward is complete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +54,11 @@ class ZeroRunner:
     """The loss scale, by which gradients of losses are multiplied."""
     backward_follows: frozenset[tuple[int, int]] = frozenset()
     """The pairs of chunk and microbatch whose backward follows their forward directly."""
-    after: Callable[[int], None] | None = None
-    """Called with the number of each microbatch whose backward is complete."""
+    after: Completed | None = None
     losses: list[torch.Tensor] = field(init=False)
     """The sum of each microbatch's losses, on the last stage."""
     _forwards: dict[tuple[int, int], tuple[PassProgress, list[torch.Tensor]]] = field(default_factory=dict)
-    """By (chunk, microbatch), each pass whose forward has run and whose backward has not, with the received tensors that require a
-    gradient."""
+    """By (chunk, microbatch), each pass between forward and backward, with the received tensors that require a gradient."""
     _reduced: dict[int, int] = field(default_factory=dict)
     """The number of microbatches, by chunk, whose backward has started to add to the gradients."""
 
@@ -70,7 +69,6 @@ class ZeroRunner:
         return signature_of(self.work[microbatch].batch)
 
     def run(self, action: Action, received: Tensors) -> Tensors:
-        """Run an action, as `StageRunner.run` says."""
         key, last = (action.chunk, action.microbatch), self.stages is None or self.stages.is_last(action.chunk)
         if action.kind is Kind.FORWARD:
             outputs = self._forward(*key, received, last)
@@ -131,7 +129,7 @@ class StepDriver:
         self._name: ScheduleName = name
         self._ranks, self._chunks = mesh.pipeline.size, 1 if stages is None else len(stages.own)
         self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
-        self._executor = Executor(mesh.pipeline, self._channels)
+        self._executor = Executor(self._channels)
         self._queue = WeightQueue()
         self._measured: tuple[PipelineSchedule, list[Any]] | None = None
         """The schedule of the latest step, and the moments that its run has returned."""
@@ -150,11 +148,7 @@ class StepDriver:
         return make_schedule(name, ranks=self._ranks, microbatches=microbatches, chunks=self._chunks)
 
     def train(
-        self,
-        engine: ZeroEngine,
-        work: Sequence[MicrobatchWork],
-        loss: LossOf,
-        after: Callable[[int], None] = lambda number: None,
+        self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf, after: Completed = lambda number: None
     ) -> list[torch.Tensor]:
         """Run forward and backward of a step's microbatches; returns their losses on the last stage, zeros elsewhere. `after` is
         called with the number of each completed microbatch, in order on all ranks; in a pipeline at the end of the step. Raises
@@ -203,9 +197,9 @@ class StepDriver:
             runner.run(action, ())
         return []
 
-    def bubble(self) -> Bubble | None:
-        """Return the idle part of the latest step, predicted and measured; None before the first step, and for a single rank."""
-        return None if self._measured is None or self._ranks == 1 else self._executor.bubble(*self._measured)
+    def timelines(self) -> tuple[Timeline, Timeline] | None:
+        """Return the predicted and measured timeline of the latest step; None before the first step, and for a single rank."""
+        return None if self._measured is None or self._ranks == 1 else self._executor.timelines(*self._measured)
 
 
 class Pipeline(StepDriver):
@@ -219,7 +213,7 @@ class Pipeline(StepDriver):
 
     def generation(self, *, microbatches: int, call: Callable[..., Any]) -> StagedForward:
         """Return the forward for one generation's token loop; each of its calls belongs inside a pass of the engine."""
-        return StagedForward(self._executor, self.stages, microbatches=microbatches, call=call)
+        return StagedForward(self._executor, self.stages, self._schedule("forward", microbatches), call)
 
     def run_token_forwards(self, batches: Sequence[GenerationBatch], count: int, call: Callable[..., Any]) -> None:
         """Run `count` forwards of each batch, after each of which the last stage chooses the next token of each row, inside a pass

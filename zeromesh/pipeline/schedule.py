@@ -20,6 +20,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import chain
 from operator import attrgetter, itemgetter, sub
+from statistics import fmean
 from typing import Literal, get_args
 
 from zeromesh.errors import LayoutError, counted
@@ -67,7 +68,6 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """The number of stages of the model."""
         return self.ranks * self.chunks
 
     def __str__(self) -> str:
@@ -199,15 +199,10 @@ class Timeline:
     @property
     def bubble(self) -> float:
         """The part of the step in which ranks are idle, on average."""
-        bubbles = self.bubbles
-        return sum(bubbles) / len(bubbles)
+        return fmean(self.bubbles)
 
 
-_BEFORE = {
-    Kind.BACKWARD: Kind.FORWARD,
-    Kind.BACKWARD_INPUT: Kind.FORWARD,
-    Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT,
-}
+_BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.BACKWARD_WEIGHT: Kind.BACKWARD_INPUT}
 """The kind of action (value) that has to precede another kind (key) on the same microbatch in the same chunk."""
 
 
@@ -277,9 +272,8 @@ def _run_rank(
     arrivals: dict[int, float],
     spans: tuple[list[float], list[float]],
 ) -> Iterator[None]:
-    """Run a rank's actions, whose starts and ends are appended to `spans`; yields while it waits for a message, and stops at an
-    action that can never run. A message in `arrivals` is `stage * microbatches + microbatch` of its receiver, complemented for
-    gradients."""
+    """Run a rank's actions, and append starts and ends to `spans`; yields while it waits for a message, and stops at an action that
+    can never run. A message in `arrivals` is `stage * microbatches + microbatch` of its receiver, complemented for gradients."""
     ranks, number, last = schedule.ranks, schedule.microbatches, (schedule.stages - 1) * schedule.microbatches
     forward, backward_input, backward_weight = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
     (starts, ends), delay, clock, done = spans, transfer if ranks > 1 else 0.0, 0.0, set[int]()
@@ -311,11 +305,11 @@ def _run_rank(
             arrivals[sent] = clock + delay
 
 
+@lru_cache(maxsize=16)
 def message_order(schedule: PipelineSchedule, rank: int) -> tuple[list[tuple[float, Message]], dict[Action, float]]:
     """Return a rank's part of one global order of messages, in which each rank can launch its sends and receives: the messages with
     their simulated send times under `UNIT_TIMES`, and the simulated ends of the rank's actions. A rank has computed each send
-    before any message of a later moment can arrive, so no rank waits for ever if all follow the order. Raises `ScheduleError` for a
-    schedule that `validate` refuses."""
+    before messages of a later moment can arrive, so no rank waits for ever if all follow the order. Raises as `validate` does."""
     ends = validate(schedule).ends
     messages: list[tuple[float, int, Message]] = []
     for source in {(rank - 1) % schedule.ranks, rank, (rank + 1) % schedule.ranks}:

@@ -42,20 +42,19 @@ def all_reduce_output(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exch
 
 def all_gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
-    whole = partial(_gather, dim=dim, exchange=exchange, sizes=sizes)
-    return _apply(x, None, whole, lambda grad: _local_slice(grad, dim, exchange, sizes))
+    gathered, local = partial(_gather, dim, exchange, sizes), partial(_local_slice, dim, exchange, sizes)
+    return _apply(x, None, gathered, local)
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Return this rank's slice of `x` along `dim`; the slices are equal without `sizes`."""
-    whole = partial(_gather, dim=dim, exchange=exchange, sizes=sizes)
-    return _apply(x, None, lambda x: _local_slice(x, dim, exchange, sizes), whole)
+    return _apply(x, None, partial(_local_slice, dim, exchange, sizes), partial(_gather, dim, exchange, sizes))
 
 
 def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    whole = partial(_gather, dim=dim, exchange=exchange, sizes=None)
-    return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), whole)
+    gathered = partial(_gather, dim, exchange, None)
+    return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), gathered)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:
@@ -64,11 +63,11 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
 
-def _gather(x: torch.Tensor, *, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
+def _gather(dim: int, exchange: Exchange, sizes: Sequence[int] | None, x: torch.Tensor) -> torch.Tensor:
     return exchange.all_gather_async(x, dim, sizes=sizes).wait()
 
 
-def _local_slice(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> torch.Tensor:
+def _local_slice(dim: int, exchange: Exchange, sizes: Sequence[int] | None, x: torch.Tensor) -> torch.Tensor:
     """Return a copy of this rank's slice of `x` along `dim`, not a view, so that the memory of `x` can be freed."""
     return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
 

@@ -15,39 +15,36 @@ from zeromesh.tensor.autograd_collectives import uncompiled
 
 
 class ShardedRandomness:
-    """Switches the generators to a state of this rank between `enter` and `leave`, unless `active` is False (no dropout)."""
+    """Switches the generators to a state of this rank between `enter` and `leave`."""
 
-    def __init__(self, rank: int, *, active: bool = True) -> None:
-        self.active = active
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._seed: int | None = None
-        self._states: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        """The states of the CPU's and the device's generator that are shared by all ranks, saved by `enter`."""
+        self._left: tuple[int, torch.Tensor, torch.Tensor | None] | None = None
+        """This rank's seed since `enter`, and the states of the CPU's and the device's generator before it, equal on all ranks."""
 
     @property
     def entered(self) -> bool:
         """True if the generators are in this rank's state: `enter` was called, and nothing (such as recomputation) has reseeded."""
-        return self._seed is not None and torch.initial_seed() == self._seed
+        return self._left is not None and torch.initial_seed() == self._left[0]
 
     @uncompiled
     def enter(self) -> None:
         """Switch the generators to this rank's state, for divided activations, unless they are in it already."""
-        if not self.active or self.entered:
+        if self.entered:
             return
-        common = int(torch.randint(2**62, (), device="cpu"))
-        self._states = torch.get_rng_state(), accelerator.generator_state()
-        self._seed = seed_of(f"{common}/{self._rank}")
-        seed_generators(self._seed)
+        seed = seed_of(f"{int(torch.randint(2**62, (), device='cpu'))}/{self._rank}")
+        self._left = seed, torch.get_rng_state(), accelerator.generator_state()
+        seed_generators(seed)
 
     @uncompiled
     def leave(self) -> None:
         """Switch the generators back to the state shared by all ranks, unless they are in it already."""
-        if not self.active or not self.entered or self._states is None:
+        if self._left is None or not self.entered:
             return
-        host, device = self._states
+        _, host, device = self._left
         torch.set_rng_state(host)
         accelerator.set_generator_state(device)
-        self._seed = self._states = None
+        self._left = None
 
     @contextmanager
     def sharded(self) -> Iterator[None]:

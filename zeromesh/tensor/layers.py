@@ -35,10 +35,9 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """Computes some outputs of a linear layer from its whole input, `source`, shared with the other layers that read it.
-    `randomness` is switched to this rank's state after this layer. `sizes` are the outputs of each rank, if these are all-gathered.
-    `rows` are this rank's outputs of a weight that all ranks have whole, with a partial gradient: for fused projections whose key
-    and value heads are shared by ranks."""
+    """Computes some outputs of a linear layer from its whole input, `source`, which other layers share. `randomness` is switched to
+    this rank's state afterwards. `sizes` are the outputs of each rank, if these are all-gathered. `rows` are this rank's outputs of
+    a weight that all ranks have whole, with a partial gradient: for fused projections whose key and value heads ranks share."""
 
     def __init__(
         self,
@@ -58,7 +57,7 @@ class ColumnParallelLinear(_Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
-            out = self._source.project(x, self._number, self.weight, self.bias)
+            out = self._source.project(x, self._number)
         else:
             taken, _ = self._source.take(x)
             weight = self.weight.t() if self.transposed else self.weight
@@ -74,9 +73,8 @@ class ColumnParallelLinear(_Linear):
 
 class RowParallelLinear(_Linear):
     """Computes a linear layer from this rank's inputs; outputs are summed over the ranks, and the bias is added to the sum. With
-    `shares` outputs are reduce-scattered along the sequence. `randomness` is switched back to the state shared by ranks before this
-    layer. `source`, the input of the preceding column layers, is dropped before this layer computes. `splits` are the inputs of
-    each rank, if every rank has the whole input."""
+    `shares` outputs are reduce-scattered along the sequence. Before, `randomness` is switched to the state shared by ranks, and
+    `source`, the input of the column layers, is dropped. `splits` are the inputs of each rank, if all ranks have the whole."""
 
     def __init__(
         self,

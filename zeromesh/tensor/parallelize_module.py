@@ -9,7 +9,7 @@ Modules and parameters keep their names, and the model's code is unchanged. With
 import copy
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -38,21 +38,21 @@ _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*resh
 
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
     """Replace the parameter `old` by `new` everywhere; returns functions that restore it, as a meta tensor of the old shape."""
-    undo: list[Callable[[], None]] = []
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
-    for module in model.modules():
-        for leaf, held in module._parameters.items():
-            if held is old:
-                undo.append(partial(module._parameters.__setitem__, leaf, placeholder))
-                module._parameters[leaf] = new
-    return undo
+    return _replace_in((module._parameters for module in model.modules()), old, new, placeholder)
+
+
+def _replace_in(tables: Iterable[dict[str, Any]], old: Any, new: Any, restored: Any) -> list[Callable[[], None]]:
+    places = [(table, leaf) for table in tables for leaf, value in table.items() if value is old]
+    for table, leaf in places:
+        table[leaf] = new
+    return [partial(table.__setitem__, leaf, restored) for table, leaf in places]
 
 
 class Parallelized:
     """Makes `model` compute rank `exchange.index`'s part of `plan`, and can restore the whole model. Divided parameters become
-    local ones on the meta device, which the engine fills. With `sequence`, blocks pass on shares of the sequence, so that norms,
-    residuals and dropout between them are divided too. Raises `LayoutError` when the plan is for another number of ranks, and with
-    `sequence` for a model whose blocks may need all of it."""
+    local ones on the meta device, which the engine fills. With `sequence`, norms, residuals and dropout of blocks are divided too.
+    Raises `LayoutError` when the plan is for another number of ranks, and for blocks that may need the whole `sequence`."""
 
     def __init__(self, model: nn.Module, exchange: Exchange, plan: TensorPlan, *, sequence: bool = False) -> None:
         if plan.size != exchange.size:
@@ -61,9 +61,11 @@ class Parallelized:
             check_blocks(model, plan)
         self.plan = plan
         self.parts = parts_of(model, plan, exchange.index, sequence=sequence)
-        self.randomness = ShardedRandomness(exchange.index, active=_has_dropout(model))
-        self.shares = SequenceShares(exchange) if sequence else None
+        randomness = ShardedRandomness(exchange.index) if _has_dropout(model) else None
+        self.shares = SequenceShares(exchange, randomness) if sequence else None
         """The state of sequence parallelism; None if blocks pass on the whole sequence."""
+        self._randomness = None if sequence else randomness
+        """That of activations between divided layers; None without dropout, and where whole blocks have their own."""
         self._model, self._exchange, self._whole_sequence = model, exchange, plan.whole_sequence_modules()
         self._sources: dict[str, SharedInput] = {}
         self._undo: list[Callable[[], None]] = []
@@ -74,8 +76,7 @@ class Parallelized:
                 made = nn.Parameter(local, requires_grad=names[name].requires_grad)
                 self._undo += replace_parameter(model, names[name], made)
         for layer in plan.layers:
-            replacement = self._replacement_of(layer)
-            if replacement is not None:
+            if (replacement := self._replacement_of(layer)) is not None:
                 self._replace(layer.module, replacement)
         self._patch()
         if self.shares is not None:
@@ -112,28 +113,23 @@ class Parallelized:
         # Modules beside experts get the whole sequence, not a share, since the router's losses are not sums over tokens.
         on_shares = self.plan.in_block(layer.module) and not self.plan.in_experts(layer.module)
         shares = self.shares if on_shares else None
-        randomness = self.randomness if self.shares is None else None
         if style in (Style.ROW, Style.ROW_SPLIT):
             source = self._sources.get(layer.parent)
             splits = layer.sizes if style is Style.ROW_SPLIT else None
             return layers.RowParallelLinear(
-                module, exchange, shares=shares, randomness=randomness, source=source, splits=splits
+                module, exchange, shares=shares, randomness=self._randomness, source=source, splits=splits
             )
-        new = SharedInput(exchange, shares, before=layer.parent in self._whole_sequence)
-        source = self._sources.setdefault(layer.parent, new)
+        gathered = layer.parent in self._whole_sequence
+        source = self._sources.setdefault(layer.parent, SharedInput(exchange, None if gathered else shares))
         if style is Style.COLUMN_GATHERED:
             return layers.ColumnParallelLinear(module, source, sizes=layer.sizes)
         rows = layer.shares[index] if style is Style.SLICED else None
-        return layers.ColumnParallelLinear(module, source, rows=rows, randomness=randomness)
+        return layers.ColumnParallelLinear(module, source, rows=rows, randomness=self._randomness)
 
     def _replace(self, name: str, made: nn.Module) -> None:
         old = self._model.get_submodule(name)
         made.train(old.training)
-        for module in list(self._model.modules()):
-            for leaf, child in list(module._modules.items()):
-                if child is old:
-                    module._modules[leaf] = made
-                    self._undo.append(partial(module._modules.__setitem__, leaf, old))
+        self._undo += _replace_in((module._modules for module in self._model.modules()), old, made, old)
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
         self._undo.append(override(module, attribute, value))
@@ -167,8 +163,7 @@ class Parallelized:
         for stack in self.plan.stacks:
             for name in stack:
                 block = self._model.get_submodule(name)
-                ends = name == stack[0], name == stack[-1]
-                self._wrap(block, _run_block, block, shares, self.randomness, *ends)
+                self._wrap(block, _run_block, block, shares, name == stack[0], name == stack[-1])
         rows = [layer.module for layer in self.plan.layers if layer.style in (Style.ROW, Style.ROW_SPLIT)]
         for name in self._whole_sequence:
             reader = self._model.get_submodule(name)
@@ -236,15 +231,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
 
 
 def _run_block(
-    forward: _Forward,
-    block: nn.Module,
-    shares: SequenceShares,
-    randomness: ShardedRandomness,
-    first: bool,
-    last: bool,
-    /,
-    *args: Any,
-    **kwargs: Any,
+    forward: _Forward, block: nn.Module, shares: SequenceShares, first: bool, last: bool, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block on a share of the sequence, with this rank's dropout; a stack's `first` block splits, the `last` one gathers."""
     if first and shares.decide(_hidden(args, kwargs).shape[1]):
@@ -252,7 +239,7 @@ def _run_block(
     if not shares.active:
         return forward(*args, **kwargs)
     # Without dropout nothing is drawn, and sampling continues with the random numbers of a single process.
-    with randomness.sharded() if block.training else nullcontext():
+    with shares.randomness.sharded() if shares.randomness is not None and block.training else nullcontext():
         output = forward(*args, **kwargs)
     return _map_first(output, lambda x: autograd_collectives.all_gather(x, 1, shares.exchange)) if last else output
 

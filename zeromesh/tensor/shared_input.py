@@ -13,14 +13,16 @@ from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_bias, linear_grad_weight, linear_grad_x
 from zeromesh.tensor.autograd_collectives import Gradients, share_of_dim, uncompiled
+from zeromesh.tensor.dropout_rng import ShardedRandomness
 
 
 class SequenceShares:
     """Sequence parallelism of a model: decides whether its residual stream is divided into equal shares of the sequence: always
-    while gradients are recorded, else (`generate` takes single tokens) if its length is a multiple of the ranks."""
+    while gradients are recorded, else (`generate` takes single tokens) if its length is a multiple of the ranks. Blocks on shares
+    draw from `randomness` in training; None: the model has no dropout."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, randomness: ShardedRandomness | None = None) -> None:
+        self.exchange, self.randomness = exchange, randomness
         self._shared = True
 
     @property
@@ -59,15 +61,13 @@ class SharedInput:
 
     exchange: Exchange
     shares: SequenceShares | None = None
-    """The state of sequence parallelism if the input is a share of the sequence; None: the input is whole on every rank."""
-    before: bool = False
-    """True if the caller gathers the shares (see `gathered`), as the code around the layers reads the whole input's shape."""
+    """The state of sequence parallelism if the input is a share of the sequence, which is gathered here; None: it is whole, or the
+    caller gathers it (see `gathered`), as the code around the layers reads the whole input's shape."""
     members: list[Any] = field(default_factory=list)
     """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
-    _seen: tuple[torch.Tensor, int, bool] | None = None
-    """The latest input tensor, its version counter, and True if gradients were recorded then."""
-    _layer_input: tuple[torch.Tensor, _InputRead] | None = None
-    """The tensor passed to the layers in place of the input, and its `_InputRead`."""
+    _latest: tuple[tuple[torch.Tensor, int, bool], tuple[torch.Tensor, _InputRead]] | None = None
+    """The latest input tensor, its version counter, and True if gradients were recorded then; with the tensor passed to the layers
+    in place of the input, and its `_InputRead`."""
     _unread: int = 0
     gathered: tuple[torch.Tensor, torch.Tensor] | None = None
     """The whole input that layers read until `forget`, set by a caller that has gathered it, and this rank's share of it."""
@@ -84,33 +84,33 @@ class SharedInput:
         if self._narrow is not None and self._narrow[0] is x:
             x = self._narrow[1]
         now = (x, 0 if x.is_inference() else x._version, torch.is_grad_enabled())
-        if self._layer_input is None or self._seen is None or self._seen[0] is not x or self._seen[1:] != now[1:]:
+        if self._latest is None or self._latest[0][0] is not x or self._latest[0][1:] != now[1:]:
             mode, share = "sum", x
             if self.gathered is not None and self.gathered[0] is x:
                 mode, share = "gathered", self.gathered[1]
-            elif self.shares is not None and self.shares.active and not self.before:
+            elif self.shares is not None and self.shares.active:
                 mode = "gather"
             weights: list[torch.Tensor] = [member.weight for member in self.members]
             reading = _InputRead(source=self, mode=mode, needed=x.requires_grad)
             output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
-            self._seen, self._layer_input, self._unread = now, (output, reading), len(self.members)
-        handed_out = self._layer_input
+            self._latest, self._unread = (now, (output, reading)), len(self.members)
+        handed_out = self._latest[1]
         self._unread -= 1
         if not self._unread:  # All layers have read the input, to which this may be the last reference.
-            self._seen = self._layer_input = None
+            self._latest = None
         return handed_out
 
     def forget(self) -> None:
         """Drop the references to the latest input, even if some layers have not read it."""
-        self._seen = self._layer_input = self.gathered = self._narrow = None
+        self._latest = self.gathered = self._narrow = None
 
     @uncompiled
-    def project(self, x: torch.Tensor, number: int, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def project(self, x: torch.Tensor, number: int) -> torch.Tensor:
         """Compute layer `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
-        output, reading = self.take(x)
+        (output, reading), member = self.take(x), self.members[number]
         if not torch.is_grad_enabled():
-            return linear(output, weight.t() if self.members[number].transposed else weight, bias)
-        return cast(torch.Tensor, _Project.apply(output, weight.detach(), bias, reading, number))  # type: ignore[no-untyped-call]
+            return linear(output, member.weight.t() if member.transposed else member.weight, member.bias)
+        return cast(torch.Tensor, _Project.apply(output, member.weight.detach(), member.bias, reading, number))  # type: ignore[no-untyped-call]
 
 
 def sequence_dim(x: torch.Tensor) -> int:
@@ -171,12 +171,7 @@ class _Project(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        reading: _InputRead,
-        number: int,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reading: _InputRead, number: int
     ) -> torch.Tensor:
         ctx.reading, ctx.number = reading, number
         ctx.save_for_backward(weight)

@@ -23,7 +23,7 @@ from zeromesh.comm.point_to_point import Channels, MessageSpec
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
-from zeromesh.pipeline.executor import Executor, bubble
+from zeromesh.pipeline.executor import Executor, timelines
 from zeromesh.pipeline.schedule import make_schedule
 from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
@@ -265,7 +265,7 @@ def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
     stages = cut_model(model, ranks=1, index=0, chunks=3, counts=[1, 1, 2])
     data = batches(3)
     runner = PlainRunner(stages, data, loss_of)
-    executor = Executor(ALONE, Channels(ALONE, torch.device("cpu")))
+    executor = Executor(Channels(ALONE, torch.device("cpu")))
     executor.run(make_schedule("interleaved", ranks=1, microbatches=3, chunks=3), runner)
     losses, wanted = alone(whole, data, 1.0)
     assert torch.equal(runner.losses.float(), losses)
@@ -292,7 +292,7 @@ def test_what_an_action_has_received_is_freed_before_its_outputs_are_sent() -> N
     channels.advance = channels.wait_for_sends = lambda: None
     channels.send = lambda *_: held.append([each() is not None for each in received])
     runner: Any = SimpleNamespace(signature=lambda number: number, run=lambda action, given: [torch.ones(2)])
-    Executor(group, channels).run(make_schedule("gpipe", ranks=3, microbatches=1), runner)
+    Executor(channels).run(make_schedule("gpipe", ranks=3, microbatches=1), runner)
     assert held == [[False] * 2, [False] * 4]
 
 
@@ -318,12 +318,13 @@ def test_a_large_head_has_fewer_blocks_beside_it() -> None:
     with torch.device("meta"):
         model = tiny("llama", num_hidden_layers=6, vocab_size=2000)
     anatomy = examine(model)
-    assert plan_cut(model, anatomy, 2) == (3, 3)
-    assert plan_cut(model, anatomy, 2, [1, 5]) == (1, 5)
+    costs = block_costs(model, anatomy)
+    assert plan_cut(costs, 2) == (3, 3)
+    assert plan_cut(costs, 2, [1, 5]) == (1, 5)
     for counts, text in (([2, 1], "has 3 of them, the model 6"), ([1, 1, 4], "has 3 stages"), ([6, 0], "at least 1")):
         with pytest.raises(LayoutError, match=text):
-            plan_cut(model, anatomy, 2, counts)
-    assert plan_cut(model, anatomy, 2, balance="flops") == (5, 1)
+            plan_cut(costs, 2, counts)
+    assert plan_cut(block_costs(model, anatomy, "flops"), 2) == (5, 1)
 
 
 def test_a_cut_of_a_model_is_refused_where_it_does_not_fit() -> None:
@@ -391,7 +392,7 @@ def test_a_measured_bubble() -> None:
         [0, 1, 1, 2, 3 + late, 5 + late, 6 + late, 8 + late],
         [1 + late, 2 + late, 2 + late, 4 + late, 4 + late, 5 + late, 5 + late, 7 + late],
     ]
-    found = bubble(schedule, times)
-    assert found.predicted == pytest.approx(1 / 3)
-    assert found.timeline.duration == 11
-    assert found.measured == pytest.approx(1 - 6 / 11)
+    predicted, measured = timelines(schedule, times)
+    assert predicted.bubble == pytest.approx(1 / 3)
+    assert measured.duration == 11
+    assert measured.bubble == pytest.approx(1 - 6 / 11)

@@ -219,7 +219,11 @@ def staged(microbatches: int, calls: list[Any]) -> StagedForward:
 
     stages: Any = SimpleNamespace(own=(0,), model=nn.Linear(1, 1), is_last=lambda chunk: True)
     stages.chunk = lambda *_, **__: nullcontext()
-    return StagedForward(SimpleNamespace(group=group, run=run), stages, microbatches=microbatches, call=call)  # type: ignore[arg-type]
+    schedule, executor = (
+        make_schedule("forward", ranks=1, microbatches=microbatches),
+        SimpleNamespace(group=group, run=run),
+    )
+    return StagedForward(executor, stages, schedule, call)  # type: ignore[arg-type]
 
 
 def test_prompts_are_generated_in_parts_of_rows() -> None:
@@ -322,6 +326,6 @@ def test_an_evaluation_keeps_all_ranks_busy(ranks: int, count: int) -> None:
     driver._ranks, driver._stages, driver._chunks, driver._measured = ranks, None, 1, None
     assert driver.evaluation_microbatches == count
     assert driver.is_last
-    assert driver.bubble() is None
+    assert driver.timelines() is None
     driver._stages = SimpleNamespace(is_last=lambda chunk: chunk == 1)  # type: ignore[assignment]
     assert not driver.is_last

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
@@ -19,6 +20,7 @@ from zeromesh.tensor.layers import (
     project_latent,
     run_sharded_experts,
 )
+from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     count_heads,
@@ -31,6 +33,7 @@ from zeromesh.tensor.plan.attention_split import (
 from zeromesh.tensor.plan.planner import LayerPlan, Style, TensorPlan, parts_of, plan_tensor
 from zeromesh.tensor.plan.recognition import divides_by_shape, recognise_styles
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
+from zeromesh.trainer.planning.tracing.meter import TracedExchange
 
 
 def pairs(shares: Any) -> list[list[tuple[int, int]]]:
@@ -277,26 +280,44 @@ def test_a_sequence_is_shared_out_where_it_can_be_and_must_be() -> None:
 
 
 def test_random_numbers_of_a_rank_are_its_own_and_leave_those_of_all_as_they_were() -> None:
-    def drawn(rank: int, active: bool = True) -> list[float]:
+    def drawn(rank: int) -> list[float]:
         seed_generators(7)
-        randomness = ShardedRandomness(rank, active=active)
+        randomness = ShardedRandomness(rank)
         found = [float(torch.rand(()))]
         for _ in range(2):
             with randomness.sharded():
                 randomness.enter()
-                assert randomness.entered is active
+                assert randomness.entered
                 found.append(float(torch.rand(())))
             assert not randomness.entered
             randomness.leave()
             found.append(float(torch.rand(())))
         return found
 
-    first, second, again, off = drawn(0), drawn(1), drawn(0), drawn(1, active=False)
+    first, second, again = drawn(0), drawn(1), drawn(0)
     assert first == again
     assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, True, False, True]
     assert len({*first, *second}) == 7
-    assert off == drawn(0, active=False)
-    assert first[2:] != off[2:]  # Each `enter` draws a number that all ranks share.
+    seed_generators(7)
+    assert (
+        first[2:] != [float(torch.rand(())) for _ in range(5)][2:]
+    )  # Each `enter` draws a number that all ranks share.
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_model_without_dropout_draws_nothing(dropout: float, sequence: bool) -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        attention_dropout=dropout, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).train()
+    Parallelized(model, TracedExchange(2), plan_tensor(model, 2), sequence=sequence)
+    model.to_empty(device="cpu")
+    before = torch.get_rng_state()
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert torch.equal(torch.get_rng_state(), before) is (dropout == 0)
 
 
 def test_an_embedding_looks_up_its_own_tokens_alone() -> None:

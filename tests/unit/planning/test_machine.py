@@ -137,7 +137,8 @@ def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
 )
 def test_nonsense_is_one_error_that_says_where(tmp_path: Path, old: str, new: str, said: str) -> None:
     path = tmp_path / "m.yaml"
-    text = MACHINE.to_yaml()
+    write_machine(MACHINE, path)
+    text = path.read_text()
     assert old in text
     path.write_text(text.replace(old, new, 1))
     with pytest.raises(ConfigError) as error:

@@ -27,7 +27,6 @@ class Segment:
     kept: int
     """Bytes that are kept from forward to backward, output included."""
     forward_peak: int
-    """The peak bytes in forward."""
     backward_peak: int
     """The peak bytes in backward, gradients included."""
     output: int
@@ -66,6 +65,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return forward(*args, **kwargs)
         if not self._order:
             self._begin_backward_of(BEFORE, (args, kwargs))
+        elif self._spans[-1].name == AFTER:  # Operators between two blocks count towards the later one.
+            self._spans[-1].name = name
         self._order.append(name)
         self.begin(name, backward=False)
         output = forward(*args, **kwargs)
@@ -98,18 +99,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._spans[-1].work
 
     def segments(self) -> list[Segment]:
-        """Return the segments in the order of forward. Operators between two blocks count towards the later one."""
-        names = [BEFORE, *self._order, AFTER]
-        forward = [each for each in self._spans if not each.backward]
-        last = max(index for index, each in enumerate(forward) if each.name == AFTER)
-        owners = [
-            AFTER if index == last else each.name if each.name != AFTER else forward[index + 1].name
-            for index, each in enumerate(forward)
-        ]
+        """Return the segments in the order of forward."""
         found = []
-        for name in names:
-            own = [each for each, owner in zip(forward, owners, strict=True) if owner == name]
-            back = [each for each in self._spans if each.backward and each.name == name]
+        for name in (BEFORE, *self._order, AFTER):
+            spans = [each for each in self._spans if each.name == name]
+            own, back = ([each for each in spans if each.backward is way] for way in (False, True))
             begin = own[0].begin
             found.append(
                 Segment(

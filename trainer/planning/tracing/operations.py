@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import flop_counter
 
 from zeromesh.kernels import chunked_cross_entropy
-from zeromesh.overrides import replaced
+from zeromesh.overrides import override, replaced
 
 
 class Product(NamedTuple):
@@ -55,15 +55,8 @@ class Work:
     """The number of launched operators, products included."""
     exchanges: list[TensorExchange] = field(default_factory=list)
 
-    @property
-    def flops(self) -> float:
-        return sum(product.flops for product in self.products)
-
     def __add__(self, other: Work) -> Work:
         return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Work)})
-
-    def __mul__(self, times: int) -> Work:
-        return Work(**{each.name: times * getattr(self, each.name) for each in fields(Work)})
 
 
 def call_without_values(
@@ -82,11 +75,8 @@ def call_without_values(
     touched = {id(each): each for each in (*tensors, *made)}.values()
     kernel = func.overloadpacket
     if kernel not in _FLOPS:
-        return (
-            out,
-            made,
-            sum(_bytes_moved(each, least=4 if on_cpu and each.is_floating_point() else 1) for each in touched),
-        )
+        nbytes = sum(_bytes_moved(each, least=4 if on_cpu and each.is_floating_point() else 1) for each in touched)
+        return out, made, nbytes
     moved, dtype = sum(map(_bytes_moved, touched)), (made[0] if made else tensors[0]).dtype
     if on_cpu and kernel in _FUSED:
         dtype = torch.promote_types(dtype, torch.float32)
@@ -161,10 +151,9 @@ def _bytes_moved(tensor: Tensor, least: int = 1) -> int:
 @cache
 def _is_view(func: Any) -> bool:
     name = func.overloadpacket.__name__
-    aliased = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
-    return (
-        aliased or name in ("_unsafe_view", "detach", "lift_fresh") or name.startswith(("empty", "new_empty", "sym_"))
-    )
+    if name in ("_unsafe_view", "detach", "lift_fresh") or name.startswith(("empty", "new_empty", "sym_")):
+        return True
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 _aten: Any = torch.ops.aten
@@ -191,14 +180,13 @@ def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
     the device's chunk size of the loss. The CPU's kernel represents those of accelerators, with equal memory and work. A patch is
     used because recomputation may run in autograd's thread, where no dispatch mode of this thread is active."""
-    rows = chunked_cross_entropy._ROW_ELEMENTS
-    if device != "cpu":
-        chunked_cross_entropy._ROW_ELEMENTS = chunked_cross_entropy._ROW_ELEMENTS_ACCELERATOR
-    try:
-        with replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")}):
-            yield
-    finally:
-        chunked_cross_entropy._ROW_ELEMENTS = rows
+    own = chunked_cross_entropy
+    with ExitStack() as undo:
+        if device != "cpu":
+            undo.callback(override(own, "_ROW_ELEMENTS", own._ROW_ELEMENTS_ACCELERATOR))
+        attention = partial(_fused_attention, device != "cpu")
+        undo.enter_context(replaced(functional, {"scaled_dot_product_attention": attention}))
+        yield
 
 
 _plain_attention = functional.scaled_dot_product_attention

@@ -25,7 +25,7 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
-from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Meter, Segment, TracedExchange
+from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange
 from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
@@ -55,13 +55,7 @@ class Tracer:
     """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        compute: torch.dtype,
-        *,
-        device: str = "cpu",
-        rules: Mapping[str, str] | None = None,
+        self, model: nn.Module, loss: Loss, compute: torch.dtype, *, device: str, rules: Mapping[str, str] | None = None
     ) -> None:
         """`loss` is that of the whole model; parameters get the dtype `compute`. `device` is the kind of device of the run, and
         `rules` are the user's tensor-parallel styles of layers, by name pattern."""
@@ -92,13 +86,7 @@ class Tracer:
                     f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
                     f"{summary(error)}; give the layout yourself"
                 ) from error
-        found = {each.name: each for each in meter.segments()}
-        order = {name: number for number, name in enumerate(found)}
-        ran = [(name, stand) for name, stand in self._blocks if stand in found]
-        lists = {stand.rpartition(".")[0]: order[stand] for _, stand in reversed(ran)}
-        ran.sort(key=lambda each: lists[each[1].rpartition(".")[0]])
-        blocks = [replace(found[stand], name=name) for name, stand in ran]
-        return Trace(segments=(found[BEFORE], *blocks, found[AFTER]))
+        return Trace(segments=tuple(self._of_whole_model({each.name: each for each in meter.segments()}, "name")))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
         """Return the units of one tensor rank; equal blocks have the same specs. Raises `LayoutError` for an indivisible model."""
@@ -107,14 +95,16 @@ class Tracer:
             # A mesh with pipeline chunks is assumed, for which small blocks are separate units.
             cuts = ModelCuts(parts={} if divided is None else divided.parts, chunks=2)
             found = plan_model(self.model, self._compute, GroupRules(zero.optimizer).group_of, cuts, zero.weights)
-        units = {unit.module: unit for unit in found}
-        stands = {stand for _, stand in self._blocks}
-        lists: dict[str, list[UnitPlan]] = {}
+        return self._of_whole_model({unit.module: unit for unit in found}, "module")
+
+    def _of_whole_model(self, found: Mapping[str, Any], field: str) -> list[Any]:
+        """Return what was found by module of the shortened model, that of a block for all that it stands for, with their names as
+        `field`. All blocks of a list come where its first one was, since units are prefetched in this order."""
+        stands, lists = {stand for _, stand in self._blocks}, dict[str, list[Any]]()
         for name, stand in self._blocks:
-            if stand in units:
-                lists.setdefault(stand.rpartition(".")[0], []).append(replace(units[stand], module=name))
-        # All blocks of a list come where its first one was, since units are prefetched in this order.
-        order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [unit] for name, unit in units.items()]
+            if stand in found:
+                lists.setdefault(stand.rpartition(".")[0], []).append(replace(found[stand], **{field: name}))
+        order = [lists.pop(name.rpartition(".")[0], []) if name in stands else [each] for name, each in found.items()]
         return list(chain(*order))
 
     def _divide(self, exchange: TracedExchange, sequence: bool, undo: ExitStack) -> Parallelized | None:
@@ -182,8 +172,7 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
 
 
 def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, str]]:
-    """Remove all but two of equal blocks from module lists; returns the name of every block in the whole model, in order, and that
-    of its representative in the shortened one."""
+    """Remove all but two of equal blocks from module lists; returns the names of every block, in order, and of its stand-in."""
     blocks = set(block_modules(model))
     found: list[tuple[str, str]] = []
     for path, module in list(model.named_modules()):
@@ -192,22 +181,20 @@ def _remove_equal_blocks(model: nn.Module, undo: ExitStack) -> list[tuple[str, s
         if not isinstance(module, nn.ModuleList) or len(own) < len(children) or not own:
             found += [(f"{path}.{name}".strip("."), f"{path}.{name}".strip(".")) for name, _ in own]
             continue
-        kinds = [_block_key(child) for _, child in own]
-        kept: list[int] = []
-        for index, kind in enumerate(kinds):
-            if sum(kinds[each] == kind for each in kept) < 2 or index == len(kinds) - 1:
-                kept.append(index)
-        stands = [
-            kept.index(index) if index in kept else [n for n, each in enumerate(kept) if kinds[each] == kind][1]
-            for index, kind in enumerate(kinds)
-        ]
-        found += [(f"{path}.{index}", f"{path}.{stand}") for index, stand in enumerate(stands)]
+        kept: list[nn.Module] = []
+        places: dict[object, list[int]] = {}  # of kept blocks, by kind
+        for index, (_, child) in enumerate(own):
+            alike = places.setdefault(_block_key(child), [])
+            if len(alike) < 2 or index == len(own) - 1:
+                alike.append(len(kept))
+                kept.append(child)
+            found.append((f"{path}.{index}", f"{path}.{alike[-1]}"))
         if len(kept) == len(own):
             continue
         parent_path, _, leaf = path.rpartition(".")
         modules = model.get_submodule(parent_path)._modules
         undo.callback(modules.__setitem__, leaf, module)
-        modules[leaf] = nn.ModuleList([own[index][1] for index in kept])
+        modules[leaf] = nn.ModuleList(kept)
         configs = {id(each): each for every in model.modules() if (each := getattr(every, "config", None)) is not None}
         for config in configs.values():
             if getattr(config, "num_hidden_layers", None) == len(own):
@@ -224,10 +211,8 @@ def _block_key(block: nn.Module) -> object:
     """Return a key that is equal for equal blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
-        sizes = [
-            (leaf, tuple(each.shape), each.dtype, each.requires_grad)
-            for leaf, each in module.named_parameters(recurse=False)
-        ]
+        parameters = module.named_parameters(recurse=False)
+        sizes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in parameters]
         settings = [
             (key, repr(value))
             for key, value in vars(module).items()

@@ -68,12 +68,13 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     return best[len(costs)][2]
 
 
-def block_costs(
-    model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters"
-) -> tuple[list[float], float, float]:
-    """Compute the costs of each block, of the modules before the blocks, and of those after: parameters, or multiplications per
-    token, one for each element of a matrix, of as many experts as a token is routed to. A tied weight counts at both ends.
-    Attention scores are left out, as they are alike in all blocks."""
+BlockCosts = tuple[list[float], float, float]
+"""The costs of each block, of the modules before the blocks, and of those after."""
+
+
+def block_costs(model: nn.Module, anatomy: Anatomy, balance: Balance = "parameters") -> BlockCosts:
+    """Compute costs as parameters, or as multiplications per token, one for each element of a matrix, of as many experts as a token
+    is routed to. A tied weight counts at both ends. Attention scores are left out, as they are alike in all blocks."""
     config = getattr(model, "config", None)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
 
@@ -93,20 +94,18 @@ def block_costs(
     return blocks, sum(map(size, anatomy.before)), sum(map(size, anatomy.after))
 
 
-def plan_cut(
-    model: nn.Module, anatomy: Anatomy, stages: int, counts: Sequence[int] = (), balance: Balance = "parameters"
-) -> tuple[int, ...]:
+def plan_cut(costs: BlockCosts, stages: int, counts: Sequence[int] = ()) -> tuple[int, ...]:
     """Choose the number of blocks of each stage: `counts` if given, else so that stages cost about the same. Raises `LayoutError`
     for counts that are not the model's, or more stages than blocks."""
+    blocks, first, last = costs
     if counts:
-        if (len(counts), sum(counts)) != (stages, anatomy.count) or min(counts) < 1:
+        if (len(counts), sum(counts)) != (stages, len(blocks)) or min(counts) < 1:
             raise LayoutError(
-                f"a cut into {list(counts)} blocks has {sum(counts)} of them, the model {anatomy.count}; "
+                f"a cut into {list(counts)} blocks has {sum(counts)} of them, the model {len(blocks)}; "
                 f"it has {len(counts)} stages, the pipeline {stages}; each stage has at least 1 block"
             )
         return tuple(counts)
-    costs, first, last = block_costs(model, anatomy, balance)
-    return cut_by_cost(costs, stages=stages, first=first, last=last)
+    return cut_by_cost(blocks, stages=stages, first=first, last=last)
 
 
 def copies_outside(model: nn.Module, anatomy: Anatomy) -> dict[str, nn.Module]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -206,10 +207,8 @@ class _Recorder:
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         body = self._model.get_submodule(self._body)
-        meta = {
-            name: torch.empty_like(tensor, device="meta")
-            for name, tensor in [*body.named_parameters(), *body.named_buffers()]
-        }
+        tensors = chain(body.named_parameters(), body.named_buffers())
+        meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
         # Tensors that modules cache for later calls, such as rotary embeddings, have no values here.
         with ExitStack() as undo, cached_tensors_removed(body), torch.no_grad():
@@ -255,8 +254,7 @@ class _Recorder:
             return torch.empty_like(tensors[0])
 
     def _check_arguments(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
-        """Check the arguments of a later block: the hidden state alone may depend on modules before the blocks. Returns the
-        arguments with an unmarked copy of the hidden state."""
+        """Check that the hidden state alone depends on modules before the blocks; returns the arguments with an unmarked copy."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
         places = [place for place, value in arguments.items() if id(value) in returned]
         if not places:

@@ -78,8 +78,7 @@ def stubs_removed(model: nn.Module) -> Iterator[None]:
 
 
 class BlockStub(Stub):
-    """The stub of block `index`, which belongs to another pipeline stage. `shape` makes its result where blocks change the shape of
-    the hidden state; None: the hidden state is passed on."""
+    """A stub of another stage's block, which passes the hidden state on or, where blocks reshape it, returns what `shape` makes."""
 
     def __init__(
         self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: "NanStub | None" = None
@@ -130,9 +129,8 @@ class NanStub(Stub):
         self._slot, self._copy, self._before = slot, (shape,), before
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
         # Models move inputs to the device of a weight, but this stage has no such weight: take the device of known tensors.
-        known = [self._slot.received, *leaves]
+        known = pytree.tree_leaves((self._slot.received, args, kwargs))
         devices = (leaf.device for leaf in known if isinstance(leaf, torch.Tensor) and not leaf.is_meta)
         device = next(devices, torch.device("cpu"))
         floats = [each.dtype for each in self._copy[0].parameters() if each.is_floating_point()]

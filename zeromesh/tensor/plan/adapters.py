@@ -16,9 +16,7 @@ from zeromesh.errors import LayoutError
 from zeromesh.tensor.plan.layer_plan import LayerPlan, Style, TensorPlan
 
 BASE = "base_layer"
-_OUTPUTS = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED)
 _INPUTS = (Style.ROW, Style.ROW_SPLIT)
-_ADVICE = "set parallel.tensor: 1, or choose other targets"
 
 
 def base_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -52,8 +50,7 @@ def is_wrapped(module: nn.Module) -> bool:
 
 
 def with_adapters(plan: TensorPlan, model: nn.Module, prefix: str) -> TensorPlan:
-    """Return the plan of a model without its adapters as that of the model with them, whose names begin with `prefix`. Raises
-    `LayoutError` for adapters that cannot be divided."""
+    """Return a plan made without adapters as that of the model with them. Raises `LayoutError` for indivisible adapters."""
     modules: Mapping[str, nn.Module] = dict(model.named_modules())
     layers = [made for layer in plan.layers for made in _divided(layer, modules[layer.module])]
     return replace(
@@ -74,15 +71,15 @@ def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
         yield replace(layer, module=f"{layer.module}.{name}")
     if wrapped[0][0] != BASE:
         return
-    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or layer.style not in (*_OUTPUTS, *_INPUTS):
+    known = (Style.COLUMN, Style.COLUMN_GATHERED, Style.SLICED, *_INPUTS)
+    if not isinstance(getattr(module, "lora_A", None), nn.ModuleDict) or layer.style not in known:
         raise LayoutError(
             f"{layer.module}: nothing says how a {type(module).__module__}.{type(module).__name__} around a layer of style "
-            f"{layer.style.value} is divided among tensor ranks; {_ADVICE}"
+            f"{layer.style.value} is divided among tensor ranks; set parallel.tensor: 1, or choose other targets"
         )
     for adapter in module.lora_A:
         inputs = layer.style in _INPUTS
         yield replace(layer, module=f"{layer.module}.{'lora_A' if inputs else 'lora_B'}.{adapter}")
-        if not getattr(module, "use_dora", {}).get(adapter):
-            continue
-        name = f"{layer.module}.lora_magnitude_vector.{adapter}"
-        yield replace(layer, module=name, style=Style.NORMS if inputs else Style.BY_OUTPUT)
+        if getattr(module, "use_dora", {}).get(adapter):
+            name = f"{layer.module}.lora_magnitude_vector.{adapter}"
+            yield replace(layer, module=name, style=Style.NORMS if inputs else Style.LOCAL)

@@ -135,8 +135,7 @@ class AttentionDivision:
         own = vars(attention)
         local_queries = tuple(share.queries.length for share in self.shares)
         local_keys = tuple(share.keys.length for share in self.shares)
-        width = next((own[attribute] for attribute in _WIDTHS if isinstance(own.get(attribute), int)), 0)
-        width = width or own.get("split_size", 0) // self.queries
+        width = _count(own, _WIDTHS) or own.get("split_size", 0) // self.queries
         counts = (
             (_QUERY_COUNTS, self.queries, local_queries),
             (_KEY_COUNTS, self.keys, local_keys),
@@ -153,14 +152,11 @@ class AttentionDivision:
 
 
 def division_of(attention: nn.Module, name: str, ranks: int) -> AttentionDivision:
-    """Read the head counts of an attention and divide them among `ranks`. Raises `LayoutError` when its number of heads is unknown,
-    or it cannot be divided among `ranks`."""
+    """Divide the heads of an attention among `ranks`. Raises `LayoutError` when their number is unknown, or cannot be divided."""
     own, queries = vars(attention), count_heads(attention)
     if not queries:
         raise LayoutError(f"{name}: it does not say how many heads it has; give it an attribute num_heads")
-    groups = own.get("num_key_value_groups")
-    keys = _count(own, _KEY_COUNTS) or (queries // groups if isinstance(groups, int) and groups else 0)
-    keys = keys or queries
+    keys = _count(own, _KEY_COUNTS) or queries // (_count(own, ("num_key_value_groups",)) or 1) or queries
     return AttentionDivision(queries=queries, keys=keys, shares=divide_heads(queries, keys, ranks, name))
 
 

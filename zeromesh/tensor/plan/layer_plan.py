@@ -22,12 +22,11 @@ class Style(Enum):
     EXPERTS = "moe_tp_experts"  # Experts, each divided along its intermediate features.
     PARTIAL = "replicated_with_grad_allreduce"  # Whole, used on divided activations, so that gradients are partial.
     LATENT = "mla_kv_a_proj"  # Whole; divided heads use its last outputs (rotary keys) directly.
-    SINKS = "local_params"  # An attention with parameters (sinks) of one element per head.
-    BY_OUTPUT = "by_output"  # Parameters with an element per output of a column layer. No rule names it.
+    LOCAL = "local_params"  # Parameters with an element per head (attention sinks), or per output of a column layer.
     NORMS = "norms"  # PEFT's magnitudes (DoRA) of a row layer, whose norms are over the inputs of all ranks. No rule names it.
 
 
-WHOLE = (Style.PARTIAL, Style.LATENT, Style.SINKS, Style.BY_OUTPUT, Style.NORMS)
+WHOLE = (Style.PARTIAL, Style.LATENT, Style.LOCAL, Style.NORMS)
 """The styles that leave the matrices of a module whole."""
 
 
@@ -47,10 +46,8 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         if 0 in self.sizes:
-            rank = self.sizes.index(0)
-            raise LayoutError(
-                f"{self.module}: too small to be divided among {len(self.shares)} ranks (rank {rank} has nothing)"
-            )
+            empty = f"rank {self.sizes.index(0)} has nothing"
+            raise LayoutError(f"{self.module}: too small to be divided among {len(self.shares)} ranks ({empty})")
 
     @property
     def parent(self) -> str:

@@ -41,7 +41,7 @@ _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_spl
 _EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
 """The styles of linear layers whose outputs or inputs are divided evenly."""
 _STYLES = (
-    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.BY_OUTPUT, Style.NORMS)),
+    *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.NORMS)),
     *("packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "replicate", *_SYNONYMS),
 )
 _NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
@@ -104,11 +104,10 @@ class _Planner:
             parts = (child for block in block_modules(self.model) or [self.model] for child in block.children())
             found = [each for each in parts if any(parameter.dim() > 1 for parameter in each.parameters())]
             kinds = (f"{_without_numbers([self.names[id(each)]])} ({type(each).__name__})" for each in found)
-            held = [*dict.fromkeys(kinds)]
+            held = some(dict.fromkeys(kinds)) or "nothing that is known"
             raise LayoutError(
                 f"there is no tensor-parallel plan for {type(self.model).__name__} (model_type {kind or 'unknown'}), whose blocks "
-                f"hold {some(held) or 'nothing that is known'}; give rules "
-                "(pattern of module names -> style), or set parallel.tensor: 1"
+                f"hold {held}; give rules (pattern of module names -> style), or set parallel.tensor: 1"
             )
         if getattr(config, "slow_but_exact", False):
             raise LayoutError("slow_but_exact takes weights apart by itself; set it to false, or parallel.tensor: 1")
@@ -141,8 +140,7 @@ class _Planner:
             target: Any = self.modules[name]
             if is_wrapped(found):
                 self.notes.append(f"{name} is whole on all tensor ranks, as it has adapters")
-                continue
-            if _divisible_embedding(target) or is_transposed(target) is False:
+            elif _divisible_embedding(target) or is_transposed(target) is False:
                 self._divide(name, style, target.weight.shape[0])
             else:
                 self.notes.append(f"{name} ({type(target).__name__}) is whole on all tensor ranks")
@@ -202,7 +200,7 @@ class _Planner:
                         f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
                     )
                 self.styles.pop(f"{parent}.{leaf}", None)
-                self._add(parent, Style.SINKS, self.attentions[parent].by_head(parent, parameter.shape[0]))
+                self._add(parent, Style.LOCAL, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
     def other_layers(self) -> None:
         """Plan the remaining modules of `styles`, and activation functions with parameters, which run on divided features."""
@@ -303,8 +301,7 @@ class _Planner:
             if not shares or (len(shares) == 1 and all(name in self.layers for name in bearers)):
                 continue
             for name in names:
-                layer = self.layers.pop(name, None)
-                if layer is not None and layer.style not in (Style.EMBEDDING, Style.HEAD):
+                if (layer := self.layers.pop(name, None)) and layer.style not in (Style.EMBEDDING, Style.HEAD):
                     raise LayoutError(f"{' and '.join(names)} hold one parameter, which they would divide differently")
             why = "share a parameter that not all of them can divide; it is whole on all ranks"
             self.notes.append(f"{' and '.join(names)} {why}")
@@ -343,9 +340,8 @@ def _divisible_embedding(module: nn.Module) -> bool:
     if not isinstance(module, nn.Embedding) or [name for name, _ in module.named_parameters()] != ["weight"]:
         return False
     plain = type(module).forward is nn.Embedding.forward or _SCALED.fullmatch(forward_source(module).strip())
-    if "forward" in vars(module) or not plain:
-        return False
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+    special = "forward" in vars(module) or module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+    return bool(plain) and not special
 
 
 def _without_numbers(names: Iterable[str]) -> str:

@@ -16,14 +16,13 @@ from torch import nn
 from zeromesh.tensor.plan.attention_split import count_heads, is_transposed, linear_sizes
 from zeromesh.units.plan import block_modules
 
-Rules = Mapping[str, str]
 QUERIES = ("q_proj", "q_b_proj", "q_lin", "query", "q")
 KEYS = ("k_proj", "v_proj", "kv_b_proj", "k_lin", "v_lin", "key", "value", "k", "v")
 FUSED = ("query_key_value", "qkv_proj", "qkv", "c_attn", "Wqkv")
 """The names of layers that project queries, keys or values, or (`FUSED`) all three, which shapes alone cannot tell apart."""
 _BY_SHAPE = ("phi3",)
 """Model types divided by their layers' shapes, as transformers' plan gathers outputs that the next layer could take divided."""
-EXTRA_RULES: Mapping[str, Rules] = {
+EXTRA_RULES: Mapping[str, Mapping[str, str]] = {
     "deepseek_v3": {
         **dict.fromkeys(("*.self_attn.q_proj", "*.self_attn.q_b_proj", "*.self_attn.kv_b_proj"), "colwise"),
         "*.self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
@@ -49,11 +48,8 @@ def recognise_styles(model: nn.Module) -> dict[str, str]:
     outermost = [name for name in found if not any(name.startswith(f"{other}.") for other in found)]
     styles = dict(chain(*(_block_styles(modules[name], name) for name in outermost)))
     attentions = {name.rpartition(".")[0] for name in styles if name.rpartition(".")[2] in QUERIES}
-    heads = {
-        count_heads(modules[name])
-        for name in attentions
-        if "position_bias" in signature(modules[name].forward).parameters
-    }
+    biased = [name for name in attentions if "position_bias" in signature(modules[name].forward).parameters]
+    heads = {count_heads(modules[name]) for name in biased}
     for name, module in modules.items():
         if isinstance(module, nn.Embedding) and module.embedding_dim in heads and name not in styles:
             styles[name] = "replicated_with_grad_allreduce"  # Each rank uses the biases of its own heads alone.
