@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, counted, summary
+from zeromesh.errors import DataError, counted, library_errors, summary
 from zeromesh.trainer.config.sections.formats import format_of
 
 STDLIB = "stdlib"
@@ -271,10 +271,8 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
     import datasets
 
     name, config, split = match.groups()
-    try:
+    with library_errors(before=f"{where}: {spec!r} cannot be had: ", kind=DataError):
         found = datasets.load_dataset(name, config, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{where}: {spec!r} cannot be had: {summary(error)}") from error
     paths = [Path(each["filename"]) for each in found.cache_files]
     return [SourceFile(path=path, key=f"{spec}/{path.name}", named=True) for path in paths]
 
@@ -282,12 +280,8 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
     if file.path.stat().st_size == 0:  # datasets raises for a file without a first row
         return
-    try:
+    with library_errors(before=f"{str(file.path)!r} cannot be read as {file.form}: ", kind=DataError):
         yield from _READERS[file.form](file)
-    except DataError:
-        raise
-    except Exception as error:  # libraries raise errors of any kind for a damaged file
-        raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
 def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:

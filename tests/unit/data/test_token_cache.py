@@ -18,7 +18,7 @@ from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.token_cache import TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, Encoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class Counting(ByteTokenizer):
     texts: list[str]
     name: str | None = "counting"
 
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
         self.texts.extend(texts)
-        return super(Counting, self).encode(texts)
+        return super(Counting, self).encode(texts, offsets=offsets)
 
     def digest(self) -> str | None:
         return self.name
