@@ -14,6 +14,7 @@ from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
+_SAME_SAMPLES = "datasets and collators must give the same samples for the same index on every rank"
 _COMPARED_ELEMENTS = 65536
 """The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
 
@@ -88,10 +89,8 @@ class Feeds:
         return self._feed(dataset, plan, shuffle=False)
 
     def by_name(self) -> dict[str, Feed]:
-        train = self.train()
-        return ({} if train is None else {"train_dataset": train}) | {
-            name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()
-        }
+        evaluations = {name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()}
+        return evaluations if (train := self.train()) is None else {"train_dataset": train, **evaluations}
 
     def example(self) -> dict[str, Any] | None:
         """Return the first batch of the run with the fields that the model accepts; None without data."""
@@ -102,8 +101,7 @@ class Feeds:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        parts: tuple[Any, ...] = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
-        weights = dataset.weights if isinstance(dataset, MixedDataset) else ()
+        parts, weights = (dataset.parts, dataset.weights) if isinstance(dataset, MixedDataset) else ((dataset,), ())
         mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
         order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
         for part in parts:
@@ -122,11 +120,7 @@ def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, 
     mesh.world.require_same({**kinds, **others}, DataError, advice=advice)
 
 
-def require_same_batches(
-    batches: Sequence[Mapping[str, Any]],
-    mesh: Mesh,
-    cure: str = "datasets and collators must give the same samples for the same index on every rank",
-) -> None:
+def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure: str = _SAME_SAMPLES) -> None:
     """Raise `DataError` where the ranks of a tensor or pipeline group, which share a batch, hold different batches."""
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
