@@ -31,8 +31,7 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
     """Write transformers' draft of a model card; `values` are the user's fields, by transformers' names."""
     config, mesh = trainer.run.config, trainer.mesh
     values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
-    tags = getattr(trainer.model, "model_tags", None)
-    if tags:
+    if tags := getattr(trainer.model, "model_tags", None):
         own = values.get("tags") or []
         values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
     described = SimpleNamespace(  # The attributes that transformers reads for a card.
