@@ -6,7 +6,7 @@ on a block then run once, outside of the recomputation, which is what an engine 
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
@@ -33,6 +33,7 @@ from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
 
 Mode = Literal["none", "block", "selective"]
+_Function = Callable[..., Any]
 
 # `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
 # products, which unfused attention uses for scores of shape [sequence, sequence] per head.
@@ -55,11 +56,7 @@ _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 
 
 def enable_activation_checkpointing(
-    model: nn.Module,
-    mode: Mode,
-    *,
-    blocks: Sequence[nn.Module] | None = None,
-    store: ActivationStore | None = None,
+    model: nn.Module, mode: Mode, *, blocks: Sequence[nn.Module] | None = None, store: ActivationStore | None = None
 ) -> int:
     """Checkpoint the activations of `model`'s blocks, by a Hugging Face model's layers themselves, else of `blocks`; returns their
     number. By `mode`, layers may recompute as the model was given (none), a block keeps its inputs and is recomputed whole (block),
@@ -112,13 +109,7 @@ def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _run_recomputed(
-    run: Callable[..., Any],
-    store: ActivationStore | None,
-    offloads: bool,
-    function: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
+    run: _Function, store: ActivationStore | None, offloads: bool, function: _Function, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block's `function` by `run`, a form of torch's `checkpoint`; `offloads` moves the saved inputs off the device."""
     if store is None:
@@ -130,7 +121,7 @@ def _run_recomputed(
         return run(_replay_rng(function), *[_aligned(arg) if store.copies(arg) else arg for arg in args], **kwargs)
 
 
-def _replay_rng(function: Callable[..., Any]) -> Callable[..., Any]:
+def _replay_rng(function: _Function) -> _Function:
     """Wrap `function` to restore NumPy's and Python's random state when it is recomputed; `checkpoint` restores PyTorch's alone."""
     if torch.compiler.is_compiling():
         return function
@@ -173,11 +164,11 @@ def _aligned(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    kept = operation.name().rpartition(".")[0] in _KEPT_OPERATORS or operation.name() in _KEPT_OPERATORS
+    kept = operation.name().partition(".")[0] in _KEPT_OPERATORS  # `aten::mm` of `aten::mm.out`
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
+def _wrap_forward(block: nn.Module, run: _Function) -> None:
     forward = block.forward
 
     @wraps(forward)
@@ -252,25 +243,16 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
         raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
     parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
     configs = {id(each.config): each.config for each in parts}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-
-    def undo() -> None:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-
-    try:
-        with quiet_library():
+    with ExitStack() as undone:
+        for config in configs.values():
+            undone.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+        with quiet_library(), library_errors(_ATTENTION, f"{type(inside).__name__} cannot compute by {name}: "):
             inside.set_attn_implementation(name)
-    except Exception as error:
-        undo()
-        problem = f"{type(inside).__name__} cannot compute by {name}: {summary(error)}"
-        raise ConfigError(problem, where=_ATTENTION) from error
-    taken = inside.config._attn_implementation
-    # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
-    if taken != name and not (name in _FLASH and "flash" in str(taken)):
-        undo()
-        raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
-    return undo
+        taken = inside.config._attn_implementation
+        # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
+        if taken != name and not (name in _FLASH and "flash" in str(taken)):
+            raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
+        return undone.pop_all().close
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:

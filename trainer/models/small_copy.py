@@ -4,7 +4,6 @@ float64. The model itself is not run, and may be on meta."""
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -57,14 +56,10 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         if func is Tensor.float:
             return args[0].to(torch.float64)
-        if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
-            return func(*args, **kwargs)
-        widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-        return func(*widened, **named)
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **named)
 
 
 def perturb(model: nn.Module) -> None:
@@ -105,9 +100,8 @@ def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
 def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the sum of losses for all trained parameters, zeros for unused ones."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad(losses, list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), gradients, strict=True)
-    return {name: torch.zeros_like(one) if gradient is None else gradient for (name, one), gradient in pairs}
+    gradients = torch.autograd.grad(losses, list(named.values()), materialize_grads=True)
+    return dict(zip(named, gradients, strict=True))
 
 
 def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
@@ -146,12 +140,9 @@ def small_copy(model: Any, run: Callable[[Any], Tensor]) -> Any | str:
             if not bool(torch.isfinite(run(small)).all()):
                 raise ValueError("its numbers are not finite")
 
-    def build(config: Any) -> nn.Module:
-        built: nn.Module = type(model)(config).double().eval()
-        return built
-
     if not hasattr(model, "config"):
         return "it has no configuration of which a small one could be made"
+    build = lambda config: type(model)(config).double().eval()  # noqa: E731
     found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
     return found[-1] if isinstance(found, list) else found
 
