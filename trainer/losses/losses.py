@@ -76,11 +76,7 @@ class Loss:
 
 
 def make_loss(
-    model: nn.Module,
-    *,
-    mode: LossMode = "auto",
-    compute_loss: ComputeLoss | None = None,
-    smoothing: float = 0.0,
+    model: nn.Module, *, mode: LossMode = "auto", compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
 ) -> Loss:
     """Return the loss of `model`, which is undivided, may be on the meta device, and is not run. `auto` computes a language model's
     loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients.
@@ -153,7 +149,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
     if mode != "native" and verdict.route is not None:
         kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
-        head = ChunkedHead(model, route=verdict.route, change=verdict.change, kernel=kernel)
+        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change, kernel=kernel)
         how = " by liger-kernel" if mode == "liger" else ""
         how += "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         notes.append(Detail(f"loss: cross entropy in chunks of tokens{how}, equal to the model's own in a trial"))

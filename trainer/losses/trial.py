@@ -98,7 +98,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         with small_copy.InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
             while True:
-                chunked = ChunkedHead(small, route=route, chunk_tokens=3, change=change)
+                chunked = ChunkedHead(model=small, route=route, chunk_tokens=3, change=change)
                 run = partial(chunked.run, small, inputs, targets=targets, seed=1.0, count=count)
                 try:
                     found = _gradients(small, run)
