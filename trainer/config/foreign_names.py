@@ -4,6 +4,7 @@ transformers, TRL, axolotl, LLaMA-Factory and others give to our keys (`foreign_
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,9 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
     ]
 
 
-SECTIONS = {
-    title: tuple(found for row in rows for found in _rows_of(row))
-    for title, rows in _read_table("deepspeed.yaml").items()
-}
-TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
+_DEEPSPEED = _read_table("deepspeed.yaml")
+SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
+TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 
 NO_KEY = "no key"
 """The prefix of explanations for settings without a key here."""

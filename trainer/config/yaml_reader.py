@@ -94,8 +94,7 @@ def plain_value(value: Any, *, where: str) -> Any:
         if isinstance(part, list | tuple):
             return [copy(each, depth + 1, path) for each in part]
         if isinstance(part, int) and part.bit_length() > _MOST_BITS:
-            bits = f"{part.bit_length():,} bits"
-            raise ConfigError(f"{path}: an integer of {bits}, which no key takes", where=where)
+            raise ConfigError(f"{path}: an integer of {part.bit_length():,} bits, which no key takes", where=where)
         part = os.fspath(part) if isinstance(part, os.PathLike) else part
         try:
             # The halves of a character, as \\ud83d\\ude00 escapes leave them, are joined to one.
@@ -144,9 +143,7 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
         raise ConfigError(f"{path}: {problem}")
 
     if isinstance(value, dict):
-        values = {
-            key: with_variables(each, takes_text, f"{path}.{key}" if path else key) for key, each in value.items()
-        }
+        values = {key: with_variables(one, takes_text, f"{path}.{key}" if path else key) for key, one in value.items()}
         return {key.replace("$${", "${"): each for key, each in values.items()}
     if isinstance(value, list):
         return [with_variables(each, takes_text, path) for each in value]

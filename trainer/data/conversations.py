@@ -173,10 +173,8 @@ class Renderer:
         """Return the chat template for a row, and the row's tools or None."""
         (name,) = self._named("tools")
         tools = row.values.get(name)
-        try:
+        with library_errors(before=f"{row.where}: field {name!r} is text, and no JSON: ", kind=DataError):
             tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
-        except ValueError as error:
-            raise DataError(f"{row.where}: field {name!r} is text, and no JSON: {error}") from error
         template = self.tokenizer.template(self.template, tools)
         if template is None:
             raise DataError(

@@ -62,14 +62,7 @@ def load_datasets(
             raise DataError(f"data.chat_template: no file {template!r}; give a file, or the template itself")
     if template is not None and isinstance(tokenizer, PretrainedTokenizer):
         tokenizer, template = tokenizer.with_template(template), None
-    return _DatasetLoader(
-        section=section,
-        tokenizer=tokenizer,
-        digest=tokenizer.digest(),
-        template=template,
-        cache=cache or TokenCache(None),
-        tell=tell,
-    ).load()
+    return _DatasetLoader(section, tokenizer, tokenizer.digest(), template, cache or TokenCache(None), tell).load()
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -78,7 +71,7 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _DatasetLoader:
     section: DataSection
     tokenizer: Tokenizer
@@ -193,8 +186,7 @@ class _DatasetLoader:
             values += [renderer.columns, self.template, section.loss_on == "answers", section.sequence_length]
         key = None
         if self.digest is not None:
-            described = json.dumps(values).encode(errors="surrogateescape")
-            key = hashlib.blake2b(described, digest_size=16).hexdigest()
+            key = hashlib.blake2b(json.dumps(values).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         skipped: list[str] = []
         counts: Counter[str] = Counter()
         labels: tuple[list[str], list[str]] = ([], [])
@@ -217,10 +209,8 @@ class _DatasetLoader:
                 (held if apart else kept).append(ids, text_bytes=row.text_bytes, targets=targets)
                 labels[apart].extend([] if row.label is None else [row.label])
                 done = kept.amount.text_bytes + held.amount.text_bytes
-                speed = done / max(time.monotonic() - began, 1e-3)
-                self.tell(
-                    f"tokenizing {source.name}: {human_bytes(done)} of {human_bytes(size)}, {human_bytes(speed)}/s"
-                )
+                speed = human_bytes(done / max(time.monotonic() - began, 1e-3))
+                self.tell(f"tokenizing {source.name}: {human_bytes(done)} of {human_bytes(size)}, {speed}/s")
 
         def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
             found: dict[str, Any] = {"skipped": skipped, "counts": counts, "labels": [*labels[0], *labels[1]]}
@@ -320,10 +310,8 @@ class PictureDataset:
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name. Raises
     `DataError` for folders without pictures in sub-folders, unknown labels, files that are no pictures, and without Pillow."""
-    try:
+    with library_errors(before="data.format: pictures need Pillow: pip install Pillow; ", kind=DataError):
         import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise DataError(f"data.format: pictures need Pillow: pip install Pillow ({error})") from error
     found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.eval_sets()}.items()}
     listed = found.pop("data.train")
     classes = sorted({label for _, label, _ in listed})

@@ -113,7 +113,7 @@ class Feeds:
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
     """Raise `DataError` where the datasets' kinds and lengths, or `others`, differ between ranks."""
     kinds = {
-        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{counted(len(dataset), 'sample')}"
+        name: "a stream" if isinstance(dataset, StreamedDataset) else counted(len(dataset), "sample")
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,9 +43,7 @@ class TokenDataset:
     """Class of each document for sequence classification, where each has its own sequence."""
 
     @classmethod
-    def join(
-        cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any
-    ) -> "TokenDataset":
+    def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> Self:
         """Build the dataset of joined documents from token `first`; tokens that fill no sequence are left out."""
         end = first + amount.tokens // sequence_length * sequence_length
         begins = range(first, end, sequence_length)
@@ -56,7 +54,7 @@ class TokenDataset:
     @classmethod
     def pack(
         cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
-    ) -> "TokenDataset":
+    ) -> Self:
         """Build the dataset of the marked documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         pieces = range(first, end, _TOKENS_AT_ONCE)

@@ -98,8 +98,7 @@ class TextSource:
             is_text = whole
             if file.form == "text" and whole:
                 with _text(file.path, file.encoding) as opened:
-                    head = bytes(opened.buffer.read(_PROBE_BYTES))
-                is_text = "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
+                    is_text = "\0" not in opened.buffer.read(_PROBE_BYTES).decode(opened.encoding, errors="ignore")
             if file.form == "text" and not is_text:
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
@@ -129,9 +128,8 @@ class TextSource:
     def columns(self) -> frozenset[str]:
         """Return the column names of the first row; empty for text, and without a row that can be read."""
         with suppress(DataError):
-            return frozenset(
-                next(chain.from_iterable(_records(file) for file in self.files if file.form != "text"), {})
-            )
+            rows = chain.from_iterable(_records(file) for file in self.files if file.form != "text")
+            return frozenset(next(rows, {}))
         return frozenset()
 
     def description(self) -> list[Any]:
@@ -153,9 +151,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     try:
         "".encode(encoding)
     except (LookupError, UnicodeError) as error:
-        raise DataError(
-            f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
-        ) from error
+        raise DataError(f"data.encoding: {error}; give one of Python's, such as utf-8, cp1252 or koi8-r") from error
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
@@ -219,7 +215,8 @@ def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _ENCODING_ADVI
 def _text(path: Path, encoding: str, cure: str = _ENCODING_ADVICE) -> Iterator[io.TextIOWrapper]:
     try:
         with _CountingReader(_DECOMPRESSORS.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
-            encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
+            head = file.peek(_PROBE_BYTES)
+            encoding = next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
             yield io.TextIOWrapper(file, encoding, newline="\n")
     except UnicodeError as error:
         what = str(error)  # For example, UTF-16 without a byte order mark.
@@ -248,10 +245,6 @@ class _CountingReader(io.BufferedReader):
         found = super().read1(size)
         self.position += len(found)
         return found
-
-
-def _encoding_of(head: bytes, encoding: str) -> str:
-    return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
 
 
 def files_below(root: Path, skipped: Sequence[str] = ()) -> list[str]:
@@ -328,9 +321,7 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
                 found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
             for row in found if isinstance(found, list) else [found]:
                 if not isinstance(row, dict):
-                    raise DataError(
-                        f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
-                    )
+                    raise DataError(f"{str(file.path)!r} line {number} is a {type(row).__name__}; a row is an object")
                 yield row
 
 

@@ -109,9 +109,7 @@ class TokenCache:
     root: Path | None
     note: Callable[[str], None] = lambda text: None
 
-    def get(
-        self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
-    ) -> StoredText:
+    def get(self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool) -> StoredText:
         """Return the entry of a key. A missing entry is created: `write` gets a writer of kept and one of held-out documents, whose
         tokens are `marked` or not, and `remarks` gets all tokens and the number of kept ones, and returns JSON values to store. An
         entry without a key is private to the process. Raises `StorageError` if the entry cannot be written."""

@@ -174,9 +174,7 @@ class PretrainedTokenizer:
         """Return a copy with the `given` chat template, text or a name, so that a model is saved with the one it learnt."""
         own, named = copy.deepcopy(self.tokenizer), getattr(self.tokenizer, "chat_template", None)
         if "{" not in given and not (isinstance(named, Mapping) and given in named):
-            raise DataError(
-                f"data.chat_template: {given!r} is no template, no file and no name of the tokenizer's templates"
-            )
+            raise DataError(f"data.chat_template: {given!r} is no template, file or name of the tokenizer's templates")
         own.chat_template = self.template(given, None)
         return PretrainedTokenizer(tokenizer=own)
 

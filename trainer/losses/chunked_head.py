@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
@@ -157,10 +157,8 @@ class LigerLoss:
     def __init__(self) -> None:
         if current_accelerator() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
-        try:
+        with library_errors(_KEY, "liger needs the package liger-kernel: pip install liger-kernel; "):
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-        except ImportError as error:
-            raise ConfigError("liger needs the package liger-kernel: pip install liger-kernel", where=_KEY) from error
         self._fused: Callable[..., Tensor] = liger_fused_linear_cross_entropy
         self._tried = False
 

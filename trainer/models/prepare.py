@@ -38,18 +38,11 @@ _Function = Callable[..., Any]
 # `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
 # products, which unfused attention uses for scores of shape [sequence, sequence] per head.
 _KEPT_OPERATORS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
-    "zeromesh::wide_linear",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
+    *("aten::mm", "aten::addmm", "aten::_grouped_mm", "zeromesh::wide_linear"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-    "flash_attn_3::_flash_attn_forward",
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"),
 )
 
 _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
@@ -102,10 +95,8 @@ def enable_activation_checkpointing(
 
 
 def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    known = {id(module) for module in modules}
-    return [
-        module for module in modules if not any(id(inner) in known for inner in module.modules() if inner is not module)
-    ]
+    known = set(map(id, modules))
+    return [module for module in modules if known.isdisjoint(map(id, [*module.modules()][1:]))]
 
 
 def _run_recomputed(
@@ -229,9 +220,7 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
     if name in _FLASH:
         package, available = _FLASH[name]
         computes = str(compute).removeprefix("torch.")
-        missing = (
-            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub"
-        )
+        missing = f"{name} needs {package}, or kernels (pip install kernels), which fetches it from the Hub"
         for refused, reason in (
             (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
             (not (available() or is_kernels_available()), missing),
@@ -242,9 +231,8 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
     elif name == "flex_attention" and not is_accelerator(device):
         raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
     parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
-    configs = {id(each.config): each.config for each in parts}
     with ExitStack() as undone:
-        for config in configs.values():
+        for config in {id(each.config): each.config for each in parts}.values():
             undone.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
         with quiet_library(), library_errors(_ATTENTION, f"{type(inside).__name__} cannot compute by {name}: "):
             inside.set_attn_implementation(name)
@@ -285,10 +273,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
             f"{name}; leave it out",
             where=where,
         )
-    try:
+    with library_errors(where, "float8 needs the package torchao: pip install torchao; "):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise ConfigError("float8 needs the package torchao: pip install torchao", where=where) from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
     sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
@@ -363,8 +349,7 @@ def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mappi
     starts = begins.flatten().nonzero().flatten()
     if len(starts) == len(positions):
         return batch
-    kinds = {each.kind for each in signature(type(inside).forward).parameters.values()}
-    if Parameter.VAR_KEYWORD not in kinds:
+    if Parameter.VAR_KEYWORD not in {each.kind for each in signature(type(inside).forward).parameters.values()}:
         raise ConfigError(
             f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
             "sequence as one; set data.separate_documents: false, or model.attention: sdpa"

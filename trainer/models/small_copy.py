@@ -53,9 +53,7 @@ _SPECIAL_IDS = (
 class InFloat64(TorchFunctionMode):
     """A mode that turns explicit casts to fp32 in models and losses into casts to float64."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].to(torch.float64)
         named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}

@@ -130,8 +130,7 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
         sizes[main] = (config.max_length, bins) if bins and hasattr(config, "max_length") else (3200,)
     elif main == "input_features":
         bands = positive(config, "num_mel_bins", "input_feat_per_channel", "feature_size")
-        whisper = positive(config, "num_mel_bins") > 0
-        sizes[main] = (bands, 2 * config.max_source_positions) if whisper else (64, bands)
+        sizes[main] = (bands, 2 * config.max_source_positions) if positive(config, "num_mel_bins") else (64, bands)
     for name, shape in sizes.items():
         yield name, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     if "use_cache" in names:

@@ -154,7 +154,7 @@ def test_the_largest_token_of_all_documents_is_known(place: int) -> None:
         for number, writer in enumerate(writers):
             writer.append(np.asarray([1, 200 if number == place else 3]), text_bytes=2)
 
-    narrow, wide = (TokenCache(None).get(None, size, write, lambda *_: {}) for size in (256, 300))
+    narrow, wide = (TokenCache(None).get(None, size, write, lambda *_: {}, marked=False) for size in (256, 300))
     assert (narrow.largest, narrow.kept.tokens, narrow.held.tokens) == (200, 2, 2)
     assert narrow.tokens.tolist() == wide.tokens.tolist() == ([1, 3, 1, 200] if place else [1, 200, 1, 3])
     assert narrow.digest != wide.digest

@@ -93,7 +93,7 @@ def test_a_template_of_several_is_taken_by_its_name() -> None:
     several = made(chat_template={"first": "{{ 1 }}", "second": "{{ 2 }}"})
     with pytest.raises(DataError, match=r"data\.chat_template: "):
         several.template(None, None)
-    with pytest.raises(DataError, match="'third' is no template, no file and no name of the tokenizer's templates"):
+    with pytest.raises(DataError, match="'third' is no template, file or name of the tokenizer's templates"):
         several.with_template("third")
 
 
