@@ -101,7 +101,8 @@ class Feeds:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        parts, weights = (dataset.parts, dataset.weights) if isinstance(dataset, MixedDataset) else ((dataset,), ())
+        parts: tuple[Any, ...] = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+        weights = dataset.weights if isinstance(dataset, MixedDataset) else ()
         mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
         order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
         for part in parts:

@@ -45,10 +45,8 @@ class TokenDataset:
     @classmethod
     def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> Self:
         """Build the dataset of joined documents from token `first`; tokens that fill no sequence are left out."""
-        end = first + amount.tokens // sequence_length * sequence_length
-        begins = range(first, end, sequence_length)
-        ends = range(first + sequence_length, end + 1, sequence_length)
-        placed: dict[str, Any] = {"begins": begins, "ends": ends, "cuts": range(len(begins) + 1)}
+        bounds = range(first, first + amount.tokens + 1, sequence_length)
+        placed: dict[str, Any] = {"begins": bounds[:-1], "ends": bounds[1:], "cuts": range(len(bounds))}
         return cls(text=text, sequence_length=sequence_length, marked=False, **placed, **keys)
 
     @classmethod

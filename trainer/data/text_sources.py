@@ -98,7 +98,7 @@ class TextSource:
             is_text = whole
             if file.form == "text" and whole:
                 with _text(file.path, file.encoding) as opened:
-                    is_text = "\0" not in opened.buffer.read(_PROBE_BYTES).decode(opened.encoding, errors="ignore")
+                    is_text = "\0" not in bytes(opened.buffer.read(_PROBE_BYTES)).decode(opened.encoding, "ignore")
             if file.form == "text" and not is_text:
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")

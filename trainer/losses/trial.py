@@ -1,6 +1,5 @@
 """Trials on a small copy in float64: of the targets that a model's loss averages over, of the chunked head in its place, and of
-packed documents. Restarting position ids separate documents only in models that derive masks from them; others mix tokens, as do
-recurrence and convolution."""
+packed documents. Restarting position ids separate documents only in masks derived from them, not in recurrence and convolution."""
 
 import inspect
 from collections.abc import Callable

@@ -70,8 +70,9 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """The mesh. The product of the axes is the number of ranks."""
 
     auto: Annotated[
-        keys.Listed[tuple[Literal[*AUTOMATIC], ...]], keys.Allowed(f"a list of {', '.join(AUTOMATIC)}")
-    ] = ()  # type: ignore[valid-type]
+        keys.Listed[tuple[Literal[*AUTOMATIC], ...]],  # type: ignore[valid-type]
+        keys.Allowed(f"a list of {', '.join(AUTOMATIC)}"),
+    ] = ()
     """Keys that are set to the fastest plan that fits when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
     auto` and `zero.stage: auto` are short for them."""
     replicate: keys.Count = 1

@@ -72,10 +72,9 @@ class ScheduleSection(Section):
 
 
 class LRSchedule(ScheduleSection):
-    """A named schedule over `total_steps` optimizer steps, of which the first `warmup_steps` rise from 0. All but `constant` rise
-    from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is DeepSpeed's: log(step + 1) /
-    log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for values that do not go
-    together."""
+    """A named schedule over `total_steps` steps. All but `constant` rise in the first `warmup_steps` from `start_ratio` (0
+    if not given) by `warmup_shape` (linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps)). Raises
+    `ConfigError` for an option that the schedule does not have, and for values that do not go together."""
 
     warmup_steps: int
     total_steps: int
