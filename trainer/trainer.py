@@ -122,8 +122,7 @@ class Trainer(ModelOnMesh):
             raise ConfigError(ARGUMENTS_ADVICE)
         if unknown:
             raise ConfigError([f"Trainer takes no argument {name}; {_unknown_argument_hint(name)}" for name in unknown])
-        hooks = [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]
-        if hooks:
+        if hooks := [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]:
             raise ConfigError(
                 f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"

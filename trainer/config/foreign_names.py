@@ -42,18 +42,11 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
     text, fate, unless = row.get("text"), Fate.MAPPED, row.get("unless", [])
     if text is None:
         fate, text = (Fate.IDLE, row["idle"]) if "idle" in row else (Fate.REFUSED, row["refused"])
-    neutral = (None, *([] if any(value is True for value in unless) else [False]), *unless)
-    return [
-        SettingRow(
-            name=".".join([*filter(None, [row.get("in")]), name]),
-            fate=fate,
-            text=text,
-            keys=tuple(row.get("is", row.get("sets", "")).split()),
-            is_copied="is" in row,
-            neutral=neutral if fate is Fate.REFUSED else (),
-        )
-        for name in row["names"].split()
-    ]
+    keys, section = tuple(row.get("is", row.get("sets", "")).split()), f"{row['in']}." if "in" in row else ""
+    shared: dict[str, Any] = {"fate": fate, "text": text, "keys": keys, "is_copied": "is" in row}
+    if fate is Fate.REFUSED:
+        shared["neutral"] = (None, *([] if any(value is True for value in unless) else [False]), *unless)
+    return [SettingRow(name=section + name, **shared) for name in row["names"].split()]
 
 
 _DEEPSPEED = _read_table("deepspeed.yaml")

@@ -105,7 +105,7 @@ class _DatasetLoader:
             total = sum(train.weights)
             shares = [f"{name} {weight / total:.1%}" for name, weight in zip(trained, train.weights, strict=True)]
             self.notes.append(
-                f"data.mixture: {', '.join(shares)} of the sequences; {len(train):,} of them count as an epoch"
+                f"data.mixture: {', '.join(shares)} of the sequences; an epoch has {len(train):,} of them"
             )
         if sources:
             found: dict[str, TokenDataset] = {}
@@ -318,8 +318,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     sets: dict[str, PictureDataset] = {}
     if not found and section.eval_fraction:
         found[EVAL] = [each for each in listed if is_held_out(each[2], section.eval_fraction)]
-        held = {each[0] for each in found[EVAL]}
-        listed = [each for each in listed if each[0] not in held]
+        listed = [each for each in listed if not is_held_out(each[2], section.eval_fraction)]
     for key, files in {"data.train": listed, **found}.items():
         if unknown := {label for _, label, _ in files} - set(classes):
             raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")
@@ -327,8 +326,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
         sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
-    chosen: Any = sets.get(EVAL, sets or None)
-    evaluated = chosen if len(chosen or ()) else None
+    evaluated: Any = sets.get(EVAL, sets) or None
     return RunData(train=train, eval=evaluated, classes=tuple(classes), processor=processor, notes=notes)
 
 
@@ -340,9 +338,7 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
     for root in map(Path, paths_of(source)):
         folder = root.expanduser()
         if not folder.is_dir():
-            raise DataError(
-                f"{where}: {str(root)!r} is no folder; give one whose sub-folders, with pictures in them, are the labels"
-            )
+            raise DataError(f"{where}: {str(root)!r} is no folder; give one whose sub-folders of pictures are labels")
         names = [name for name in files_below(folder) if name.lower().endswith(kinds)]
         if wrong := [name for name in names if name.count("/") != 1]:
             raise DataError(
@@ -357,9 +353,7 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
         except (OSError, ValueError, PIL.Image.DecompressionBombError):
             broken.append(str(path))
     if broken:
-        raise DataError(
-            f"{where}: {len(broken)} of {counted(len(found), 'file')} cannot be read as pictures: {some(broken, 8)}"
-        )
+        raise DataError(f"{where}: {len(broken)} of {counted(len(found), 'file')} are no pictures: {some(broken, 8)}")
     if not found:
         raise DataError(f"{where}: no picture in sub-folders of {', '.join(map(str, paths_of(source)))}")
     return found

@@ -45,7 +45,6 @@ class RunData:
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluation_sets()
 
     def row(self) -> str:
-        """Describe the datasets in one row, for the start of the run."""
         what = f"sequences of {self.train.sequence_length} tokens" if self.tokenizer else "samples"
         train = () if self.train is None else self.train
         text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"

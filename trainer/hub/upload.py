@@ -82,13 +82,9 @@ def push(
     def upload() -> CommitInfo:
         if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
             _write_model_card(trainer, directory, card)
-        return huggingface_hub.HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=directory,
-            commit_message=message,
-            token=token,
-            revision=revision or trainer.config.hub.revision,
-        )
+        keys: Any = {"commit_message": message, "token": token, "revision": revision or trainer.config.hub.revision}
+        commit: CommitInfo = huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=directory, **keys)
+        return commit
 
     def work() -> None:
         try:

@@ -74,25 +74,16 @@ class ChunkedHead:
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
-        if rows.shape[0] != current.targets.numel():
-            raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
+        count, width = rows.shape
+        if count != current.targets.numel():
+            raise PhaseError(f"{count} hidden states reached the head for {current.targets.numel()} labels")
         # The head is looked up for each call, as a divided model gets its own head back after training.
         head: nn.Linear | ColumnParallelLinear = output_layer(self.model)
-        parts: dict[str, Any] = {}
+        chunk = self.chunk_tokens or chunk_for(count, width, rows.dtype, trained=head.weight.requires_grad)
+        keys: Any = {"seed": current.seed, "count": current.count, "chunk_tokens": chunk, "change": self.change}
         if isinstance(head, ColumnParallelLinear):
-            parts = {"sizes": head.sizes, "exchange": head.exchange}
-        total = self.kernel(
-            rows,
-            head.weight,
-            head.bias,
-            current.targets.to(rows.device),
-            seed=current.seed,
-            chunk_tokens=self.chunk_tokens
-            or chunk_for(rows.shape[0], rows.shape[1], rows.dtype, trained=head.weight.requires_grad),
-            change=self.change,
-            count=current.count,
-            **parts,
-        )
+            keys |= {"sizes": head.sizes, "exchange": head.exchange}
+        total = self.kernel(rows, head.weight, head.bias, current.targets.to(rows.device), **keys)
         if self.route == "loss_function":
             total = total / max(1, current.count)
         if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):

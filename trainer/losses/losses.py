@@ -27,10 +27,7 @@ ComputeLoss = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor] | tuple[T
 LossMode = Literal["auto", "native", "liger"]
 # The library's names of losses (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
-_LABELLED = (
-    *("ForTokenClassification", "ForSequenceClassification"),
-    *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
-)
+_LABELLED = tuple(f"For{kind}Classification" for kind in ("Token", "Sequence", "Image", "Video", "Audio"))
 _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")  # without `loss_type` in the library
 _POSITIONS = ("start_positions", "end_positions")
 _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
@@ -283,7 +280,6 @@ def _example_loss(what: str) -> Loss:
 
 
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
-
     def compute(model: nn.Module, batch: Batch, _: int, seed: float | None) -> _Computed:
         result: Any = compute_loss(model, batch)
         number = int | float | str | Tensor

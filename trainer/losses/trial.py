@@ -61,8 +61,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
         if not torch.allclose(one, two, rtol=1e-9, atol=1e-9):  # Earlier logits depend on the last token.
             return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
-    if auxiliary:
-        auxiliary = not _is_mean_over(small, causal)
+    auxiliary = auxiliary and not _is_mean_over(small, causal)
     if reason := _unlike_its_class(model):
         return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
     for route in get_args(Route):

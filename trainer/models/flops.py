@@ -38,8 +38,10 @@ class ModelFlops:
     def of(cls, model: nn.Module) -> "ModelFlops | None":
         """Count the FLOPs of an undivided language model; None if samples are not tokens, or for encoder-decoders."""
         config: Any = getattr(model, "config", None)
-        two_kinds = getattr(config, "is_encoder_decoder", False)
-        if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
+        if (
+            getattr(config, "is_encoder_decoder", False)
+            or "input_ids" not in inspect.signature(model.forward).parameters
+        ):
             return None
         config = text_part(config)
         count = positive(config, *_EXPERTS)
@@ -81,7 +83,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 @cache
 def _timed(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(left)

@@ -277,8 +277,9 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
-    sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
-    layers = [each for each in sized if each is not head]
+    layers = [
+        each for each in linear_layers if each is not head and not (each.in_features % 16 or each.out_features % 16)
+    ]
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",

@@ -35,15 +35,11 @@ _SMALL = {
     "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
+_NARROW = {**_SMALL, "head_dim": 8}
 # Sizes and layers to try one after the other: architectures tie sizes to each other, and hybrids need several layers.
 _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
-    ({**_SMALL, "head_dim": 8}, 2),
-    (_SMALL, 2),
-    ({**_SMALL, "head_dim": 8}, 8),
-    ({**_SMALL, "head_dim": 8, "num_key_value_heads": 4}, 2),
-    (_WIDTHS, 2),
-    ({}, 2),
-    ({}, 10**6),
+    *((_NARROW, 2), (_SMALL, 2), (_NARROW, 8), ({**_NARROW, "num_key_value_heads": 4}, 2)),
+    *((_WIDTHS, 2), ({}, 2), ({}, 10**6)),
 )
 _SPECIAL_IDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",

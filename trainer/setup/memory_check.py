@@ -169,7 +169,6 @@ def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iter
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:
-    """Return a note on the host memory that is pinned for device copies, if any."""
     if not (budget.used or budget.pageable):
         return []
     text = f"offload: {human_bytes(budget.used)} of the host's memory are pinned for copies to and from the device"

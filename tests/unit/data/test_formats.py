@@ -414,7 +414,7 @@ def test_pictures_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one.png' is no folder"):
         pictures(tmp_path / "one.png")
     (root / "dog" / "broken.png").write_bytes(b"none")
-    with pytest.raises(DataError, match=r"1 of 25 files cannot be read as pictures: .*dog/broken.png"):
+    with pytest.raises(DataError, match=r"1 of 25 files are no pictures: .*dog/broken.png"):
         pictures(root)
     with (
         patch.dict("sys.modules", {"PIL": None, "PIL.Image": None}),
