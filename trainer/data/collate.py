@@ -237,8 +237,7 @@ class BatchRules:
                 f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
                 f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
             )
-        found = self.drop_fields(sample)
-        if not found and sample:
+        if not (found := self.drop_fields(sample)) and sample:
             raise DataError(
                 f"sample {index} has no field that the model's forward takes: "
                 f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "

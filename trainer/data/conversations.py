@@ -83,8 +83,7 @@ class Renderer:
         return source.rows(self.needed, self._named(*optional), skipped, whole=form.is_joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
-        form = self.section.rows
-        if form.parts is None:
+        if (form := self.section.rows).parts is None:
             return {name: row.values[name] for name in self._named(*form.needed)}
         names = (*form.needed, *form.optional)
         with library_errors(before=f"{row.where} is no row of data.format {self.section.format}: ", kind=DataError):
@@ -106,8 +105,7 @@ class Renderer:
         if form.holds == "text" and not isinstance(values[0], str):
             (name,), kind = given, type(values[0]).__name__
             raise DataError(f"{row.where}: field {name!r} is {kind}, not text; set data.text_field or remove the row")
-        plain = form.holds != "messages" and all(isinstance(value, str) for value in values)
-        if plain:
+        if plain := form.holds != "messages" and all(isinstance(value, str) for value in values):
             text = "".join(values)
             answers = [(len(text) - len(values[-1]), len(text))]
         else:
@@ -137,13 +135,11 @@ class Renderer:
         count = 0
         answering = replace(self, section=self.section.model_copy(update={"loss_on": "answers"}))
         for row in rows:
-            rendered = answering.render(row)
-            if rendered.plain:
+            if (rendered := answering.render(row)).plain:
                 return self.tokenizer.end_of_text
             turns = [each for value in self._parts(row).values() for each in value if each.get("role") == "assistant"]
             for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
-                content = str(turn.get("content") or "").strip()
-                if not content:
+                if not (content := str(turn.get("content") or "").strip()):
                     continue
                 # A template closes a turn with one token (white space aside), or the content ends with a special one.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
@@ -175,8 +171,7 @@ class Renderer:
         tools = row.values.get(name)
         with library_errors(before=f"{row.where}: field {name!r} is text, and no JSON: ", kind=DataError):
             tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
-        template = self.tokenizer.template(self.template, tools)
-        if template is None:
+        if (template := self.tokenizer.template(self.template, tools)) is None:
             raise DataError(
                 "data.tokenizer has no chat template; set data.chat_template to a Jinja template, or to a file that holds one "
                 "(chat_template.jinja of a model that was trained on such conversations)"

@@ -55,8 +55,7 @@ def load_datasets(
         tokenizer = load_tokenizer(section.tokenizer)
     template = section.chat_template
     if template is not None and "{" not in template and "\n" not in template:
-        path = Path(template).expanduser()
-        if path.is_file():
+        if (path := Path(template).expanduser()).is_file():
             template = read_text(path, cure="save it as UTF-8")
         elif "/" in template or path.suffix:  # Else it may be a name that the tokenizer knows.
             raise DataError(f"data.chat_template: no file {template!r}; give a file, or the template itself")
@@ -254,8 +253,7 @@ class _DatasetLoader:
                 f"{counted(length, 'token')}; raise data.sequence_length, look whether the messages have an answer of role "
                 "assistant, or set data.loss_on: all"
             )
-        labelled = section.rows.label is not None
-        if labelled:
+        if labelled := section.rows.label is not None:
             own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
             if unknown := set(own) - set(self.classes):
                 raise DataError(f"{where} has classes that the training text does not have: {some(sorted(unknown))}")
@@ -336,8 +334,7 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
 
     kinds, broken, found = picture_suffixes(), list[str](), list[tuple[Path, str, str]]()
     for root in map(Path, paths_of(source)):
-        folder = root.expanduser()
-        if not folder.is_dir():
+        if not (folder := root.expanduser()).is_dir():
             raise DataError(f"{where}: {str(root)!r} is no folder; give one whose sub-folders of pictures are labels")
         names = [name for name in files_below(folder) if name.lower().endswith(kinds)]
         if wrong := [name for name in names if name.count("/") != 1]:

@@ -107,8 +107,7 @@ class Workers:
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
-        count = automatic if data.workers == "auto" else data.workers
-        if count and childless:
+        if (count := automatic if data.workers == "auto" else data.workers) and childless:
             raise ConfigError(
                 f"data.workers: {count}, but this process is a daemon of multiprocessing, which may have no children; set it to 0, "
                 "or start the process with daemon=False"

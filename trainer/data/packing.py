@@ -145,8 +145,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     sequences = 0
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
-        fits = rooms >> length
-        if fits:
+        if fits := rooms >> length:
             room = length + (fits & -fits).bit_length() - 1
             sequence = with_room[room].pop()
             if not with_room[room]:

@@ -199,8 +199,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     of Python. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _MACHINE_FILES.search(key))
-    files = tuple(SourceFile(path=root / key, key=key) for key in keys)
-    if not files:
+    if not (files := tuple(SourceFile(path=root / key, key=key) for key in keys)):
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
     return TextSource(name=STDLIB, files=files)
 
@@ -258,8 +257,7 @@ def files_below(root: Path, skipped: Sequence[str] = ()) -> list[str]:
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
     """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed."""
-    match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
-    if match is None:
+    if (match := re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)) is None:
         raise DataError(f"{where}: {spec!r} is no dataset of the Hub; give {HUB_FORM}")
     import datasets
 

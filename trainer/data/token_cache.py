@@ -175,8 +175,7 @@ def _open(folder: Path) -> StoredText:
     dtype = np.dtype(entry["dtype"])
     nbytes = (kept.tokens + held.tokens) * dtype.itemsize
     with open(open_regular(folder / _TOKENS, os.O_RDONLY), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != nbytes:
+        if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise DataError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
         memory = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) if nbytes else b""
     same = {name: entry[name] for name in ("largest", "digest", "remarks", "blocks")}

@@ -248,8 +248,7 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     """Load the tokenizer of `data.tokenizer`, `bytes` for None, without downloads or code of the directory. Raises `DataError`."""
     if spec is None or spec == BYTES:
         return ByteTokenizer()
-    path = Path(spec).expanduser()
-    if not path.is_dir():
+    if not (path := Path(spec).expanduser()).is_dir():
         raise DataError(
             f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are "
             "not looked up: save the tokenizer with save_pretrained and give that directory"

@@ -87,8 +87,7 @@ def make_loss(
         return _label_loss(model, line, causal=causal, smoothing=smoothing)
     if compute_loss is not None:
         return _user_loss(compute_loss)
-    inside = pretrained_of(model)
-    if inside is None:
+    if (inside := pretrained_of(model)) is None:
         return _example_loss(f"the loss of {type(model).__name__}")
     if is_adapted(model) and learns_prompts(model):
         raise ConfigError(
@@ -157,8 +156,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
 
 def _shifts_labels(model: Any) -> bool | None:
     """Return True if a language model shifts its labels; None for an unknown kind."""
-    kind = getattr(model, "loss_type", None)
-    if kind not in _LANGUAGE:
+    if (kind := getattr(model, "loss_type", None)) not in _LANGUAGE:
         return None
     return kind != "ForMaskedLM" and not getattr(model.config, "is_encoder_decoder", False)
 
@@ -262,8 +260,7 @@ def _example_loss(what: str) -> Loss:
         raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
     def compute(model: nn.Module, batch: Batch, count: int, seed: float | None) -> _Computed:
-        output = model(**batch)
-        if isinstance(output, Mapping):
+        if isinstance(output := model(**batch), Mapping):
             found = output.get("loss")
         else:
             found = output[0] if isinstance(output, tuple | list) and output else getattr(output, "loss", output)
@@ -319,8 +316,7 @@ def _scalars_of(outputs: Any) -> dict[str, Any]:
 
 
 def _tensor_of(batch: Batch, name: str, cure: str) -> Tensor:
-    value = batch.get(name)
-    if not isinstance(value, Tensor):
+    if not isinstance(value := batch.get(name), Tensor):
         raise DataError(f"the batch has no `{name}` tensor; it has {_field_names(batch)}. {cure}")
     return value
 

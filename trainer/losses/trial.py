@@ -65,8 +65,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
     if reason := _unlike_its_class(model):
         return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
     for route in get_args(Route):
-        found = _try_chunked_head(small, route, causal=causal)
-        if isinstance(found, LogitChange):
+        if isinstance(found := _try_chunked_head(small, route, causal=causal), LogitChange):
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
         reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
@@ -74,8 +73,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
 
 def _unlike_its_class(model: Any) -> str:
     """Return the reason why logits may differ from those of a copy of the class; empty if none."""
-    head = output_layer(model)
-    if type(head) is not nn.Linear:
+    if type(head := output_layer(model)) is not nn.Linear:
         return f"its head is a {type(head).__module__}.{type(head).__name__}, and no nn.Linear"
     if "forward" in vars(model) or "forward" in vars(head):
         return "forward of the model or of its head was replaced"
@@ -84,8 +82,7 @@ def _unlike_its_class(model: Any) -> str:
 
 def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
     """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, else why not."""
-    head = small.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head := small.get_output_embeddings()) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a Linear"
     inputs = _inputs(small)
     count = count_targets(inputs["labels"], causal=causal)
@@ -159,8 +156,7 @@ def require_separate_documents(model: nn.Module) -> None:
     """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     inside = pretrained_of(model)
     reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
-    found = _difference(inside) if reads else "takes no position_ids, which separate documents"
-    if found:
+    if found := _difference(inside) if reads else "takes no position_ids, which separate documents":
         raise ConfigError(
             f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
             "data.packing: false, which gives each a sequence of its own",

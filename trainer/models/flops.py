@@ -38,10 +38,8 @@ class ModelFlops:
     def of(cls, model: nn.Module) -> "ModelFlops | None":
         """Count the FLOPs of an undivided language model; None if samples are not tokens, or for encoder-decoders."""
         config: Any = getattr(model, "config", None)
-        if (
-            getattr(config, "is_encoder_decoder", False)
-            or "input_ids" not in inspect.signature(model.forward).parameters
-        ):
+        two_kinds = getattr(config, "is_encoder_decoder", False)
+        if two_kinds or "input_ids" not in inspect.signature(model.forward).parameters:
             return None
         config = text_part(config)
         count = positive(config, *_EXPERTS)

@@ -73,8 +73,7 @@ def enable_activation_checkpointing(
             )
         return len(_innermost(own))
     by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
-    recomputed = _innermost(layers) if by_itself else list(blocks or ())
-    if not recomputed:
+    if not (recomputed := _innermost(layers) if by_itself else list(blocks or ())):
         raise ConfigError(
             f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
             "are known; set activation_checkpointing: none, or name the blocks"
@@ -213,8 +212,7 @@ _FLASH = {
 def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
     """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one. Raises
     `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it."""
-    inside = pretrained_of(model)
-    if inside is None:
+    if (inside := pretrained_of(model)) is None:
         problem = f"{type(model).__name__} is no model of transformers, and computes as it does"
         raise ConfigError(problem, where=_ATTENTION)
     if name in _FLASH:
@@ -277,9 +275,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
-    layers = [
-        each for each in linear_layers if each is not head and not (each.in_features % 16 or each.out_features % 16)
-    ]
+    sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
+    layers = [each for each in sized if each is not head]
     if not layers:
         raise ConfigError(
             f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",

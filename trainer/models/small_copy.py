@@ -175,8 +175,7 @@ def shrink_config(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
             setattr(small, name, shrink_config(inside, sizes, layers))
-    before = getattr(small, "num_hidden_layers", None)
-    if isinstance(before, int):
+    if isinstance(before := getattr(small, "num_hidden_layers", None), int):
         lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
         layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
         for name, listed in lists.items():
