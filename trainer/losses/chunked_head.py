@@ -36,7 +36,7 @@ class _HeadCall:
     result: Tensor | None = None
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True, eq=False)
 class ChunkedHead:
     """Replaces the `forward` of a model's output embedding, an `nn.Linear`, during `run`, and by the route "loss_function" the
     model's `loss_function`. `chunk_tokens` is the number of tokens whose logits exist at once; None minimises memory. The first run
@@ -154,18 +154,11 @@ class LigerLoss:
         self._tried = False
 
     def __call__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        *,
-        change: LogitChange,
-        **settings: Any,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, change: LogitChange, **keys: Any
     ) -> Tensor:
         """Return the sum of the losses; arguments are those of `chunked_cross_entropy`. Raises `ConfigError` for a head that
         liger's kernels do not support, and if the trial finds another result."""
-        if "exchange" in settings or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
+        if "exchange" in keys or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
             raise ConfigError(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
                 "after a bias); take auto",
