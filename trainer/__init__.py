@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from zeromesh.trainer.trainer import Trainer
 
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig"]
-
-
 _LAZY = {"Trainer": "trainer", "FitReport": "loop.context"}
 _LAZY |= dict.fromkeys(("Generated", "Generator"), "inference.generator")
 

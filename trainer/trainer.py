@@ -122,21 +122,17 @@ class Trainer(ModelOnMesh):
             raise ConfigError(ARGUMENTS_ADVICE)
         if unknown:
             raise ConfigError([f"Trainer takes no argument {name}; {_unknown_argument_hint(name)}" for name in unknown])
-        hooks = [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]
-        if hooks:
+        if hooks := [name for name in _TRANSFORMERS_HOOKS if hasattr(self, name)]:
             raise ConfigError(
                 f"{type(self).__name__} overrides {', '.join(hooks)}, which transformers' Trainer calls and this one does not; "
                 "subclass zeromesh.transformers.Trainer, or give compute_loss=(model, batch) -> (sum, count)"
             )
-        given_data = train_dataset is not None or eval_dataset is not None
-        unused = _DATA_KEYS if given_data else frozenset[str]()
+        unused = frozenset[str]() if train_dataset is None and eval_dataset is None else _DATA_KEYS
         loaded = model if isinstance(model, nn.Module) and source_of(model) is not None else None
         tunes = None if loaded is None else "adapters" if is_adapted(loaded) else "whole"
         self.config: TrainerConfig = load_config(config, unused=unused, consent=Consent.GIVEN, tunes=tunes)
-        if self.config.train.method != "sft":
-            raise ConfigError(
-                f"train.method: {self.config.train.method} is for `zeromesh train`, which hands the run to TRL"
-            )
+        if (method := self.config.train.method) != "sft":
+            raise ConfigError(f"train.method: {method} is for `zeromesh train`, which hands the run to TRL")
         inputs = UserInputs(
             model=model,
             train_dataset=train_dataset,
@@ -341,8 +337,7 @@ class Trainer(ModelOnMesh):
         """
         run = self.run
         with run.model.guarded("trainer.load_weights()"):
-            path = Path(checkpoint).expanduser()
-            run.progress.step, passed_over = load_weights(path, run.model.require_engine())
+            run.progress.step, passed_over = load_weights(Path(checkpoint).expanduser(), run.model.require_engine())
             run.progress.reached = run.progress.step + passed_over
 
     def generate(

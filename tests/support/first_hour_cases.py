@@ -103,9 +103,9 @@ def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:
     mesh.world.barrier("text")
     encode = ByteTokenizer.encode
 
-    def counted(self: ByteTokenizer, given: Sequence[str]) -> Any:
+    def counted(self: ByteTokenizer, given: Sequence[str], **options: Any) -> Any:
         texts.extend(given)
-        return encode(self, given)
+        return encode(self, given, **options)
 
     with mock.patch.object(ByteTokenizer, "encode", counted):
         for name, length in (("a", 16), ("b", 16), ("c", 24)):

@@ -4,6 +4,7 @@ transformers, TRL, axolotl, LLaMA-Factory and others give to our keys (`foreign_
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,16 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
     text, fate, unless = row.get("text"), Fate.MAPPED, row.get("unless", [])
     if text is None:
         fate, text = (Fate.IDLE, row["idle"]) if "idle" in row else (Fate.REFUSED, row["refused"])
-    neutral = (None, *([] if any(value is True for value in unless) else [False]), *unless)
-    return [
-        SettingRow(
-            name=".".join([*filter(None, [row.get("in")]), name]),
-            fate=fate,
-            text=text,
-            keys=tuple(row.get("is", row.get("sets", "")).split()),
-            is_copied="is" in row,
-            neutral=neutral if fate is Fate.REFUSED else (),
-        )
-        for name in row["names"].split()
-    ]
+    keys, section = tuple(row.get("is", row.get("sets", "")).split()), f"{row['in']}." if "in" in row else ""
+    shared: dict[str, Any] = {"fate": fate, "text": text, "keys": keys, "is_copied": "is" in row}
+    if fate is Fate.REFUSED:
+        shared["neutral"] = (None, *([] if any(value is True for value in unless) else [False]), *unless)
+    return [SettingRow(name=section + name, **shared) for name in row["names"].split()]
 
 
-SECTIONS = {
-    title: tuple(found for row in rows for found in _rows_of(row))
-    for title, rows in _read_table("deepspeed.yaml").items()
-}
-TABLE = tuple(row for rows in SECTIONS.values() for row in rows)
+_DEEPSPEED = _read_table("deepspeed.yaml")
+SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
+TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 
 NO_KEY = "no key"
 """The prefix of explanations for settings without a key here."""

@@ -36,8 +36,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 
 def allowed(field: FieldInfo) -> str:
     """Describe the values that a field allows, as in `an integer >= 1 or auto`."""
-    section = section_of(field)
-    if section is not None and not any(isinstance(item, Allowed) for item in field.metadata):
+    if (section := section_of(field)) is not None and not any(isinstance(item, Allowed) for item in field.metadata):
         return f"a mapping of {', '.join(section.model_fields)}"
     return _allowed(field.annotation, field.metadata)
 

@@ -55,9 +55,7 @@ class Redaction:
         """Redact all texts in mappings and lists, and whole values of secret keys; the structure is kept."""
         if isinstance(values, Mapping):
             return {
-                self.text(key) if isinstance(key, str) else key: self.values(
-                    value, secret or is_secret(str(key), value)
-                )
+                self.values(key): self.values(value, secret or is_secret(str(key), value))
                 for key, value in values.items()
             }
         if isinstance(values, list | tuple):

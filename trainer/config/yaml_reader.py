@@ -17,8 +17,8 @@ MAX_BYTES = 1024 * 1024  # of a file
 MAX_DEPTH = 32
 MAX_VALUES = 20_000
 _MOST_BITS = 1000  # of an integer, which can then still become a float
-_NULL = frozenset({"", "~", "null", "Null", "NULL"})
-_BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
+_WORDS: dict[str, bool | None] = dict.fromkeys(("", "~", "null", "Null", "NULL"))
+_WORDS |= {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
 _INTEGER = re.compile(r"[-+]?[0-9][0-9_]{0,301}")  # more digits make a float, most often an infinite one
 _PREFIXED_INTEGER = re.compile(r"0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -94,8 +94,7 @@ def plain_value(value: Any, *, where: str) -> Any:
         if isinstance(part, list | tuple):
             return [copy(each, depth + 1, path) for each in part]
         if isinstance(part, int) and part.bit_length() > _MOST_BITS:
-            bits = f"{part.bit_length():,} bits"
-            raise ConfigError(f"{path}: an integer of {bits}, which no key takes", where=where)
+            raise ConfigError(f"{path}: an integer of {part.bit_length():,} bits, which no key takes", where=where)
         part = os.fspath(part) if isinstance(part, os.PathLike) else part
         try:
             # The halves of a character, as \\ud83d\\ude00 escapes leave them, are joined to one.
@@ -108,10 +107,8 @@ def plain_value(value: Any, *, where: str) -> Any:
 
 
 def plain_scalar(text: str) -> str | int | float | bool | None:
-    if text in _NULL:
-        return None
-    if text in _BOOL:
-        return _BOOL[text]
+    if text in _WORDS:
+        return _WORDS[text]
     if _INTEGER.fullmatch(text):
         return int(text.replace("_", ""))
     if _PREFIXED_INTEGER.fullmatch(text):
@@ -136,24 +133,17 @@ def with_variables(value: Any, takes_text: Callable[[str], bool], path: str = ""
         if name is None:
             return "${"
         if not name or (text and not default):
-            raise ConfigError(
-                f"{path}: {match[0]} is no variable; write ${{NAME}}, ${{NAME:-default}}, or $${{ for two characters"
-            )
-        if is_secret(name, "text"):
-            raise ConfigError(
-                f"{path}: ${{{name}}} names a secret, and configurations are written down; leave it in the environment"
-            )
-        present = setting(name)
-        if present is None and not default:
-            raise ConfigError(
-                f"{path}: the variable {name} is not set; set it, or give a default: ${{{name}:-default}}"
-            )
-        return text if present is None else present
+            problem = f"{match[0]} is no variable; write ${{NAME}}, ${{NAME:-default}}, or $${{ for two characters"
+        elif is_secret(name, "text"):
+            problem = f"${{{name}}} names a secret, and configurations are written down; leave it in the environment"
+        elif (present := setting(name)) is None and not default:
+            problem = f"the variable {name} is not set; set it, or give a default: ${{{name}:-default}}"
+        else:
+            return text if present is None else present
+        raise ConfigError(f"{path}: {problem}")
 
     if isinstance(value, dict):
-        values = {
-            key: with_variables(each, takes_text, f"{path}.{key}" if path else key) for key, each in value.items()
-        }
+        values = {key: with_variables(one, takes_text, f"{path}.{key}" if path else key) for key, one in value.items()}
         return {key.replace("$${", "${"): each for key, each in values.items()}
     if isinstance(value, list):
         return [with_variables(each, takes_text, path) for each in value]

@@ -130,50 +130,6 @@ def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL)
     return int((labels != ignored).sum())
 
 
-def check_batch(
-    batch: Mapping[str, Any],
-    *,
-    vocab_size: int | None,
-    causal: bool,
-    indices: Sequence[int],
-    classes: int | None = None,
-) -> None:
-    """Raise `DataError` for `input_ids`, or labels of a causal model, outside of [0, vocab_size), and for labels of a classifier
-    outside of [0, classes); None has no limit. `indices` are the dataset indices of the batch's samples."""
-    inputs, labels = batch.get("input_ids"), batch.get("labels")
-    if causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
-        raise DataError(
-            f"labels of samples {some(indices, 8)} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
-            f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
-        )
-    for field, size in {"input_ids": vocab_size, "labels": vocab_size if causal else classes}.items():
-        ids = batch.get(field)
-        if size is None or not isinstance(ids, Tensor) or ids.numel() == 0:
-            continue
-        what, cure = f"vocabulary has {size} tokens (ids", "use the model's own tokenizer, or raise vocab_size"
-        needs = "token ids are integers"
-        if field == "labels" and not causal:
-            what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
-            needs = "classes are integers, and a model with num_labels 1 takes numbers"
-            if ids.is_floating_point() and ids.ndim > 1:
-                continue  # Multi-label targets are floats.
-        if ids.is_floating_point():
-            raise DataError(f"{field} of samples {some(indices, 8)} are {ids.dtype}; {needs}")
-        wrong = (ids < 0) | (ids >= size)
-        if field == "labels":
-            wrong &= ids != IGNORED_LABEL
-        if bool(wrong.any()):
-            where = tuple(int(coordinate) for coordinate in wrong.nonzero()[0])
-            known = ids.ndim > 0 and ids.shape[0] == len(indices)
-            sample = f"sample {indices[where[0]]}" if known else f"one of samples {some(indices, 8)}"
-            place = where[1:] if known else where
-            raise DataError(
-                f"{sample}: {field}{list(place) if place else ''} is {int(ids[where])}, but the model's {what} 0 to {size - 1}"
-                + (f", and {IGNORED_LABEL} for no target)" if field == "labels" else ")")
-                + f"; {cure} in model.config"
-            )
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRules:
     collate: Collate | None = None
@@ -210,8 +166,44 @@ class BatchRules:
                 f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
                 "mapping of the model's argument names to tensors"
             )
-        check_batch(batch, vocab_size=self.vocab_size, causal=self.causal, indices=indices, classes=self.classes)
+        self.check(batch, indices)
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
+
+    def check(self, batch: Mapping[str, Any], indices: Sequence[int]) -> None:
+        """Raise `DataError` for `input_ids`, or labels of a causal model, outside of the vocabulary, and for labels of a classifier
+        outside of its classes. `indices` are the dataset indices of the batch's samples."""
+        inputs, labels, samples = batch.get("input_ids"), batch.get("labels"), some(indices, 8)
+        if self.causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
+            raise DataError(
+                f"labels of samples {samples} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
+                f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
+            )
+        sizes = {"input_ids": self.vocab_size, "labels": self.vocab_size if self.causal else self.classes}
+        for field, size in sizes.items():
+            ids = batch.get(field)
+            if size is None or not isinstance(ids, Tensor) or ids.numel() == 0:
+                continue
+            what, cure = f"vocabulary has {size} tokens (ids", "use the model's own tokenizer, or raise vocab_size"
+            needs = "token ids are integers"
+            if field == "labels" and not self.causal:
+                what, cure = f"head has {size} classes (labels", "number classes from 0, or raise num_labels"
+                needs = "classes are integers, and a model with num_labels 1 takes numbers"
+                if ids.is_floating_point() and ids.ndim > 1:
+                    continue  # Multi-label targets are floats.
+            if ids.is_floating_point():
+                raise DataError(f"{field} of samples {samples} are {ids.dtype}; {needs}")
+            wrong, ignored = (ids < 0) | (ids >= size), ""
+            if field == "labels":
+                wrong, ignored = wrong & (ids != IGNORED_LABEL), f", and {IGNORED_LABEL} for no target"
+            if bool(wrong.any()):
+                where = wrong.nonzero()[0].tolist()
+                known = ids.ndim > 0 and ids.shape[0] == len(indices)
+                sample = f"sample {indices[where[0]]}" if known else f"one of samples {samples}"
+                place = where[1:] if known else where
+                raise DataError(
+                    f"{sample}: {field}{place or ''} is {int(ids[tuple(where)])}, but the model's {what} 0 to "
+                    f"{size - 1}{ignored}); {cure} in model.config"
+                )
 
     def drop_fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         named, library, known = self.named, is_library(self.collate), self.fields is not None
@@ -245,8 +237,7 @@ class BatchRules:
                 f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
                 f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
             )
-        found = self.drop_fields(sample)
-        if not found and sample:
+        if not (found := self.drop_fields(sample)) and sample:
             raise DataError(
                 f"sample {index} has no field that the model's forward takes: "
                 f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, repeat
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -21,11 +21,11 @@ from torch.utils.data import DataLoader
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zeromesh.environment import export
-from zeromesh.errors import DataError, summary
+from zeromesh.errors import DataError, library_errors, summary
 from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, Messages
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.text_sources import Row, TextSource
-from zeromesh.trainer.data.tokenizer import TEMPLATE_ERRORS, TokenArray, Tokenizer, require_bounded
+from zeromesh.trainer.data.tokenizer import Encoded, TokenArray, Tokenizer, require_bounded
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -83,18 +83,15 @@ class Renderer:
         return source.rows(self.needed, self._named(*optional), skipped, whole=form.is_joined)
 
     def _parts(self, row: Row) -> Mapping[str, Any]:
-        form = self.section.rows
-        if form.parts is None:
+        if (form := self.section.rows).parts is None:
             return {name: row.values[name] for name in self._named(*form.needed)}
         names = (*form.needed, *form.optional)
-        try:
+        with library_errors(before=f"{row.where} is no row of data.format {self.section.format}: ", kind=DataError):
             return form.parts({name: row.values.get(own) for name, own in zip(names, self._named(*names), strict=True)})
-        except (TypeError, AttributeError, KeyError) as error:
-            raise DataError(f"{row.where} is no row of data.format {self.section.format}: {summary(error)}") from error
 
     def render(self, row: Row) -> RenderedRow:
         """Render a row. Raises `DataError` for a row that does not fit its format, and for unusable templates."""
-        given, label = self._parts(row), None
+        given = self._parts(row)
         values, form, answering = list(given.values()), self.section.rows, self.section.loss_on == "answers"
         if form.label is not None:
             (name,), (column,) = given, self._named(form.label)
@@ -104,11 +101,11 @@ class Renderer:
                     f"{row.where}: {name!r} is {type(values[0]).__name__} and {column!r} {type(label).__name__}; a row has text "
                     "and the name or number of its class (data.text_field, data.columns: {label: ...})"
                 )
-        elif form.holds == "text" and not isinstance(values[0], str):
+            return RenderedRow(row, values[0], (), False, str(label))
+        if form.holds == "text" and not isinstance(values[0], str):
             (name,), kind = given, type(values[0]).__name__
             raise DataError(f"{row.where}: field {name!r} is {kind}, not text; set data.text_field or remove the row")
-        plain = form.holds != "messages" and all(isinstance(value, str) for value in values)
-        if plain:
+        if plain := form.holds != "messages" and all(isinstance(value, str) for value in values):
             text = "".join(values)
             answers = [(len(text) - len(values[-1]), len(text))]
         else:
@@ -123,8 +120,6 @@ class Renderer:
             elif answering and not marked:
                 answered = [number for number, message in enumerate(whole) if message["role"] == "assistant"]
                 answers = [self._added(row, text, whole, number, number + 1) for number in answered]
-        if label is not None:
-            return RenderedRow(row, text, (), False, str(label))
         return RenderedRow(row, text, tuple(answers) if answering else ((0, len(text)),), plain)
 
     def __getitems__(self, rows: Sequence[Row]) -> list[EncodedRow] | str:
@@ -140,18 +135,16 @@ class Renderer:
         count = 0
         answering = replace(self, section=self.section.model_copy(update={"loss_on": "answers"}))
         for row in rows:
-            rendered = answering.render(row)
-            if rendered.plain:
+            if (rendered := answering.render(row)).plain:
                 return self.tokenizer.end_of_text
             turns = [each for value in self._parts(row).values() for each in value if each.get("role") == "assistant"]
             for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
-                content = str(turn.get("content") or "").strip()
-                if not content:
+                if not (content := str(turn.get("content") or "").strip()):
                     continue
                 # A template closes a turn with one token (white space aside), or the content ends with a special one.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
                 ends = not behind and content.endswith(tuple(map(str, self.tokenizer.special_tokens.values())))
-                closing, inner = self.tokenizer.encode([behind, content])
+                (closing, _), (inner, _) = self.tokenizer.encode([behind, content])
                 found.update(closing.tolist() if len(closing) == 1 else inner[-1:].tolist() if ends else [])
                 count += 1
         token, times = max(found.items(), key=itemgetter(1), default=(None, 0))
@@ -176,12 +169,9 @@ class Renderer:
         """Return the chat template for a row, and the row's tools or None."""
         (name,) = self._named("tools")
         tools = row.values.get(name)
-        try:
+        with library_errors(before=f"{row.where}: field {name!r} is text, and no JSON: ", kind=DataError):
             tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
-        except ValueError as error:
-            raise DataError(f"{row.where}: field {name!r} is text, and no JSON: {error}") from error
-        template = self.tokenizer.template(self.template, tools)
-        if template is None:
+        if (template := self.tokenizer.template(self.template, tools)) is None:
             raise DataError(
                 "data.tokenizer has no chat template; set data.chat_template to a Jinja template, or to a file that holds one "
                 "(chat_template.jinja of a model that was trained on such conversations)"
@@ -197,11 +187,9 @@ class Renderer:
         template, tools = self._template(row)
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
-        try:
-            wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": prompting}
+        wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": prompting}
+        with library_errors(before=f"{row.where}: the chat template refuses it: ", kind=DataError):
             texts, answers = render([messages], tools=tools, **wanted)
-        except TEMPLATE_ERRORS as error:
-            raise DataError(f"{row.where}: the chat template refuses it: {summary(error)}") from error
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 
     def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
@@ -255,13 +243,11 @@ def _batches(rows: Iterable[Row]) -> Iterator[list[Row]]:
 def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[EncodedRow]:
     tokenizer, limit = renderer.tokenizer, renderer.section.sequence_length
     texts = [row.text for row in batch]
-    encoded: Iterable[tuple[TokenArray, TokenArray | None]]
+    encoded: list[Encoded]
     if renderer.section.rows.label is not None:
         encoded = [(np.asarray(tokenizer.encode_prompt(text, limit), np.int64), None) for text in texts]
-    elif all(row.answers == ((0, len(row.text)),) for row in batch):
-        encoded = zip(tokenizer.encode(texts), repeat(None))
     else:
-        encoded = tokenizer.encode_with_offsets(texts)
+        encoded = tokenizer.encode(texts, offsets=any(row.answers != ((0, len(row.text)),) for row in batch))
     prefix_ids = np.asarray(tokenizer.prefix_ids, np.int64)
     for row, (ids, offsets) in zip(batch, encoded, strict=True):
         text_bytes = len(row.text.encode("utf-8", errors="replace"))
@@ -293,7 +279,7 @@ def _targets(
     if not inside:
         return targets, False
     cuts = sorted({0, len(row.text), *(cut for answer in row.answers for cut in answer)})
-    pieces = tokenizer.encode([row.text[begin:end] for begin, end in pairwise(cuts)])
+    pieces = [piece for piece, _ in tokenizer.encode([row.text[begin:end] for begin, end in pairwise(cuts)])]
     if np.array_equal(np.concatenate([*pieces, []]), ids):
         answered = [any(begin <= cut < end for begin, end in row.answers) for cut in cuts[:-1]]
         sizes = np.asarray([len(piece) for piece in pieces], np.int64)

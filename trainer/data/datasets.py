@@ -55,21 +55,13 @@ def load_datasets(
         tokenizer = load_tokenizer(section.tokenizer)
     template = section.chat_template
     if template is not None and "{" not in template and "\n" not in template:
-        path = Path(template).expanduser()
-        if path.is_file():
+        if (path := Path(template).expanduser()).is_file():
             template = read_text(path, cure="save it as UTF-8")
         elif "/" in template or path.suffix:  # Else it may be a name that the tokenizer knows.
             raise DataError(f"data.chat_template: no file {template!r}; give a file, or the template itself")
     if template is not None and isinstance(tokenizer, PretrainedTokenizer):
         tokenizer, template = tokenizer.with_template(template), None
-    return _DatasetLoader(
-        section=section,
-        tokenizer=tokenizer,
-        digest=tokenizer.digest(),
-        template=template,
-        cache=cache or TokenCache(None),
-        tell=tell,
-    ).load()
+    return _DatasetLoader(section, tokenizer, tokenizer.digest(), template, cache or TokenCache(None), tell).load()
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -78,7 +70,7 @@ def is_held_out(key: str, fraction: float) -> bool:
     return int.from_bytes(digest, "little") < fraction * 2.0**64
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _DatasetLoader:
     section: DataSection
     tokenizer: Tokenizer
@@ -112,7 +104,7 @@ class _DatasetLoader:
             total = sum(train.weights)
             shares = [f"{name} {weight / total:.1%}" for name, weight in zip(trained, train.weights, strict=True)]
             self.notes.append(
-                f"data.mixture: {', '.join(shares)} of the sequences; {len(train):,} of them count as an epoch"
+                f"data.mixture: {', '.join(shares)} of the sequences; an epoch has {len(train):,} of them"
             )
         if sources:
             found: dict[str, TokenDataset] = {}
@@ -193,8 +185,7 @@ class _DatasetLoader:
             values += [renderer.columns, self.template, section.loss_on == "answers", section.sequence_length]
         key = None
         if self.digest is not None:
-            described = json.dumps(values).encode(errors="surrogateescape")
-            key = hashlib.blake2b(described, digest_size=16).hexdigest()
+            key = hashlib.blake2b(json.dumps(values).encode(errors="surrogateescape"), digest_size=16).hexdigest()
         skipped: list[str] = []
         counts: Counter[str] = Counter()
         labels: tuple[list[str], list[str]] = ([], [])
@@ -217,10 +208,8 @@ class _DatasetLoader:
                 (held if apart else kept).append(ids, text_bytes=row.text_bytes, targets=targets)
                 labels[apart].extend([] if row.label is None else [row.label])
                 done = kept.amount.text_bytes + held.amount.text_bytes
-                speed = done / max(time.monotonic() - began, 1e-3)
-                self.tell(
-                    f"tokenizing {source.name}: {human_bytes(done)} of {human_bytes(size)}, {human_bytes(speed)}/s"
-                )
+                speed = human_bytes(done / max(time.monotonic() - began, 1e-3))
+                self.tell(f"tokenizing {source.name}: {human_bytes(done)} of {human_bytes(size)}, {speed}/s")
 
         def remarks(tokens: TokenArray, count: int) -> dict[str, Any]:
             found: dict[str, Any] = {"skipped": skipped, "counts": counts, "labels": [*labels[0], *labels[1]]}
@@ -264,8 +253,7 @@ class _DatasetLoader:
                 f"{counted(length, 'token')}; raise data.sequence_length, look whether the messages have an answer of role "
                 "assistant, or set data.loss_on: all"
             )
-        labelled = section.rows.label is not None
-        if labelled:
+        if labelled := section.rows.label is not None:
             own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
             if unknown := set(own) - set(self.classes):
                 raise DataError(f"{where} has classes that the training text does not have: {some(sorted(unknown))}")
@@ -320,18 +308,15 @@ class PictureDataset:
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name. Raises
     `DataError` for folders without pictures in sub-folders, unknown labels, files that are no pictures, and without Pillow."""
-    try:
+    with library_errors(before="data.format: pictures need Pillow: pip install Pillow; ", kind=DataError):
         import PIL.Image  # noqa: F401
-    except ImportError as error:
-        raise DataError(f"data.format: pictures need Pillow: pip install Pillow ({error})") from error
     found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.eval_sets()}.items()}
     listed = found.pop("data.train")
     classes = sorted({label for _, label, _ in listed})
     sets: dict[str, PictureDataset] = {}
     if not found and section.eval_fraction:
         found[EVAL] = [each for each in listed if is_held_out(each[2], section.eval_fraction)]
-        held = {each[0] for each in found[EVAL]}
-        listed = [each for each in listed if each[0] not in held]
+        listed = [each for each in listed if not is_held_out(each[2], section.eval_fraction)]
     for key, files in {"data.train": listed, **found}.items():
         if unknown := {label for _, label, _ in files} - set(classes):
             raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")
@@ -339,8 +324,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
         sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
-    chosen: Any = sets.get(EVAL, sets or None)
-    evaluated = chosen if len(chosen or ()) else None
+    evaluated: Any = sets.get(EVAL, sets) or None
     return RunData(train=train, eval=evaluated, classes=tuple(classes), processor=processor, notes=notes)
 
 
@@ -350,11 +334,8 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
 
     kinds, broken, found = picture_suffixes(), list[str](), list[tuple[Path, str, str]]()
     for root in map(Path, paths_of(source)):
-        folder = root.expanduser()
-        if not folder.is_dir():
-            raise DataError(
-                f"{where}: {str(root)!r} is no folder; give one whose sub-folders, with pictures in them, are the labels"
-            )
+        if not (folder := root.expanduser()).is_dir():
+            raise DataError(f"{where}: {str(root)!r} is no folder; give one whose sub-folders of pictures are labels")
         names = [name for name in files_below(folder) if name.lower().endswith(kinds)]
         if wrong := [name for name in names if name.count("/") != 1]:
             raise DataError(
@@ -369,9 +350,7 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
         except (OSError, ValueError, PIL.Image.DecompressionBombError):
             broken.append(str(path))
     if broken:
-        raise DataError(
-            f"{where}: {len(broken)} of {counted(len(found), 'file')} cannot be read as pictures: {some(broken, 8)}"
-        )
+        raise DataError(f"{where}: {len(broken)} of {counted(len(found), 'file')} are no pictures: {some(broken, 8)}")
     if not found:
         raise DataError(f"{where}: no picture in sub-folders of {', '.join(map(str, paths_of(source)))}")
     return found

@@ -14,6 +14,7 @@ from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
+_SAME_SAMPLES = "datasets and collators must give the same samples for the same index on every rank"
 _COMPARED_ELEMENTS = 65536
 """The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
 
@@ -44,7 +45,6 @@ class RunData:
         return ({} if self.train is None else {"train_dataset": self.train}) | self.evaluation_sets()
 
     def row(self) -> str:
-        """Describe the datasets in one row, for the start of the run."""
         what = f"sequences of {self.train.sequence_length} tokens" if self.tokenizer else "samples"
         train = () if self.train is None else self.train
         text = "a stream" if isinstance(train, StreamedDataset) else f"{len(train):,} {what}"
@@ -88,10 +88,8 @@ class Feeds:
         return self._feed(dataset, plan, shuffle=False)
 
     def by_name(self) -> dict[str, Feed]:
-        train = self.train()
-        return ({} if train is None else {"train_dataset": train}) | {
-            name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()
-        }
+        evaluations = {name: self.evaluation(dataset) for name, dataset in self.data.evaluation_sets().items()}
+        return evaluations if (train := self.train()) is None else {"train_dataset": train, **evaluations}
 
     def example(self) -> dict[str, Any] | None:
         """Return the first batch of the run with the fields that the model accepts; None without data."""
@@ -115,18 +113,14 @@ class Feeds:
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
     """Raise `DataError` where the datasets' kinds and lengths, or `others`, differ between ranks."""
     kinds = {
-        name: "a stream" if isinstance(dataset, StreamedDataset) else f"{counted(len(dataset), 'sample')}"
+        name: "a stream" if isinstance(dataset, StreamedDataset) else counted(len(dataset), "sample")
         for name, dataset in sets.items()
     }
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
     mesh.world.require_same({**kinds, **others}, DataError, advice=advice)
 
 
-def require_same_batches(
-    batches: Sequence[Mapping[str, Any]],
-    mesh: Mesh,
-    cure: str = "datasets and collators must give the same samples for the same index on every rank",
-) -> None:
+def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure: str = _SAME_SAMPLES) -> None:
     """Raise `DataError` where the ranks of a tensor or pipeline group, which share a batch, hold different batches."""
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]

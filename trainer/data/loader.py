@@ -107,8 +107,7 @@ class Workers:
         on_device = is_accelerator(device)
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
-        count = automatic if data.workers == "auto" else data.workers
-        if count and childless:
+        if (count := automatic if data.workers == "auto" else data.workers) and childless:
             raise ConfigError(
                 f"data.workers: {count}, but this process is a daemon of multiprocessing, which may have no children; set it to 0, "
                 "or start the process with daemon=False"
@@ -120,15 +119,15 @@ class Workers:
             return []
         if isinstance(dataset, StreamedDataset):
             return ["data: a worker process of each rank reads the stream" + (", one alone" if self.count > 1 else "")]
-        return [f"data: {self.count} worker process{'es' if self.count > 1 else ''} of each rank"]
+        return [f"data: {counted(self.count, 'worker process')} of each rank"]
 
 
 class _Result(NamedTuple):
-    """A batch and, at the end of a step, the stream state; or the type and text of an error."""
+    """A batch and, at the end of a step, the stream state; or an error."""
 
     batch: Batch
     state: dict[str, Any] | None = None
-    failure: tuple[type[ZeromeshError], str] | None = None
+    failure: ZeromeshError | None = None
 
 
 class BatchLoader(AbstractContextManager["BatchLoader"]):
@@ -196,9 +195,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             made = self._next()
             self._next_position = divmod(step * self.feed.plan.accumulation + index + 1, self.feed.plan.accumulation)
             if made.failure is not None:
-                kind, text = made.failure
                 self.close()
-                raise kind(text)
+                raise made.failure
         self._state = made.state or self._state
         if self._workers.pinned or not self._workers.count:
             return made.batch
@@ -295,7 +293,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of microbatches, by step and index in it. A worker returns errors as text, since not every error can be pickled."""
+    """Dataset of microbatches, by step and index in it. A worker returns errors by their text, as not every one can be pickled."""
 
     def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
@@ -309,11 +307,11 @@ class _BatchMaker(Dataset[_Result]):
             _require_sendable(made.batch, self.feed.plan.microbatch(position[0], self.data_rank, position[1]))
             return made
         except ZeromeshError as error:
-            return _Result({}, failure=(type(error), str(error)))
+            return _Result({}, failure=type(error)(str(error)))
         except Exception as error:  # noqa: BLE001 - whatever the user's code raises
             where = "".join(f", {note}" for note in getattr(error, "__notes__", ()))
             shown = "".join(traceback.format_exception(error)).rstrip()
-            return _Result({}, failure=(DataError, f"a data worker: {summary(error)}{where}\n{shown}"))
+            return _Result({}, failure=DataError(f"a data worker: {summary(error)}{where}\n{shown}"))
 
     def make(self, position: tuple[int, int]) -> _Result:
         """Return the batch of a microbatch by step and index and, for the last one of a step, the state of the stream after it."""

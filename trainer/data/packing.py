@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -43,20 +43,16 @@ class TokenDataset:
     """Class of each document for sequence classification, where each has its own sequence."""
 
     @classmethod
-    def join(
-        cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any
-    ) -> "TokenDataset":
+    def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> Self:
         """Build the dataset of joined documents from token `first`; tokens that fill no sequence are left out."""
-        end = first + amount.tokens // sequence_length * sequence_length
-        begins = range(first, end, sequence_length)
-        ends = range(first + sequence_length, end + 1, sequence_length)
-        placed: dict[str, Any] = {"begins": begins, "ends": ends, "cuts": range(len(begins) + 1)}
+        bounds = range(first, first + amount.tokens + 1, sequence_length)
+        placed: dict[str, Any] = {"begins": bounds[:-1], "ends": bounds[1:], "cuts": range(len(bounds))}
         return cls(text=text, sequence_length=sequence_length, marked=False, **placed, **keys)
 
     @classmethod
     def pack(
         cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
-    ) -> "TokenDataset":
+    ) -> Self:
         """Build the dataset of the marked documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         pieces = range(first, end, _TOKENS_AT_ONCE)
@@ -149,8 +145,7 @@ def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     sequences = 0
     for document in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[document])
-        fits = rooms >> length
-        if fits:
+        if fits := rooms >> length:
             room = length + (fits & -fits).bit_length() - 1
             sequence = with_room[room].pop()
             if not with_room[room]:

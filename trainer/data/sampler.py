@@ -82,8 +82,7 @@ class BatchPlan:
         proportionally less, in rounds of microbatches, as in transformers."""
         if self.epoch_size is None:
             return 0.0
-        per_epoch = self.steps_per_epoch
-        if per_epoch is None:
+        if (per_epoch := self.steps_per_epoch) is None:
             return step * self.global_size / self.epoch_size
         if self.last == "drop":
             return step / per_epoch
@@ -207,8 +206,7 @@ def _permute(index: int, length: int, keys: tuple[int, ...]) -> int:
         for number in range(0, len(keys), 2):
             row = (row + _mix(column ^ keys[number])) % rows
             column = (column + _mix(row ^ keys[number + 1])) % columns
-        index = row * columns + column
-        if index < length:
+        if (index := row * columns + column) < length:
             return index
 
 

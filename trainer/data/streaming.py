@@ -33,11 +33,10 @@ _REREAD, _STATE_TRIED, _STATE_INEXACT, _STATE_TRUSTED = range(1, len(_REASONS))
 
 
 class StreamedDataset:
-    """A stream whose samples are indexed from the start of training, across epochs. `source` is iterated once per epoch; its
-    `set_epoch(n)` is called before each if it has one. Samples are read in blocks of `block`, each with its own random seed; before
-    each, the source's state is saved, and the latest `block` samples stay indexable. `restore` goes on with exactly the next sample
-    (`resume` "exact"; the source's state is used if it reproduces `proof` earlier samples, else the stream is re-read), or trusts
-    the source's state ("state")."""
+    """A stream whose samples are indexed from the start of training, across epochs. `source` is iterated once per epoch, after its
+    `set_epoch(n)` if it has one. Each block of `block` samples has its own random seed, and before it the source's state is saved;
+    the latest `block` samples stay indexable. `restore` goes on with exactly the next sample (`resume` "exact"; the source's state
+    is used if it reproduces `proof` earlier samples, else the stream is re-read), or trusts the source's state ("state")."""
 
     def __init__(
         self, source: Any, *, block: int, seed: int = 0, resume: Literal["exact", "state"] = "exact", proof: int = 4096

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, counted, summary
+from zeromesh.errors import DataError, counted, library_errors, summary
 from zeromesh.trainer.config.sections.formats import format_of
 
 STDLIB = "stdlib"
@@ -98,8 +98,7 @@ class TextSource:
             is_text = whole
             if file.form == "text" and whole:
                 with _text(file.path, file.encoding) as opened:
-                    head = bytes(opened.buffer.read(_PROBE_BYTES))
-                is_text = "\0" not in head.decode(_encoding_of(head, file.encoding), errors="ignore")
+                    is_text = "\0" not in bytes(opened.buffer.read(_PROBE_BYTES)).decode(opened.encoding, "ignore")
             if file.form == "text" and not is_text:
                 if file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
@@ -129,9 +128,8 @@ class TextSource:
     def columns(self) -> frozenset[str]:
         """Return the column names of the first row; empty for text, and without a row that can be read."""
         with suppress(DataError):
-            return frozenset(
-                next(chain.from_iterable(_records(file) for file in self.files if file.form != "text"), {})
-            )
+            rows = chain.from_iterable(_records(file) for file in self.files if file.form != "text")
+            return frozenset(next(rows, {}))
         return frozenset()
 
     def description(self) -> list[Any]:
@@ -153,9 +151,7 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     try:
         "".encode(encoding)
     except (LookupError, UnicodeError) as error:
-        raise DataError(
-            f"data.encoding: {error}; give one that Python knows, such as utf-8, cp1252 or koi8-r"
-        ) from error
+        raise DataError(f"data.encoding: {error}; give one of Python's, such as utf-8, cp1252 or koi8-r") from error
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []
@@ -203,8 +199,7 @@ def stdlib_source(root: Path | None = None) -> TextSource:
     of Python. Raises `DataError` where Python was installed without its source."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _MACHINE_FILES.search(key))
-    files = tuple(SourceFile(path=root / key, key=key) for key in keys)
-    if not files:
+    if not (files := tuple(SourceFile(path=root / key, key=key) for key in keys)):
         raise DataError(f"data.train 'stdlib': no Python source in {str(root)!r}; give a text file instead")
     return TextSource(name=STDLIB, files=files)
 
@@ -219,7 +214,8 @@ def read_text(path: Path, encoding: str = "utf-8", *, cure: str = _ENCODING_ADVI
 def _text(path: Path, encoding: str, cure: str = _ENCODING_ADVICE) -> Iterator[io.TextIOWrapper]:
     try:
         with _CountingReader(_DECOMPRESSORS.get(path.suffix.lower(), Path.open)(path, "rb")) as file:
-            encoding = _encoding_of(file.peek(_PROBE_BYTES), encoding)
+            head = file.peek(_PROBE_BYTES)
+            encoding = next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
             yield io.TextIOWrapper(file, encoding, newline="\n")
     except UnicodeError as error:
         what = str(error)  # For example, UTF-16 without a byte order mark.
@@ -250,10 +246,6 @@ class _CountingReader(io.BufferedReader):
         return found
 
 
-def _encoding_of(head: bytes, encoding: str) -> str:
-    return next((name for mark, name in _BOMS.items() if head.startswith(mark)), encoding)
-
-
 def files_below(root: Path, skipped: Sequence[str] = ()) -> list[str]:
     """Return the sorted relative POSIX paths of all files below `root`, except hidden and `skipped` folders."""
     found: list[Path] = []
@@ -265,16 +257,13 @@ def files_below(root: Path, skipped: Sequence[str] = ()) -> list[str]:
 
 def _hub_files(spec: str, where: str) -> list[SourceFile]:
     """Return the Arrow files of a Hub dataset in the cache of datasets, downloading it if needed."""
-    match = re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)
-    if match is None:
+    if (match := re.fullmatch(rf"{HUB}([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?::(\w[\w.-]*))?", spec)) is None:
         raise DataError(f"{where}: {spec!r} is no dataset of the Hub; give {HUB_FORM}")
     import datasets
 
     name, config, split = match.groups()
-    try:
+    with library_errors(before=f"{where}: {spec!r} cannot be had: ", kind=DataError):
         found = datasets.load_dataset(name, config, split=split or "train")
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{where}: {spec!r} cannot be had: {summary(error)}") from error
     paths = [Path(each["filename"]) for each in found.cache_files]
     return [SourceFile(path=path, key=f"{spec}/{path.name}", named=True) for path in paths]
 
@@ -282,12 +271,8 @@ def _hub_files(spec: str, where: str) -> list[SourceFile]:
 def _records(file: SourceFile) -> Iterator[dict[str, Any]]:
     if file.path.stat().st_size == 0:  # datasets raises for a file without a first row
         return
-    try:
+    with library_errors(before=f"{str(file.path)!r} cannot be read as {file.form}: ", kind=DataError):
         yield from _READERS[file.form](file)
-    except DataError:
-        raise
-    except Exception as error:  # libraries raise errors of any kind for a damaged file
-        raise DataError(f"{str(file.path)!r} cannot be read as {file.form}: {summary(error)}") from error
 
 
 def _arrow_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
@@ -334,9 +319,7 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
                 found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
             for row in found if isinstance(found, list) else [found]:
                 if not isinstance(row, dict):
-                    raise DataError(
-                        f"{str(file.path)!r} line {number} is a {type(row).__name__}; rows are objects of columns"
-                    )
+                    raise DataError(f"{str(file.path)!r} line {number} is a {type(row).__name__}; a row is an object")
                 yield row
 
 

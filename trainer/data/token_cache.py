@@ -102,28 +102,26 @@ class StoredText:
             self.blocks[block] = None
 
 
+@dataclass(frozen=True, slots=True)
 class TokenCache:
     """Cache entries below a directory that is made on demand; with None, entries are temporary and deleted once mapped."""
 
-    def __init__(self, root: Path | None, note: Callable[[str], None] = lambda text: None) -> None:
-        self._root = root
-        self._notify = note
+    root: Path | None
+    note: Callable[[str], None] = lambda text: None
 
-    def get(
-        self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool = False
-    ) -> StoredText:
+    def get(self, key: str | None, vocab_size: int, write: _Write, remarks: _Remarks, *, marked: bool) -> StoredText:
         """Return the entry of a key. A missing entry is created: `write` gets a writer of kept and one of held-out documents, whose
         tokens are `marked` or not, and `remarks` gets all tokens and the number of kept ones, and returns JSON values to store. An
         entry without a key is private to the process. Raises `StorageError` if the entry cannot be written."""
-        path = None if self._root is None or key is None else self._root / key
+        path = None if self.root is None or key is None else self.root / key
         try:
-            if path is not None and path.exists():
-                try:
-                    return _open(path)
-                except (DataError, OSError, ValueError, TypeError, KeyError) as error:
-                    self._notify(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
-                    shutil.rmtree(path)
             if path is not None:
+                if path.exists():
+                    try:
+                        return _open(path)
+                    except (DataError, OSError, ValueError, TypeError, KeyError) as error:
+                        self.note(f"tokens in {path} are damaged ({error}); the text is tokenised anew")
+                        shutil.rmtree(path)
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 for left in path.parent.glob(".*.tmp"):
                     with suppress(OSError):
@@ -138,7 +136,7 @@ class TokenCache:
                     Path(folder).rename(path)
             return _open(path)
         except OSError as error:
-            where = str(self._root or tempfile.gettempdir())
+            where = str(self.root or tempfile.gettempdir())
             raise StorageError(f"tokens cannot be kept in {where!r} ({error}); set data.cache") from error
 
 
@@ -177,8 +175,7 @@ def _open(folder: Path) -> StoredText:
     dtype = np.dtype(entry["dtype"])
     nbytes = (kept.tokens + held.tokens) * dtype.itemsize
     with open(open_regular(folder / _TOKENS, os.O_RDONLY), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != nbytes:
+        if (size := os.fstat(file.fileno()).st_size) != nbytes:
             raise DataError(f"{_TOKENS} has {size:,} bytes, and {nbytes:,} were written")
         memory = mmap.mmap(file.fileno(), nbytes, prot=mmap.PROT_READ) if nbytes else b""
     same = {name: entry[name] for name in ("largest", "digest", "remarks", "blocks")}

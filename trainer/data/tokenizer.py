@@ -20,13 +20,15 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from zeromesh.errors import DataError, library_errors, summary
+from zeromesh.errors import DataError, library_errors
 
 BYTES = "bytes"
 _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
+Encoded = tuple[TokenArray, TokenArray | None]
+"""The ids of a text, and the offsets of its tokens, if known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,13 +42,10 @@ class ByteTokenizer:
     prefix_ids: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the UTF-8 bytes of each text, uint8. Lone surrogates, which have no bytes, become '?'."""
-        return [np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8) for text in texts]
-
-    def encode_with_offsets(self, texts: Sequence[str]) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the UTF-8 bytes of each text, and None for offsets: pieces of a text, encoded one by one, give the same bytes."""
-        return [(ids, None) for ids in self.encode(texts)]
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
+        """Return the UTF-8 bytes of each text, uint8, in which lone surrogates become '?', and None for offsets: pieces of a text,
+        encoded one by one, give the same bytes."""
+        return [(np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8), None) for text in texts]
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
         return list(text.encode("utf-8", errors="replace")[:limit])
@@ -105,14 +104,9 @@ class PretrainedTokenizer:
         pad = self.tokenizer.pad_token_id
         return self.end_of_text if pad is None else int(pad)
 
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Return the ids of each text without special tokens, int64."""
-        return [ids for ids, _ in self.encode_with_offsets(texts, offsets=False)]
-
-    def encode_with_offsets(
-        self, texts: Sequence[str], *, offsets: bool = True
-    ) -> list[tuple[TokenArray, TokenArray | None]]:
-        """Return the ids of each text and the character offsets `[begin, end)` of its tokens, int64 `[tokens, 2]`, or None."""
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
+        """Return the ids of each text without special tokens, int64, and with `offsets` the character offsets `[begin, end)` of
+        tokens, int64 `[tokens, 2]`, if the tokenizer has them, else None."""
         if not texts:
             return []
         offsets = offsets and getattr(self.tokenizer, "is_fast", False)
@@ -134,11 +128,9 @@ class PretrainedTokenizer:
         if not getattr(self.tokenizer, "chat_template", None):
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         self.require_bounded_template()
-        try:
-            keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        with library_errors(before="the chat template refuses these messages: ", kind=DataError):
             return list(self.tokenizer.apply_chat_template(list(messages), **keys))
-        except TEMPLATE_ERRORS as error:
-            raise DataError(f"the chat template refuses these messages: {summary(error)}") from error
 
     def require_bounded_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None):
@@ -182,9 +174,7 @@ class PretrainedTokenizer:
         """Return a copy with the `given` chat template, text or a name, so that a model is saved with the one it learnt."""
         own, named = copy.deepcopy(self.tokenizer), getattr(self.tokenizer, "chat_template", None)
         if "{" not in given and not (isinstance(named, Mapping) and given in named):
-            raise DataError(
-                f"data.chat_template: {given!r} is no template, no file and no name of the tokenizer's templates"
-            )
+            raise DataError(f"data.chat_template: {given!r} is no template, file or name of the tokenizer's templates")
         own.chat_template = self.template(given, None)
         return PretrainedTokenizer(tokenizer=own)
 
@@ -207,7 +197,7 @@ _BOUNDED_TEMPLATES: set[str] = set()
 """Chat templates that this process has rendered within the limits of time and memory, and does not try again."""
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+_TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 _TOOL_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
 _QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
@@ -237,7 +227,7 @@ def require_bounded(
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
             for messages, tools in product((*conversations, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
-                with suppress(*TEMPLATE_ERRORS):
+                with suppress(*_TEMPLATE_ERRORS):
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
             code = 1
@@ -258,8 +248,7 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     """Load the tokenizer of `data.tokenizer`, `bytes` for None, without downloads or code of the directory. Raises `DataError`."""
     if spec is None or spec == BYTES:
         return ByteTokenizer()
-    path = Path(spec).expanduser()
-    if not path.is_dir():
+    if not (path := Path(spec).expanduser()).is_dir():
         raise DataError(
             f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are "
             "not looked up: save the tokenizer with save_pretrained and give that directory"

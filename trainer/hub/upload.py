@@ -31,8 +31,7 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
     """Write transformers' draft of a model card; `values` are the user's fields, by transformers' names."""
     config, mesh = trainer.run.config, trainer.mesh
     values = {"model_name": trainer.hub_model_id.rpartition("/")[2], **values}
-    tags = getattr(trainer.model, "model_tags", None)
-    if tags:
+    if tags := getattr(trainer.model, "model_tags", None):
         own = values.get("tags") or []
         values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
     described = SimpleNamespace(  # The attributes that transformers reads for a card.
@@ -83,13 +82,9 @@ def push(
     def upload() -> CommitInfo:
         if isinstance(getattr(trainer.model, "config", None), PreTrainedConfig):
             _write_model_card(trainer, directory, card)
-        return huggingface_hub.HfApi().upload_folder(
-            repo_id=repository,
-            folder_path=directory,
-            commit_message=message,
-            token=token,
-            revision=revision or trainer.config.hub.revision,
-        )
+        keys: Any = {"commit_message": message, "token": token, "revision": revision or trainer.config.hub.revision}
+        commit: CommitInfo = huggingface_hub.HfApi().upload_folder(repo_id=repository, folder_path=directory, **keys)
+        return commit
 
     def work() -> None:
         try:

@@ -10,7 +10,6 @@ import torch
 
 from zeromesh.errors import ConfigError, counted, library_errors
 from zeromesh.files import read_whole
-from zeromesh.trainer.data.collate import check_batch
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 from zeromesh.trainer.generation.prompts import parse_prompts, split_prompt, tokens_of
@@ -47,7 +46,7 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
                 raise ConfigError(f"prompt {number} has {', '.join(options)}; run.generation says how, for all prompts")
             ids = torch.tensor([tokens_of(given, tokenizer, f"prompt {number}")])
             batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-            check_batch(batch, vocab_size=run.model.feeds.rules.vocab_size, causal=False, indices=[number])
+            run.model.feeds.rules.check(batch, [number])
             generation.inputs(batch, [number])
             batches.append((given if isinstance(given, str) else json.dumps(given, ensure_ascii=False), batch))
 

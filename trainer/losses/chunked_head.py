@@ -6,14 +6,14 @@ import math
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
@@ -30,77 +30,61 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 
 @dataclass(kw_only=True, slots=True)
 class _HeadCall:
-    targets: torch.Tensor  # [tokens]
+    targets: Tensor  # [tokens]
     seed: float
     count: int
-    result: torch.Tensor | None = None
+    result: Tensor | None = None
 
 
+@dataclass(kw_only=True, slots=True, eq=False)
 class ChunkedHead:
     """Replaces the `forward` of a model's output embedding, an `nn.Linear`, during `run`, and by the route "loss_function" the
     model's `loss_function`. `chunk_tokens` is the number of tokens whose logits exist at once; None minimises memory. The first run
     checks `change`, the transformation of logits before the loss. `kernel` takes the arguments of `chunked_cross_entropy`."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        route: Route,
-        chunk_tokens: int | None = None,
-        change: LogitChange = UNCHANGED,
-        kernel: Callable[..., torch.Tensor] = chunked_cross_entropy,
-    ) -> None:
-        self._model = model
-        self.vocabulary = len(output_layer(model).weight)
-        self._route = route
-        self._chunk_tokens = chunk_tokens
-        self._change = change
-        self._kernel = kernel
-        self._probes: torch.Tensor | None = None
-        self.found: LogitChange | None = None
-        """The transformation of the logits that the first run has measured."""
+    model: Any
+    route: Route
+    chunk_tokens: int | None = None
+    change: LogitChange = UNCHANGED
+    kernel: Callable[..., Tensor] = chunked_cross_entropy
+    vocabulary: int = field(init=False)
+    found: LogitChange | None = field(default=None, init=False)
+    """The transformation of the logits that the first run has measured."""
+    _probes: Tensor | None = field(default=None, init=False)
 
-    def run(
-        self, model: Any, inputs: dict[str, Any], *, targets: torch.Tensor, seed: float, count: int
-    ) -> torch.Tensor:
+    def __post_init__(self) -> None:
+        self.vocabulary = len(output_layer(self.model).weight)
+
+    def run(self, model: Any, inputs: dict[str, Any], *, targets: Tensor, seed: float, count: int) -> Tensor:
         """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
         `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
         current = _HeadCall(targets=targets.reshape(-1), seed=seed, count=count)
         with ExitStack() as undone:
-            undone.callback(override(output_layer(self._model), "forward", partial(self._forward, current)))
-            if self._route == "logits":
+            undone.callback(override(output_layer(self.model), "forward", partial(self._forward, current)))
+            if self.route == "logits":
                 return self._check_logits(current, model(**_without_labels(model, inputs)).logits)
-            undone.callback(override(self._model, "_loss_function", partial(self._loss, current)))
+            undone.callback(override(self.model, "_loss_function", partial(self._loss, current)))
             # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
-            loss: torch.Tensor = model(**inputs).loss * count
+            loss: Tensor = model(**inputs).loss * count
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         return loss
 
-    def _forward(self, current: _HeadCall, hidden: torch.Tensor) -> torch.Tensor:
+    def _forward(self, current: _HeadCall, hidden: Tensor) -> Tensor:
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
-        if rows.shape[0] != current.targets.numel():
-            raise PhaseError(f"{rows.shape[0]} hidden states reached the head for {current.targets.numel()} labels")
+        count, width = rows.shape
+        if count != current.targets.numel():
+            raise PhaseError(f"{count} hidden states reached the head for {current.targets.numel()} labels")
         # The head is looked up for each call, as a divided model gets its own head back after training.
-        head: nn.Linear | ColumnParallelLinear = output_layer(self._model)
-        parts: dict[str, Any] = {}
+        head: nn.Linear | ColumnParallelLinear = output_layer(self.model)
+        chunk = self.chunk_tokens or chunk_for(count, width, rows.dtype, trained=head.weight.requires_grad)
+        keys: Any = {"seed": current.seed, "count": current.count, "chunk_tokens": chunk, "change": self.change}
         if isinstance(head, ColumnParallelLinear):
-            parts = {"sizes": head.sizes, "exchange": head.exchange}
-        total = self._kernel(
-            rows,
-            head.weight,
-            head.bias,
-            current.targets.to(rows.device),
-            seed=current.seed,
-            chunk_tokens=self._chunk_tokens
-            or chunk_for(rows.shape[0], rows.shape[1], rows.dtype, trained=head.weight.requires_grad),
-            change=self._change,
-            count=current.count,
-            **parts,
-        )
-        if self._route == "loss_function":
+            keys |= {"sizes": head.sizes, "exchange": head.exchange}
+        total = self.kernel(rows, head.weight, head.bias, current.targets.to(rows.device), **keys)
+        if self.route == "loss_function":
             total = total / max(1, current.count)
         if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
             self._probes = total.new_tensor(_PROBES)  # The tensor is kept, as a copy to a device blocks the host.
@@ -109,10 +93,10 @@ class ChunkedHead:
         current.result = returned[0, 0, 0].clone()
         return returned
 
-    def _loss(self, current: _HeadCall, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _loss(self, current: _HeadCall, /, *args: Any, **kwargs: Any) -> Tensor:
         return self._check_logits(current, args[0] if args else kwargs["logits"])
 
-    def _check_logits(self, current: _HeadCall, logits: torch.Tensor) -> torch.Tensor:
+    def _check_logits(self, current: _HeadCall, logits: Tensor) -> Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None and not logits.is_meta:  # Meta tensors have no values.
@@ -128,9 +112,9 @@ class ChunkedHead:
             if not torch.allclose(made, expected, rtol=rounding, atol=0):
                 raise PhaseError("the model changes its logits between the head and the loss")
             self.found = change
-            if not self.found.close_to(self._change):
+            if not self.found.close_to(self.change):
                 raise PhaseError(
-                    f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self._change}; "
+                    f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self.change}; "
                     "set model.loss: native"
                 )
         return current.result
@@ -164,35 +148,24 @@ class LigerLoss:
     def __init__(self) -> None:
         if current_accelerator() is None:
             raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
-        try:
+        with library_errors(_KEY, "liger needs the package liger-kernel: pip install liger-kernel; "):
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-        except ImportError as error:
-            raise ConfigError("liger needs the package liger-kernel: pip install liger-kernel", where=_KEY) from error
-        self._fused: Callable[..., torch.Tensor] = liger_fused_linear_cross_entropy
+        self._fused: Callable[..., Tensor] = liger_fused_linear_cross_entropy
         self._tried = False
 
     def __call__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        *,
-        change: LogitChange,
-        **settings: Any,
-    ) -> torch.Tensor:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, change: LogitChange, **keys: Any
+    ) -> Tensor:
         """Return the sum of the losses; arguments are those of `chunked_cross_entropy`. Raises `ConfigError` for a head that
         liger's kernels do not support, and if the trial finds another result."""
-        if "exchange" in settings or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
+        if "exchange" in keys or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
             raise ConfigError(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
                 "after a bias); take auto",
                 where=_KEY,
             )
 
-        def compute(
-            rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-        ) -> torch.Tensor:
+        def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
             scaled = rows if change.scale == 1 else rows * change.scale
             cap = change.cap or None
             # Sums over several chunks need more than 16 bits.

@@ -20,18 +20,14 @@ from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrai
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 
-ComputeLoss = Callable[
-    [nn.Module, Mapping[str, Any]], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]
-]
+Batch = Mapping[str, Any]
+ComputeLoss = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]]
 """A user's `(model, batch) -> (sum, count)`, a scalar sum of losses and their number, and perhaps scalars to log, by name."""
 
 LossMode = Literal["auto", "native", "liger"]
 # The library's names of losses (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
-_LABELLED = (
-    *("ForTokenClassification", "ForSequenceClassification"),
-    *("ForImageClassification", "ForVideoClassification", "ForAudioClassification"),
-)
+_LABELLED = tuple(f"For{kind}Classification" for kind in ("Token", "Sequence", "Image", "Video", "Audio"))
 _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")  # without `loss_type` in the library
 _POSITIONS = ("start_positions", "end_positions")
 _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
@@ -41,9 +37,9 @@ _Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
 @dataclass(kw_only=True)
 class Loss:
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
-    count: Callable[[Mapping[str, Any]], int | None]
+    count: Callable[[Batch], int | None]
     """Count the targets of a batch from its labels; None if only forward counts them. Raises `DataError` without labels."""
-    compute: Callable[[Any, Mapping[str, Any], int, float | None], _Computed]
+    compute: Callable[[Any, Batch, int, float | None], _Computed]
     """Compute the loss of a batch from the model, the batch, its number of targets (0 if only forward counts them) and the gradient
     of the sum from which backward starts; None computes the outputs too."""
     notes: tuple[str, ...] = ()
@@ -54,18 +50,14 @@ class Loss:
     """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
 
-    def __call__(
-        self, model: nn.Module, batch: Mapping[str, Any], *, seed: float, targets: int | None = None
-    ) -> Tensor:
+    def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
         """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients); 0,
         with gradients of 0, without targets. `targets` is the batch's `count` before it went to a device; None counts here."""
         counted = self.count(batch) if targets is None else targets
         total, _, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, seed)
         return total
 
-    def with_outputs(
-        self, model: nn.Module, batch: Mapping[str, Any], *, targets: int | None = None
-    ) -> tuple[Tensor, Any]:
+    def with_outputs(self, model: nn.Module, batch: Batch, *, targets: int | None = None) -> tuple[Tensor, Any]:
         """Return the sum of the losses, 0 for a batch without labels, and the model's outputs."""
         if self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             self.last_count = 0
@@ -76,11 +68,7 @@ class Loss:
 
 
 def make_loss(
-    model: nn.Module,
-    *,
-    mode: LossMode = "auto",
-    compute_loss: ComputeLoss | None = None,
-    smoothing: float = 0.0,
+    model: nn.Module, *, mode: LossMode = "auto", compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
 ) -> Loss:
     """Return the loss of `model`, which is undivided, may be on the meta device, and is not run. `auto` computes a language model's
     loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients.
@@ -99,8 +87,7 @@ def make_loss(
         return _label_loss(model, line, causal=causal, smoothing=smoothing)
     if compute_loss is not None:
         return _user_loss(compute_loss)
-    inside = pretrained_of(model)
-    if inside is None:
+    if (inside := pretrained_of(model)) is None:
         return _example_loss(f"the loss of {type(model).__name__}")
     if is_adapted(model) and learns_prompts(model):
         raise ConfigError(
@@ -153,7 +140,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
     if mode != "native" and verdict.route is not None:
         kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
-        head = ChunkedHead(model, route=verdict.route, change=verdict.change, kernel=kernel)
+        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change, kernel=kernel)
         how = " by liger-kernel" if mode == "liger" else ""
         how += "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         notes.append(Detail(f"loss: cross entropy in chunks of tokens{how}, equal to the model's own in a trial"))
@@ -169,8 +156,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
 
 def _shifts_labels(model: Any) -> bool | None:
     """Return True if a language model shifts its labels; None for an unknown kind."""
-    kind = getattr(model, "loss_type", None)
-    if kind not in _LANGUAGE:
+    if (kind := getattr(model, "loss_type", None)) not in _LANGUAGE:
         return None
     return kind != "ForMaskedLM" and not getattr(model.config, "is_encoder_decoder", False)
 
@@ -188,7 +174,7 @@ def _label_loss(
     # Each position is read once: a key-value cache would only take memory.
     fixed = {"use_cache": False} if "use_cache" in signature(type(model).forward).parameters else {}
 
-    def count(batch: Mapping[str, Any]) -> int:
+    def count(batch: Batch) -> int:
         copied = "for a causal model a copy of input_ids, -100 where nothing is to be learnt"
         labels = _tensor_of(batch, "labels", f"Give each sample labels ({copied}), or a data_collator that does")
         found = count_targets(labels, causal=causal, ignored=ignored)
@@ -196,7 +182,7 @@ def _label_loss(
             require_targets_in(labels[..., 1:] if causal else labels, head.vocabulary)
         return found
 
-    def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> _Computed:
         inputs, labels = {**fixed, **batch}, batch["labels"]
         if head is not None and seed is not None:
             targets = shifted(labels) if causal else labels
@@ -223,7 +209,7 @@ def _answer_loss() -> Loss:
     """Return the loss of extractive question answering: cross entropy of the start and of the end of an answer; both count, unless
     they lie beyond the sequence. Its mean equals the model's own loss if each example has both positions or none."""
 
-    def answers(batch: Mapping[str, Any]) -> list[Tensor]:
+    def answers(batch: Batch) -> list[Tensor]:
         fields = (batch.get(name) for name in ("input_ids", "inputs_embeds"))
         length = next((each.shape[1] for each in fields if isinstance(each, Tensor) and each.dim() > 1), None)
         if length is None:
@@ -232,7 +218,7 @@ def _answer_loss() -> Loss:
         found = [_tensor_of(batch, name, cure).reshape(-1) for name in _POSITIONS]
         return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
 
-    def compute(model: Any, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, count: int, seed: float | None) -> _Computed:
         outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
         total = torch.zeros((), device=outputs.start_logits.device)
         for logits, targets in zip((outputs.start_logits, outputs.end_logits), answers(batch), strict=True):
@@ -240,7 +226,7 @@ def _answer_loss() -> Loss:
             total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         return total, outputs, count, {}
 
-    def count(batch: Mapping[str, Any]) -> int:
+    def count(batch: Batch) -> int:
         return sum(count_targets(positions, causal=False) for positions in answers(batch))
 
     return Loss(kind="answers", count=count, compute=compute)
@@ -252,7 +238,7 @@ def _transcript_loss(reduction: str) -> Loss:
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 
-    def compute(model: Any, batch: Mapping[str, Any], found: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> _Computed:
         outputs = model(**batch)
         return outputs.loss * (1 if reduction == "sum" else found), outputs, found, {}
 
@@ -267,15 +253,14 @@ def _transcript_loss(reduction: str) -> Loss:
 def _example_loss(what: str) -> Loss:
     """Return a module's own scalar loss as a mean over the batch's examples (dim 0 of its first tensor)."""
 
-    def count(batch: Mapping[str, Any]) -> int:
+    def count(batch: Batch) -> int:
         for value in batch.values():
             if isinstance(value, Tensor) and value.dim() > 0:
                 return value.shape[0]
         raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
-    def compute(model: nn.Module, batch: Mapping[str, Any], count: int, seed: float | None) -> _Computed:
-        output = model(**batch)
-        if isinstance(output, Mapping):
+    def compute(model: nn.Module, batch: Batch, count: int, seed: float | None) -> _Computed:
+        if isinstance(output := model(**batch), Mapping):
             found = output.get("loss")
         else:
             found = output[0] if isinstance(output, tuple | list) and output else getattr(output, "loss", output)
@@ -292,8 +277,7 @@ def _example_loss(what: str) -> Loss:
 
 
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
-
-    def compute(model: nn.Module, batch: Mapping[str, Any], _: int, seed: float | None) -> _Computed:
+    def compute(model: nn.Module, batch: Batch, _: int, seed: float | None) -> _Computed:
         result: Any = compute_loss(model, batch)
         number = int | float | str | Tensor
         whole = isinstance(result, tuple) and len(result) in (2, 3)
@@ -331,12 +315,11 @@ def _scalars_of(outputs: Any) -> dict[str, Any]:
     return found
 
 
-def _tensor_of(batch: Mapping[str, Any], name: str, cure: str) -> Tensor:
-    value = batch.get(name)
-    if not isinstance(value, Tensor):
+def _tensor_of(batch: Batch, name: str, cure: str) -> Tensor:
+    if not isinstance(value := batch.get(name), Tensor):
         raise DataError(f"the batch has no `{name}` tensor; it has {_field_names(batch)}. {cure}")
     return value
 
 
-def _field_names(batch: Mapping[str, Any]) -> str:
+def _field_names(batch: Batch) -> str:
     return ", ".join(map(str, batch)) or "nothing"

@@ -1,6 +1,5 @@
 """Trials on a small copy in float64: of the targets that a model's loss averages over, of the chunked head in its place, and of
-packed documents. Restarting position ids separate documents only in models that derive masks from them; others mix tokens, as do
-recurrence and convolution."""
+packed documents. Restarting position ids separate documents only in masks derived from them, not in recurrence and convolution."""
 
 import inspect
 from collections.abc import Callable
@@ -62,13 +61,11 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
             one, two = (small(input_ids=each).logits[:, :-1] for each in (ids, other))
         if not torch.allclose(one, two, rtol=1e-9, atol=1e-9):  # Earlier logits depend on the last token.
             return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
-    if auxiliary:
-        auxiliary = not _is_mean_over(small, causal)
+    auxiliary = auxiliary and not _is_mean_over(small, causal)
     if reason := _unlike_its_class(model):
         return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
     for route in get_args(Route):
-        found = _try_chunked_head(small, route, causal=causal)
-        if isinstance(found, LogitChange):
+        if isinstance(found := _try_chunked_head(small, route, causal=causal), LogitChange):
             return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
         reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
@@ -76,8 +73,7 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
 
 def _unlike_its_class(model: Any) -> str:
     """Return the reason why logits may differ from those of a copy of the class; empty if none."""
-    head = output_layer(model)
-    if type(head) is not nn.Linear:
+    if type(head := output_layer(model)) is not nn.Linear:
         return f"its head is a {type(head).__module__}.{type(head).__name__}, and no nn.Linear"
     if "forward" in vars(model) or "forward" in vars(head):
         return "forward of the model or of its head was replaced"
@@ -86,8 +82,7 @@ def _unlike_its_class(model: Any) -> str:
 
 def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange | str:
     """Return the transformation of `small`'s logits if the chunked head gives the same loss and gradients, else why not."""
-    head = small.get_output_embeddings()
-    if type(head) is not nn.Linear:
+    if type(head := small.get_output_embeddings()) is not nn.Linear:
         return f"its head is a {type(head).__name__}, not a Linear"
     inputs = _inputs(small)
     count = count_targets(inputs["labels"], causal=causal)
@@ -98,7 +93,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         with small_copy.InFloat64():
             own = _gradients(small, lambda: small(**inputs).loss * count)
             while True:
-                chunked = ChunkedHead(small, route=route, chunk_tokens=3, change=change)
+                chunked = ChunkedHead(model=small, route=route, chunk_tokens=3, change=change)
                 run = partial(chunked.run, small, inputs, targets=targets, seed=1.0, count=count)
                 try:
                     found = _gradients(small, run)
@@ -161,8 +156,7 @@ def require_separate_documents(model: nn.Module) -> None:
     """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     inside = pretrained_of(model)
     reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
-    found = _difference(inside) if reads else "takes no position_ids, which separate documents"
-    if found:
+    if found := _difference(inside) if reads else "takes no position_ids, which separate documents":
         raise ConfigError(
             f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
             "data.packing: false, which gives each a sequence of its own",

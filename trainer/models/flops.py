@@ -66,8 +66,7 @@ class ModelFlops:
         return cls(dense=dense, attention=12.0 * heads * size, windows=windows)
 
     def of_step(self, tokens: int, length: float) -> float:
-        seen = sum(min(window, length) for window in self.windows)
-        return tokens * (self.dense + self.attention * seen)
+        return tokens * (self.dense + self.attention * sum(min(window, length) for window in self.windows))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
@@ -82,7 +81,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 @cache
 def _timed(device: torch.device, dtype: torch.dtype, threads: int) -> float:
-
     def seconds(size: int) -> float:
         left = torch.ones(size, size, dtype=dtype, device=device)
         out = torch.empty_like(left)

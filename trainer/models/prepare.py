@@ -6,7 +6,7 @@ on a block then run once, outside of the recomputation, which is what an engine 
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
 
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.kernels.cpu_matmul import linear, product_dtype
 from zeromesh.offload import Tiers, allocate_lasting
 from zeromesh.offload.accelerator import device_name, is_accelerator, multiplies_float8
@@ -33,33 +33,23 @@ from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
 
 Mode = Literal["none", "block", "selective"]
+_Function = Callable[..., Any]
 
 # `selective` keeps the results of matrix products and fused attention, which are expensive. It does not keep batched
 # products, which unfused attention uses for scores of shape [sequence, sequence] per head.
 _KEPT_OPERATORS = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
-    "zeromesh::wide_linear",
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_flash_attention_for_cpu",
-    "aten::_scaled_dot_product_efficient_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
+    *("aten::mm", "aten::addmm", "aten::_grouped_mm", "zeromesh::wide_linear"),
+    *("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu"),
+    *("aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention"),
     "aten::_scaled_dot_product_fused_attention_overrideable",
-    "flash_attn::_flash_attn_forward",
-    "flash_attn::_flash_attn_varlen_forward",
-    "flash_attn_3::_flash_attn_forward",
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"),
 )
 
 _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 
 
 def enable_activation_checkpointing(
-    model: nn.Module,
-    mode: Mode,
-    *,
-    blocks: Sequence[nn.Module] | None = None,
-    store: ActivationStore | None = None,
+    model: nn.Module, mode: Mode, *, blocks: Sequence[nn.Module] | None = None, store: ActivationStore | None = None
 ) -> int:
     """Checkpoint the activations of `model`'s blocks, by a Hugging Face model's layers themselves, else of `blocks`; returns their
     number. By `mode`, layers may recompute as the model was given (none), a block keeps its inputs and is recomputed whole (block),
@@ -83,8 +73,7 @@ def enable_activation_checkpointing(
             )
         return len(_innermost(own))
     by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)
-    recomputed = _innermost(layers) if by_itself else list(blocks or ())
-    if not recomputed:
+    if not (recomputed := _innermost(layers) if by_itself else list(blocks or ())):
         raise ConfigError(
             f"activation_checkpointing: {mode} needs repeated blocks, and {type(model).__name__} has none that "
             "are known; set activation_checkpointing: none, or name the blocks"
@@ -105,20 +94,12 @@ def enable_activation_checkpointing(
 
 
 def _innermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    known = {id(module) for module in modules}
-    return [
-        module for module in modules if not any(id(inner) in known for inner in module.modules() if inner is not module)
-    ]
+    known = set(map(id, modules))
+    return [module for module in modules if known.isdisjoint(map(id, [*module.modules()][1:]))]
 
 
 def _run_recomputed(
-    run: Callable[..., Any],
-    store: ActivationStore | None,
-    offloads: bool,
-    function: Callable[..., Any],
-    /,
-    *args: Any,
-    **kwargs: Any,
+    run: _Function, store: ActivationStore | None, offloads: bool, function: _Function, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a block's `function` by `run`, a form of torch's `checkpoint`; `offloads` moves the saved inputs off the device."""
     if store is None:
@@ -130,7 +111,7 @@ def _run_recomputed(
         return run(_replay_rng(function), *[_aligned(arg) if store.copies(arg) else arg for arg in args], **kwargs)
 
 
-def _replay_rng(function: Callable[..., Any]) -> Callable[..., Any]:
+def _replay_rng(function: _Function) -> _Function:
     """Wrap `function` to restore NumPy's and Python's random state when it is recomputed; `checkpoint` restores PyTorch's alone."""
     if torch.compiler.is_compiling():
         return function
@@ -173,11 +154,11 @@ def _aligned(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    kept = operation.name().rpartition(".")[0] in _KEPT_OPERATORS or operation.name() in _KEPT_OPERATORS
+    kept = operation.name().partition(".")[0] in _KEPT_OPERATORS  # `aten::mm` of `aten::mm.out`
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _wrap_forward(block: nn.Module, run: Callable[..., Any]) -> None:
+def _wrap_forward(block: nn.Module, run: _Function) -> None:
     forward = block.forward
 
     @wraps(forward)
@@ -231,16 +212,13 @@ _FLASH = {
 def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
     """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one. Raises
     `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it."""
-    inside = pretrained_of(model)
-    if inside is None:
+    if (inside := pretrained_of(model)) is None:
         problem = f"{type(model).__name__} is no model of transformers, and computes as it does"
         raise ConfigError(problem, where=_ATTENTION)
     if name in _FLASH:
         package, available = _FLASH[name]
         computes = str(compute).removeprefix("torch.")
-        missing = (
-            f"{name} needs {package}, or kernels (pip install kernels), with which transformers fetches it from the Hub"
-        )
+        missing = f"{name} needs {package}, or kernels (pip install kernels), which fetches it from the Hub"
         for refused, reason in (
             (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
             (not (available() or is_kernels_available()), missing),
@@ -251,26 +229,16 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
     elif name == "flex_attention" and not is_accelerator(device):
         raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
     parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
-    configs = {id(each.config): each.config for each in parts}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-
-    def undo() -> None:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-
-    try:
-        with quiet_library():
+    with ExitStack() as undone:
+        for config in {id(each.config): each.config for each in parts}.values():
+            undone.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation)
+        with quiet_library(), library_errors(_ATTENTION, f"{type(inside).__name__} cannot compute by {name}: "):
             inside.set_attn_implementation(name)
-    except Exception as error:
-        undo()
-        problem = f"{type(inside).__name__} cannot compute by {name}: {summary(error)}"
-        raise ConfigError(problem, where=_ATTENTION) from error
-    taken = inside.config._attn_implementation
-    # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
-    if taken != name and not (name in _FLASH and "flash" in str(taken)):
-        undo()
-        raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
-    return undo
+        taken = inside.config._attn_implementation
+        # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
+        if taken != name and not (name in _FLASH and "flash" in str(taken)):
+            raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
+        return undone.pop_all().close
 
 
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
@@ -303,10 +271,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
             f"{name}; leave it out",
             where=where,
         )
-    try:
+    with library_errors(where, "float8 needs the package torchao: pip install torchao; "):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        raise ConfigError("float8 needs the package torchao: pip install torchao", where=where) from error
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
     sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
@@ -381,8 +347,7 @@ def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mappi
     starts = begins.flatten().nonzero().flatten()
     if len(starts) == len(positions):
         return batch
-    kinds = {each.kind for each in signature(type(inside).forward).parameters.values()}
-    if Parameter.VAR_KEYWORD not in kinds:
+    if Parameter.VAR_KEYWORD not in {each.kind for each in signature(type(inside).forward).parameters.values()}:
         raise ConfigError(
             f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
             "sequence as one; set data.separate_documents: false, or model.attention: sdpa"

@@ -4,7 +4,6 @@ float64. The model itself is not run, and may be on meta."""
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -36,15 +35,11 @@ _SMALL = {
     "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
 }  # fmt: skip
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
+_NARROW = {**_SMALL, "head_dim": 8}
 # Sizes and layers to try one after the other: architectures tie sizes to each other, and hybrids need several layers.
 _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
-    ({**_SMALL, "head_dim": 8}, 2),
-    (_SMALL, 2),
-    ({**_SMALL, "head_dim": 8}, 8),
-    ({**_SMALL, "head_dim": 8, "num_key_value_heads": 4}, 2),
-    (_WIDTHS, 2),
-    ({}, 2),
-    ({}, 10**6),
+    *((_NARROW, 2), (_SMALL, 2), (_NARROW, 8), ({**_NARROW, "num_key_value_heads": 4}, 2)),
+    *((_WIDTHS, 2), ({}, 2), ({}, 10**6)),
 )
 _SPECIAL_IDS = (
     "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
@@ -54,17 +49,11 @@ _SPECIAL_IDS = (
 class InFloat64(TorchFunctionMode):
     """A mode that turns explicit casts to fp32 in models and losses into casts to float64."""
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
             return args[0].to(torch.float64)
-        if not any(arg is torch.float32 for arg in chain(args, kwargs.values())):
-            return func(*args, **kwargs)
-        widened = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
-        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in kwargs.items()}
-        return func(*widened, **named)
+        named = {name: torch.float64 if arg is torch.float32 else arg for name, arg in (kwargs or {}).items()}
+        return func(*(torch.float64 if arg is torch.float32 else arg for arg in args), **named)
 
 
 def perturb(model: nn.Module) -> None:
@@ -105,9 +94,8 @@ def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
 def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the sum of losses for all trained parameters, zeros for unused ones."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad(losses, list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), gradients, strict=True)
-    return {name: torch.zeros_like(one) if gradient is None else gradient for (name, one), gradient in pairs}
+    gradients = torch.autograd.grad(losses, list(named.values()), materialize_grads=True)
+    return dict(zip(named, gradients, strict=True))
 
 
 def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
@@ -146,12 +134,9 @@ def small_copy(model: Any, run: Callable[[Any], Tensor]) -> Any | str:
             if not bool(torch.isfinite(run(small)).all()):
                 raise ValueError("its numbers are not finite")
 
-    def build(config: Any) -> nn.Module:
-        built: nn.Module = type(model)(config).double().eval()
-        return built
-
     if not hasattr(model, "config"):
         return "it has no configuration of which a small one could be made"
+    build = lambda config: type(model)(config).double().eval()  # noqa: E731
     found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
     return found[-1] if isinstance(found, list) else found
 
@@ -190,8 +175,7 @@ def shrink_config(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
     for name, inside in list(vars(small).items()):
         if isinstance(inside, PreTrainedConfig):
             setattr(small, name, shrink_config(inside, sizes, layers))
-    before = getattr(small, "num_hidden_layers", None)
-    if isinstance(before, int):
+    if isinstance(before := getattr(small, "num_hidden_layers", None), int):
         lists = {name: each for name, each in vars(small).items() if isinstance(each, list) and len(each) == before > 0}
         layers = max(layers, *(min(8, 1 + max(map(each.index, each))) for each in lists.values()), 0)
         for name, listed in lists.items():

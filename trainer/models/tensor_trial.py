@@ -65,8 +65,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
             raise LayoutError(f"it has no {missing}")
         return torch.cat([out.flatten() for out in outputs])
 
-    small = small_copy.small_copy(model, check)
-    if isinstance(small, str):
+    if isinstance(small := small_copy.small_copy(model, check), str):
         if rules or not plan:
             return
         raise refused(f"no small copy of it could be tried ({small})")
@@ -130,8 +129,7 @@ def _inputs(small: Any) -> Iterator[tuple[str, Any]]:
         sizes[main] = (config.max_length, bins) if bins and hasattr(config, "max_length") else (3200,)
     elif main == "input_features":
         bands = positive(config, "num_mel_bins", "input_feat_per_channel", "feature_size")
-        whisper = positive(config, "num_mel_bins") > 0
-        sizes[main] = (bands, 2 * config.max_source_positions) if whisper else (64, bands)
+        sizes[main] = (bands, 2 * config.max_source_positions) if positive(config, "num_mel_bins") else (64, bands)
     for name, shape in sizes.items():
         yield name, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
     if "use_cache" in names:
@@ -219,8 +217,7 @@ def _difference_when_divided(
         return failed
     found = [small_copy.first_difference(each.outputs, expected.outputs, _same_shape_differ) for each in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
-    name = next((name for name, _ in expected.outputs if name in found), None)
-    if name is not None:
+    if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
         return f"{small_copy.module_label(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
         for index, each in enumerate(ranks):

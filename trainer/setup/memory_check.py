@@ -22,7 +22,6 @@ from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.zero.memory_model import MemoryBytes, MemoryModel
 
-_FRACTION_STEP = 0.05  # between the tried fractions of offloaded states
 _TIGHT_DIVISOR = 10
 """The divisor of a device's free memory: if states leave less than the quotient for activations, there is a warning."""
 
@@ -39,9 +38,8 @@ class HostMemory:
         self.directories = options.offload.files.directories
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         self.offloaded_inputs = inputs if options.offload.activations.tier == "file" else 0
-        plan = plan_model(
-            model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts, options.weights
-        )
+        group_of = GroupRules(options.optimizer).group_of
+        plan = plan_model(model, options.precision.compute, group_of, cuts, options.weights)
         layouts = plan_layouts(plan, self.shards)
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]
@@ -92,16 +90,14 @@ class HostMemory:
 
     def _require_room(self) -> None:
         rank, needs, room = self.rank_memory(self.options), self.needs(self.options), self.room
-        terms: dict[str, int] = {purpose.value: nbytes for purpose, nbytes in rank.terms.items()}
-        terms |= {"parameters gathered around their use": rank.gathered}
-        terms |= {"gradient shards on their way": rank.transit_bytes}
+        terms: dict[Any, int] = {**rank.terms, "parameters gathered around their use": rank.gathered}
+        terms["gradient shards on their way"] = rank.transit_bytes
         short = ""
         if needs.device > room.device:
             where = f"each {self.device.type.upper()} device"
             short = f"{human_bytes(needs.device)} on {where} ({_format_terms(terms)}), and {human_bytes(room.device)}"
         elif self.free and needs.host > room.host:
-            beside = {purpose.value: nbytes for purpose, nbytes in rank.host_terms.items()}
-            listed = _format_terms(beside if self.on_device else terms, self.ranks)
+            listed = _format_terms(rank.host_terms if self.on_device else terms, self.ranks)
             short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
         if short:
             need = f"{human_count(self.parameter_count)} parameters at stage {self.options.stage} need at least"
@@ -125,9 +121,7 @@ class HostMemory:
         if not (disk := needs.disk):
             return
         where, room = ", ".join(map(str, self.directories)), human_bytes(self.room.disk)
-        listed = {purpose.value: nbytes for purpose, nbytes in files.items()} | {
-            Purpose.ACTIVATIONS.value: self.offloaded_inputs
-        }
+        listed = {**files, Purpose.ACTIVATIONS: self.offloaded_inputs}
         shown, terms = human_bytes(disk), _format_terms(listed, self.ranks)
         if self.options.offload.in_place:
             yield (
@@ -144,8 +138,7 @@ class HostMemory:
                 parts: Any = {name: replace(each, fraction=each.fraction * fraction) for name, each in on_files.items()}
                 return not self.needs(replace(self.options, offload=replace(offload, **parts))).beyond(self.room)
 
-            fractions = (round(count * _FRACTION_STEP, 2) for count in range(round(1 / _FRACTION_STEP) - 1, 0, -1))
-            fraction = next(filter(fits_with, fractions), None)
+            fraction = next(filter(fits_with, (percent / 100 for percent in range(95, 0, -5))), None)
             fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
             raise StorageError(
                 f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
@@ -157,14 +150,12 @@ class HostMemory:
         yield f"offload: {shown} of swap files ({terms}) in {where}{devices}, which has {room} free; {memory} of states in memory"
         for path, (_, kind) in mounts.items():
             if kind in IN_MEMORY:
-                yield (
-                    f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to a directory on a "
-                    "disk"
-                )
+                yield f"WARNING: offload: {path} is {kind}, which is memory and no disk; set offload.directory to one on a disk"
 
 
-def _format_terms(terms: Mapping[str, int], ranks: int = 1) -> str:
-    return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in terms.items() if nbytes)
+def _format_terms(terms: Mapping[Any, int], ranks: int = 1) -> str:
+    texts = {what.value if isinstance(what, Purpose) else what: nbytes for what, nbytes in terms.items()}
+    return ", ".join(f"{human_bytes(ranks * nbytes)} {what}" for what, nbytes in texts.items() if nbytes)
 
 
 def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iterator[tuple[str, str, OffloadOptions]]:
@@ -178,7 +169,6 @@ def _offload_changes(offload: OffloadOptions, stage: int, *, host: bool) -> Iter
 
 
 def pinned_notes(budget: PinnedBudget) -> list[str]:
-    """Return a note on the host memory that is pinned for device copies, if any."""
     if not (budget.used or budget.pageable):
         return []
     text = f"offload: {human_bytes(budget.used)} of the host's memory are pinned for copies to and from the device"

@@ -14,7 +14,6 @@ from tests.support.text_files import word_tokenizer
 from zeromesh.errors import DataError
 from zeromesh.trainer.data.collate import (
     BatchRules,
-    check_batch,
     check_dataset,
     count_targets,
     default_collate,
@@ -34,7 +33,7 @@ def check_first_batch(dataset: Any, order: SampleOrder = ORDER, plan: BatchPlan 
 def check(field: str, values: list[Any], *, causal: bool = True) -> Callable[[], None]:
     """Samples 7 and 8 with a field, for a model of 10 tokens, or of 3 classes."""
     sizes = {"vocab_size": 10} if causal else {"vocab_size": None, "classes": 3}
-    return lambda: check_batch({field: torch.tensor(values)}, causal=causal, indices=[7, 8], **sizes)
+    return lambda: BatchRules(causal=causal, **sizes).check({field: torch.tensor(values)}, [7, 8])
 
 
 def stack(*samples: Any) -> Callable[[], Any]:
@@ -84,11 +83,8 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
         ),
         (lambda: check_dataset("rows.csv"), "train_dataset is 'rows.csv'; give a dataset"),
         (
-            lambda: check_batch(
-                {"input_ids": torch.ones(2, 3).long(), "labels": torch.ones(2, 2).long()},
-                vocab_size=None,
-                causal=True,
-                indices=[7, 8],
+            lambda: BatchRules(causal=True).check(
+                {"input_ids": torch.ones(2, 3).long(), "labels": torch.ones(2, 2).long()}, [7, 8]
             ),
             r"labels of samples 7, 8 have shape \[2, 2\], and input_ids \[2, 3\]",
         ),
@@ -127,18 +123,14 @@ def test_targets_are_counted_as_the_loss_counts_them() -> None:
 
 def test_class_labels_are_no_token_ids_and_an_unknown_vocabulary_has_no_end() -> None:
     batch = {"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([50])}
-    check_batch(batch, vocab_size=10, causal=False, indices=[0])
+    BatchRules(vocab_size=10).check(batch, [0])
+    unlimited, causal = BatchRules(causal=True), BatchRules(vocab_size=10, causal=True)
     for ids in ([[1, 2], [3, 10]], [[1, 2], [-1, 3]], [1, 2, 12], [[0.0, 0.0]]):
-        check_batch({"input_ids": torch.tensor(ids)}, vocab_size=None, causal=True, indices=[7, 8])
-    check_batch(
-        {"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 9]])},
-        vocab_size=10,
-        causal=True,
-        indices=[0],
-    )
-    check_batch({"input_ids": torch.empty(1, 0)}, vocab_size=10, causal=True, indices=[0])
-    check_batch({"labels": torch.tensor([[0.0, 7.0]])}, vocab_size=None, causal=False, indices=[7], classes=2)
-    check_batch({"labels": torch.tensor([[1, -100], [3, -1]])}, vocab_size=None, causal=True, indices=[7, 8])
+        unlimited.check({"input_ids": torch.tensor(ids)}, [7, 8])
+    causal.check({"input_ids": torch.tensor([[0, 9]]), "labels": torch.tensor([[-100, 9]])}, [0])
+    causal.check({"input_ids": torch.empty(1, 0)}, [0])
+    BatchRules(classes=2).check({"labels": torch.tensor([[0.0, 7.0]])}, [7])
+    unlimited.check({"labels": torch.tensor([[1, -100], [3, -1]])}, [7, 8])
 
 
 @pytest.mark.parametrize("collate", [None, default_data_collator])

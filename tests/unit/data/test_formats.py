@@ -279,7 +279,7 @@ def test_the_template_that_was_learnt_is_saved(tmp_path: Path, begins: tf.PreTra
 
 def test_a_name_that_no_template_has_is_refused(tmp_path: Path, begins: tf.PreTrainedTokenizerFast) -> None:
     given = {"data": chats(tmp_path, "tool_use"), "processing_class": begins}
-    check_refused(DataError, "'tool_use' is no template, no file and no name", tmp_path, seeded(llama), **given)
+    check_refused(DataError, "'tool_use' is no template, file or name", tmp_path, seeded(llama), **given)
 
 
 EXPERTS = {"vocab_size": 256, **_SIZES, "num_key_value_heads": 2}
@@ -414,7 +414,7 @@ def test_pictures_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"one.png' is no folder"):
         pictures(tmp_path / "one.png")
     (root / "dog" / "broken.png").write_bytes(b"none")
-    with pytest.raises(DataError, match=r"1 of 25 files cannot be read as pictures: .*dog/broken.png"):
+    with pytest.raises(DataError, match=r"1 of 25 files are no pictures: .*dog/broken.png"):
         pictures(root)
     with (
         patch.dict("sys.modules", {"PIL": None, "PIL.Image": None}),

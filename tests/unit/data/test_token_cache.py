@@ -18,7 +18,7 @@ from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets
 from zeromesh.trainer.data.feed import RunData
 from zeromesh.trainer.data.token_cache import TokenCache, TokenWriter
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, TokenArray
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, Encoded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,9 +26,9 @@ class Counting(ByteTokenizer):
     texts: list[str]
     name: str | None = "counting"
 
-    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+    def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
         self.texts.extend(texts)
-        return super(Counting, self).encode(texts)
+        return super(Counting, self).encode(texts, offsets=offsets)
 
     def digest(self) -> str | None:
         return self.name
@@ -154,7 +154,7 @@ def test_the_largest_token_of_all_documents_is_known(place: int) -> None:
         for number, writer in enumerate(writers):
             writer.append(np.asarray([1, 200 if number == place else 3]), text_bytes=2)
 
-    narrow, wide = (TokenCache(None).get(None, size, write, lambda *_: {}) for size in (256, 300))
+    narrow, wide = (TokenCache(None).get(None, size, write, lambda *_: {}, marked=False) for size in (256, 300))
     assert (narrow.largest, narrow.kept.tokens, narrow.held.tokens) == (200, 2, 2)
     assert narrow.tokens.tolist() == wide.tokens.tolist() == ([1, 3, 1, 200] if place else [1, 200, 1, 3])
     assert narrow.digest != wide.digest

@@ -22,9 +22,9 @@ def test_ids_of_prompts_and_messages() -> None:
     tokenizer = made(chat_template=TEMPLATE)
     assert tokenizer.encode_prompt("a b c") == [1, 4, 5, 6, 2]
     assert tokenizer.encode_prompt("a b c", 4) == [1, 4, 5, 2]
-    assert [ids.tolist() for ids in tokenizer.encode(["a b", "c"])] == [[4, 5], [6]]
+    assert [(ids.tolist(), at) for ids, at in tokenizer.encode(["a b", "c"])] == [([4, 5], None), ([6], None)]
     assert (tokenizer.encode([]), tokenizer.prefix_ids) == ([], [1])
-    ((ids, offsets),) = tokenizer.encode_with_offsets(["a b"])
+    ((ids, offsets),) = tokenizer.encode(["a b"], offsets=True)
     assert offsets is not None
     assert (ids.tolist(), offsets.tolist()) == ([4, 5], [[0, 1], [2, 3]])
     question = [{"role": "user", "content": "a"}]
@@ -93,7 +93,7 @@ def test_a_template_of_several_is_taken_by_its_name() -> None:
     several = made(chat_template={"first": "{{ 1 }}", "second": "{{ 2 }}"})
     with pytest.raises(DataError, match=r"data\.chat_template: "):
         several.template(None, None)
-    with pytest.raises(DataError, match="'third' is no template, no file and no name of the tokenizer's templates"):
+    with pytest.raises(DataError, match="'third' is no template, file or name of the tokenizer's templates"):
         several.with_template("third")
 
 

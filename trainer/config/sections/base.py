@@ -9,6 +9,7 @@ from zeromesh.settings.keys import Allowed, Listed, Number, Text
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 """The pattern of a model name on the Hub; existence is checked when a run begins."""
+RepoName = Annotated[str, Field(pattern=f"^{REPOSITORY.pattern}$"), Allowed("a repository's name, such as me/model")]
 Ratio = Annotated[Number, Field(ge=0.0, le=1.0)]
 Seconds = Annotated[Number, Field(gt=0.0, le=86400.0)]
 Texts = Annotated[Listed[tuple[Text, ...]], Field(min_length=1), Allowed("a list of at least one text")]

@@ -11,15 +11,14 @@ from pydantic import Field, JsonValue, SerializerFunctionWrapHandler, model_seri
 
 from zeromesh.environment import read_environment
 from zeromesh.settings import keys
-from zeromesh.trainer.config.sections.base import REPOSITORY, NamedList, Seconds, Section, Texts
+from zeromesh.trainer.config.sections.base import NamedList, RepoName, Seconds, Section, Texts
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def name_of_file(path: str | PathLike[str]) -> str:
     """Return the stem of a file's name, with '-' for characters that run names lack."""
-    stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")[:128]
-    return stem or "run"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).lstrip("._-")[:128] or "run"
 
 
 def name_of_script() -> str:
@@ -36,8 +35,7 @@ class CheckpointSection(Section):
     """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: keys.CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each epoch; the last step is always saved. 0 = only checkpoints that callbacks
-    request."""
+    """Steps between checkpoints, or epoch: after each one; the last step is always saved. 0 = only those that callbacks request."""
     keep_last: keys.CountOrOff = 3
     """The number of newest checkpoints to keep. 0 = all."""
     keep_best: keys.CountOrOff = 0
@@ -53,8 +51,7 @@ class CheckpointSection(Section):
     max_failures: keys.CountOrOff = 3
     """Consecutive failed saves after which the run ends. 0 = never."""
     timeout_seconds: Seconds = 600.0
-    """Seconds that ranks wait for a rank in a single slow disk call, and that the end of a run waits for the removal of old
-    checkpoints."""
+    """Seconds that ranks wait for one in a slow disk call, and that the end of a run waits for the removal of old checkpoints."""
 
 
 class HubSection(Section):
@@ -62,12 +59,7 @@ class HubSection(Section):
 
     push: bool = False
     """Upload the model when the training has ended."""
-    repository: (
-        Annotated[
-            str, Field(pattern=f"^{REPOSITORY.pattern}$"), keys.Allowed("the name of a repository, such as me/model")
-        ]
-        | None
-    ) = None
+    repository: RepoName | None = None
     """The repository, which is created if missing; null: `run.name`."""
     private: bool | None = None
     """Make a new repository private; null: the owner's default."""
@@ -97,8 +89,7 @@ class RunSection(Section, keys.StepKeys):  # type: ignore[misc]  # pydantic free
         Field(pattern=f"^{RUN_NAME.pattern}$"),
         keys.Allowed("a name of letters, digits, '.', '_' and '-' that starts with a letter or digit"),
     ] = Field(default_factory=name_of_script)
-    """The run's directory inside `output_dir`; by default the name of the configuration file or of the script, without its
-    ending."""
+    """The run's directory inside `output_dir`; by default the name of the configuration file or script without its ending."""
     output_dir: keys.Text = "runs"
     """Directory that runs are written to."""
     max_steps: keys.Count = 200

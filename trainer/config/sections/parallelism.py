@@ -70,7 +70,7 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """The mesh. The product of the axes is the number of ranks."""
 
     auto: Annotated[
-        keys.Listed[tuple[Literal["parallel", "batch.micro_size", "zero.stage"], ...]],
+        keys.Listed[tuple[Literal[*AUTOMATIC], ...]],  # type: ignore[valid-type]
         keys.Allowed(f"a list of {', '.join(AUTOMATIC)}"),
     ] = ()
     """Keys that are set to the fastest plan that fits when a run begins (see `zeromesh plan`). `parallel: auto`, `batch.micro_size:
@@ -88,8 +88,7 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which waiting ranks raise an error that names the late rank; five times as long at the
-    start."""
+    """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first."""
 
 
 class LossScaleSection(Section, keys.ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too

@@ -12,20 +12,15 @@ from zeromesh.errors import ConfigError
 from zeromesh.settings.keys import Count, CountOrOff, Fraction, Number, Positive
 from zeromesh.trainer.config.sections.base import Ratio, Section
 
-_CYCLE_KEYS = {"num_cycles": "num_cycles"}
-_MIN_RATIO_KEYS = {**_CYCLE_KEYS, "min_ratio": "min_lr_rate"}
-_DECAY_KEYS = {
-    **_CYCLE_KEYS,
-    "min_ratio": "min_lr_ratio",
-    "decay_steps": "num_decay_steps",
-    "decay_shape": "decay_type",
-}
+_CYCLES = {"num_cycles": "num_cycles"}
+_MIN_RATIO_KEYS = {**_CYCLES, "min_ratio": "min_lr_rate"}
+_DECAY_KEYS = {**_CYCLES, "min_ratio": "min_lr_ratio", "decay_steps": "num_decay_steps", "decay_shape": "decay_type"}
 SCHEDULES: dict[str, dict[str, str]] = {
     "constant": {},  # 1, and no warm-up
     "constant_with_warmup": {},  # 1
     "linear": {},  # falls to 0
-    "cosine": _CYCLE_KEYS,  # waves, half of one (a fall to 0) if not given
-    "cosine_with_restarts": _CYCLE_KEYS,  # falls to 0, one if not given
+    "cosine": _CYCLES,  # waves, half of one (a fall to 0) if not given
+    "cosine_with_restarts": _CYCLES,  # falls to 0, one if not given
     "cosine_with_min_lr": _MIN_RATIO_KEYS,  # as cosine, down to min_ratio, which it needs
     "cosine_warmup_with_min_lr": _MIN_RATIO_KEYS,  # the same a step earlier, as is its warm-up
     # (1 - progress) ** power (1 if not given), down to min_ratio
@@ -52,8 +47,7 @@ class ScheduleSection(Section):
     warmup_ratio: Fraction | None = None
     """The warm-up as a fraction of the run's steps; it replaces `warmup_steps`."""
     min_ratio: Ratio | None = None
-    """The lowest rate as a fraction of lr, for the cosines with min_lr, polynomial and wsd; null: 0, and for polynomial a rate of
-    1e-7."""
+    """The lowest rate as a fraction of lr, for cosines with min_lr, polynomial and wsd; null: 0, for polynomial a rate of 1e-7."""
     num_cycles: Annotated[Number, Field(gt=0.0, le=1e6)] | None = None
     """Waves of the cosine curves; null: one fall to the lowest rate."""
     power: Positive | None = None
@@ -78,10 +72,9 @@ class ScheduleSection(Section):
 
 
 class LRSchedule(ScheduleSection):
-    """A named schedule over `total_steps` optimizer steps, of which the first `warmup_steps` rise from 0. All but `constant` rise
-    from `start_ratio` (0 if not given) in the form of `warmup_shape`, linear if not given; log is DeepSpeed's: log(step + 1) /
-    log(warmup steps). Raises `ConfigError` for an option that the schedule does not have, and for values that do not go
-    together."""
+    """A named schedule over `total_steps` steps. All but `constant` rise in the first `warmup_steps` from `start_ratio` (0
+    if not given) by `warmup_shape` (linear if not given; log is DeepSpeed's: log(step + 1) / log(warmup steps)). Raises
+    `ConfigError` for an option that the schedule does not have, and for values that do not go together."""
 
     warmup_steps: int
     total_steps: int
