@@ -33,7 +33,7 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
-from zeromesh.trainer.inference.server.schema import ChatRequest, Completion, CompletionRequest, Piece, RequestError
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
@@ -243,25 +243,24 @@ class HttpServer:
         self._answers.add(answer)
         if self.failure is not None:  # The generator has failed meanwhile.
             answer.put(self.failure)
-        head = {
-            "id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object, "created": int(time.time()), "model": self.name,
-        }  # fmt: skip
+        head: dict[str, Any] = {"id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object}
+        head |= {"created": int(time.time()), "model": self.name}
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
-            content: dict[str, Any] = {**head}
-            content["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
-            if usage is not None:
-                given = len(tokens)
-                content["usage"] = {"prompt_tokens": given, "completion_tokens": usage, "total_tokens": given + usage}
-            return Completion(**content).model_dump(exclude_unset=True)
+            choices = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            if usage is None:
+                return {**head, "choices": choices}
+            counts = {"prompt_tokens": len(tokens), "completion_tokens": usage, "total_tokens": len(tokens) + usage}
+            return {**head, "choices": choices, "usage": counts}
 
         async def parts() -> AsyncIterator[str]:
             first, new = True, 0
             try:
                 async for piece in answer.pieces():
                     new += len(piece.tokens)
-                    if first or piece.has_content or asked.logprobs:
+                    has_content = piece.text or piece.reasoning or piece.tool_calls or piece.finish
+                    if first or has_content or asked.logprobs:
                         yield _event(body(piece, first=first))
                     first = False
                 if (asked.stream_options or {}).get("include_usage"):
