@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from statistics import median_high
 from typing import Any
 
 from torch import nn
@@ -152,9 +153,9 @@ class RunProgress:
         self.seconds.append(result.seconds)
         self.tokens += result.tokens
         self.unit = result.unit
-        self.skipped += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        self.cause = result.cause or self.cause
+        self.skipped += result.outcome.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.outcome.skipped else 0
+        self.cause = result.outcome.cause or self.cause
         if result.bubble:
             self.bubbles.append(result.bubble)
         if result.communication:
@@ -172,8 +173,7 @@ class RunProgress:
             found.append(Detail(f"communication of this rank in a step:\n  {table}"))
         if self.bubbles:
             measured, predicted = (
-                sorted(each[name] for each in self.bubbles)[len(self.bubbles) // 2]
-                for name in ("measured", "predicted")
+                median_high(each[name] for each in self.bubbles) for name in ("measured", "predicted")
             )
             found.append(
                 f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
@@ -226,7 +226,6 @@ class RunContext:
         return settings_of(self.config, model=self.model.description, data=self.data_description)
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
-
         def waiting() -> None:
             self.mesh.post(Activity.DATA)
             if isinstance(feed.dataset, StreamedDataset):
