@@ -22,8 +22,6 @@ STARTS, RANKS, LOCK = "starts.jsonl", "ranks.json", "run.lock"
 `hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
 runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`."""
 ENDED = "ended"
-
-
 STEP_FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
     *("unit", "time"),
@@ -55,12 +53,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". After a
         line that could not be written whole the file is closed: the next one would continue it."""
-        values = {**record, "time": round(time.time(), 3)}
-        try:
-            text = json.dumps(values, allow_nan=False, default=strict)
-        except ValueError:  # A number is not finite.
-            text = json.dumps(strict(values), allow_nan=False)
-        line = text.encode("ascii") + b"\n"
+        line = json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):
@@ -145,13 +138,9 @@ def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple
     return found
 
 
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_LEAST_SHOWN = 0.05
-
-
 def now() -> float:
     """Seconds since boot, on a clock that all processes of a machine share."""
-    return time.clock_gettime(_CLOCK)
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def process_began() -> float:
@@ -185,5 +174,5 @@ class StartTimes:
 
 def sentence(parts: Mapping[str, float]) -> str:
     """Return the total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
-    shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= _LEAST_SHOWN)
+    shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
     return f"{sum(parts.values()):.1f} s" + (f" ({shown})" if shown else "")
