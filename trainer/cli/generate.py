@@ -294,14 +294,13 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             hurried.set()
         requested.set()
 
-    def stop_when_requested() -> None:
+    def stop_when_requested(server: HttpServer, inbox: Inbox) -> None:
         requested.wait()
-        if server is not None and inbox is not None:
-            # New requests are refused first; open ones end after a grace period, or at a second signal.
-            train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
-            server.begin_stop()
-            hurried.wait(options.grace)
-            inbox.stop(abandon=True)
+        # New requests are refused first; open ones end after a grace period, or at a second signal.
+        train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
+        server.begin_stop()
+        hurried.wait(options.grace)
+        inbox.stop(abandon=True)
 
     with (
         handled_signals(STOP_SIGNALS, stop),
@@ -312,7 +311,7 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
         if server is not None:
             train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
-            threading.Thread(target=stop_when_requested, daemon=True).start()
+            threading.Thread(target=stop_when_requested, args=(server, inbox), daemon=True).start()
         try:
             generator.serve(inbox, batch=options.batch, **fields)
         except BaseException as error:
