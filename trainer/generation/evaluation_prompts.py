@@ -98,9 +98,7 @@ class BatchGeneration:
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch without labels and the decoder inputs derived from them, for an encoder-decoder model."""
-    labels = batch.get("labels")
-    targets = {"labels"}
-    begun = batch.get("decoder_input_ids")
+    labels, begun, targets = batch.get("labels"), batch.get("decoder_input_ids"), {"labels"}
     if isinstance(labels, Tensor) and isinstance(begun, Tensor) and labels.shape == begun.shape:
         targets |= {"decoder_input_ids", "decoder_attention_mask"}
     return {name: value for name, value in batch.items() if name not in targets}
@@ -111,8 +109,7 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     them without one. `input_ids`, `attention_mask` and other per-token fields are cut and padded on the left, [samples, longest].
     Returns the length of each prompt, [samples], too. Raises `DataError` for a row without a prompt, and for a batch that has no
     row of tokens for each of `samples`."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    mask = batch.get("attention_mask")
+    ids, labels, mask = map(batch.get, ("input_ids", "labels", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
         shape = list(ids.shape) if isinstance(ids, Tensor) else "none"
         raise DataError(
