@@ -52,11 +52,8 @@ class RequestLoop:
         compute = engine.options.precision.compute
         nbytes = token_bytes(placed.module.config.get_text_config(), mesh.tensor.size, stages, compute)
         # Half of the memory that is free may be filled with keys and values.
-        limits = {
-            "rows": -(-rows // stages),
-            "prefill_tokens": _PREFILL_TOKENS,
-            "cache_tokens": max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages,
-        }
+        cached = max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages
+        limits = {"rows": -(-rows // stages), "prefill_tokens": _PREFILL_TOKENS, "cache_tokens": cached}
         self._batches = [RunningBatch(placed.module, device=mesh.device, **limits) for _ in range(stages)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -127,15 +127,13 @@ def unstrict(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """List every leaf of nested mappings with its path of keys; empty and very deep mappings are leaves too."""
-    found: list[tuple[tuple[str, ...], Any]] = []
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every leaf of nested mappings with its path of keys; empty and very deep mappings are leaves too."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and len(above) < MAX_DEPTH:
-            found += leaves(value, (*above, key))
+            yield from leaves(value, (*above, key))
         else:
-            found.append(((*above, key), value))
-    return found
+            yield (*above, key), value
 
 
 def now() -> float:

@@ -97,7 +97,7 @@ def test_figures_of_ranks_are_the_most_memory_and_everyones_seconds(monkeypatch:
 
 
 def test_leaves_of_nested_values_have_paths() -> None:
-    assert leaves({"a": {"b": 1, "c": {}}, "d": [2]}) == [(("a", "b"), 1), (("a", "c"), {}), (("d",), [2])]
+    assert list(leaves({"a": {"b": 1, "c": {}}, "d": [2]})) == [(("a", "b"), 1), (("a", "c"), {}), (("d",), [2])]
     back = unstrict({"a": {"b": "inf"}, "c": "-inf", "d": "words", "e": 1})
     assert back == {"a": {"b": float("inf")}, "c": float("-inf"), "d": "words", "e": 1}
 

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
@@ -311,7 +310,7 @@ def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there
     distance[ours.isnan() & theirs.isnan()] = 0.0
     distance[distance.isnan()] = math.inf
     worst = int(distance.argmax())
-    where = [int(each) for each in np.unravel_index(int(places[worst]), one.shape)]
+    where = [int(each) for each in torch.unravel_index(places[worst], one.shape)]
     return -float(distance[worst]), (
         f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
         f"{float(theirs[worst])!r} in B); {len(places):,} of {one.numel:,} elements differ"
