@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.server.app import HttpServer
 
 _FIELD_PREFIX = "generation."
-_PROMPTS = "ZEROMESH_PROMPTS"
-"""The workers' environment variable with the path of a copy of standard input."""
-TOKEN = "ZEROMESH_SERVE_TOKEN"
-"""The environment variable with the API key that clients have to send."""
-_FAREWELL_SECONDS = 1.0
-"""The seconds in which clients can read the error of a failed generator."""
+_PROMPTS = "ZEROMESH_PROMPTS"  # The workers' environment variable with the path of a copy of standard input.
+TOKEN = "ZEROMESH_SERVE_TOKEN"  # The environment variable with the API key that clients have to send.
+_FAREWELL_SECONDS = 1.0  # The seconds in which clients can read the error of a failed generator.
 
 
 def run_generate(options: argparse.Namespace) -> int:

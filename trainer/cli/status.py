@@ -36,11 +36,9 @@ class RunSnapshot:
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]
-    traffic: Mapping[str, Any]
-    """The figures of rank 0's traffic in the last step, by axis and collective."""
+    traffic: Mapping[str, Any]  # The figures of rank 0's traffic in the last step, by axis and collective.
     code: int
-    verdict: str
-    """The outcome of the run, or the fact that it is silent; empty while it runs."""
+    verdict: str  # The outcome of the run, or the fact that it is silent; empty while it runs.
 
 
 def run_status(options: argparse.Namespace) -> int:

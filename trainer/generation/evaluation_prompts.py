@@ -52,8 +52,7 @@ class BatchGeneration:
             settings.pad_token_id = next(each for each in candidates if each is not None)
         if settings.max_new_tokens is None and "max_length" not in fields:
             settings.max_new_tokens = _NEW_TOKENS
-        self.padding = int(settings.pad_token_id)
-        """The padding token after the end of a prediction."""
+        self.padding = int(settings.pad_token_id)  # The padding token after the end of a prediction.
         self._placed, self._seed, self._where = placed, seed, where
         self._fixed: dict[str, Any] = {"generation_config": settings}
         if settings.stop_strings:

@@ -22,14 +22,10 @@ from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
 from zeromesh.trainer.generation.settings import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
-_PREFILL_TOKENS = 2048
-"""The limit of prompt tokens in one prefill forward."""
-_MOST_FORWARDS = 16
-"""The maximal number of forwards between exchanges where no client streams single tokens."""
-_FEWEST_FORWARDS = 4
-"""The minimal number of forwards between exchanges in a pipeline, which each run fills and drains."""
-_IDLE_SECONDS = 0.5
-"""The longest wait of rank 0 for requests before the ranks exchange again, in seconds."""
+_PREFILL_TOKENS = 2048  # The limit of prompt tokens in one prefill forward.
+_MOST_FORWARDS = 16  # The maximal number of forwards between exchanges where no client streams single tokens.
+_FEWEST_FORWARDS = 4  # The minimal number of forwards between exchanges in a pipeline, which each run fills and drains.
+_IDLE_SECONDS = 0.5  # The longest wait of rank 0 for requests before the ranks exchange again, in seconds.
 
 
 class RequestLoop:

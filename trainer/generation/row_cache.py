@@ -45,8 +45,7 @@ class Columns:
 
     lengths: list[int] = field(default_factory=list)
     """The number of tokens of each row, and in prefill of its columns, padding included."""
-    width: int = 0
-    """The number of columns of the longest row."""
+    width: int = 0  # The number of columns of the longest row.
     end: int = 0
     capacity: int = _FEWEST_COLUMNS
 
@@ -84,8 +83,7 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    length_without_layers = True
-    """The length is known to stubs of other pipeline stages without entries in their layers."""
+    length_without_layers = True  # Stubs of other pipeline stages know it without entries in their layers.
 
     def __init__(self, layers: int) -> None:
         self.columns = Columns()

@@ -15,13 +15,10 @@ from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 
-Tree = Any
-"""An array, or a tuple, list or mapping of trees."""
-PreprocessLogits = Callable[[Any, Any], Any]
-"""`preprocess_logits_for_metrics(logits, labels)`, as transformers has it."""
+Tree = Any  # An array, or a tuple, list or mapping of trees.
+PreprocessLogits = Callable[[Any, Any], Any]  # `preprocess_logits_for_metrics(logits, labels)`, as transformers has it.
 
-PADDING = -100
-"""The padding value after the end of sequences shorter than the longest one."""
+PADDING = -100  # The padding value after the end of sequences shorter than the longest one.
 _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
 
 
@@ -32,10 +29,8 @@ class Collector:
     mesh: Mesh
     ignored: Sequence[str]
     preprocess: PreprocessLogits | None
-    generation: BatchGeneration | None = None
-    """Generates the tokens that are gathered instead of outputs."""
-    nbytes: int = 0
-    """Bytes gathered so far, on each rank."""
+    generation: BatchGeneration | None = None  # Generates the tokens that are gathered instead of outputs.
+    nbytes: int = 0  # Bytes gathered so far, on each rank.
     _parts: list[Tree] = field(default_factory=list)
 
     def __post_init__(self) -> None:

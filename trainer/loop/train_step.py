@@ -147,8 +147,7 @@ class Stepper:
     compute: torch.dtype
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
-    scalars: UserScalars = field(default_factory=UserScalars)
-    """Values of losses and users to be logged."""
+    scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
     _computed: list[_Computed] = field(default_factory=list)

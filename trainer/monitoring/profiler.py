@@ -32,8 +32,7 @@ class Profile(AbstractContextManager["Profile"]):
     ) -> None:
         """On rank 0 the step after `first`, which allocates persistent memory, leaves a file with changes of bytes by purpose."""
         begin, end = section.steps or (0, -1)
-        self.steps = range(begin, end + 1)
-        """The traced steps, counted from 1."""
+        self.steps = range(begin, end + 1)  # The traced steps, counted from 1.
         self.measured = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
         """The step whose changes of bytes are written; 0: none."""
         self._section, self._directory, self._note = section, directory, note

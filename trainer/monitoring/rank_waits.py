@@ -50,10 +50,8 @@ class Blame:
     cause: str
     """The cause: `data`, `compute`, `disk`, `between steps`, `failed`, `stopped`, `link`, or `each other` for a cycle of waits."""
     doing: str
-    seconds: float
-    """Seconds of the rank's present activity; for a link or a cycle, seconds of the wait."""
-    waiting: tuple[int, ...]
-    """The ranks that wait for it, directly or indirectly."""
+    seconds: float  # Seconds of the rank's present activity; for a link or a cycle, seconds of the wait.
+    waiting: tuple[int, ...]  # The ranks that wait for it, directly or indirectly.
 
 
 def blames(rows: Sequence[Row]) -> list[Blame]:

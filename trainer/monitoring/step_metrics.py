@@ -155,8 +155,7 @@ class StartTimes:
     def __init__(self, began: float | None = None) -> None:
         self._last = now() if began is None else began
         self.parts: dict[str, float] = {}
-        self.over = False
-        """True after the first step."""
+        self.over = False  # True after the first step.
 
     def begin(self) -> None:
         """Begin a part of startup now; the time since the last part ended, which the caller's own code took, counts nowhere."""

@@ -25,20 +25,15 @@ class StepResult:
 
     loss: float
     tokens: int
-    unit: str = "tokens"
-    """The unit that `tokens` counts: samples, if the model has no `input_ids`."""
+    unit: str = "tokens"  # The unit that `tokens` counts: samples, if the model has no `input_ids`.
     outcome: StepOutcome
     seconds: float
-    idle: float = 0.0
-    """Seconds in which this rank has waited for others."""
-    communication: Figures = field(default_factory=dict)
-    """The figures of this rank's traffic, by axis and collective."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """This rank's seconds of the step, by phase."""
+    idle: float = 0.0  # Seconds in which this rank has waited for others.
+    communication: Figures = field(default_factory=dict)  # The figures of this rank's traffic, by axis and collective.
+    phases: Mapping[str, float] = field(default_factory=dict)  # This rank's seconds of the step, by phase.
     bubble: Mapping[str, float] = field(default_factory=dict)
     """The pipeline bubble as a fraction of the step, `predicted` and `measured`."""
-    stop_signal: int = 0
-    """The signal by which some rank was asked to stop after this step; 0: none."""
+    stop_signal: int = 0  # The signal by which some rank was asked to stop after this step; 0: none.
 
 
 class StepStats:
@@ -48,8 +43,7 @@ class StepStats:
         self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
     ) -> None:
         self._flops, self._samples, self._ledger, self._peak = flops, samples, ledger, 0.0
-        self.notes: list[str] = []
-        """Lines about the peak throughput that utilization refers to, if any."""
+        self.notes: list[str] = []  # Lines about the peak throughput that utilization refers to, if any.
         if flops is not None:
             own_peak, how = peak_flops(mesh.device, compute)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))

@@ -40,8 +40,7 @@ _CAPACITY = 10_000  # rows that wait for a tracker, beyond which further ones ar
 _FINISH_SECONDS = 30.0  # for trackers at the end of a run
 _ERROR_SECONDS = 5.0  # for trackers after an error, before it is reported to the other ranks
 _ABANDON_SECONDS = 2.0  # for a tracker that was told to give up
-_TIMEOUT_FRACTION = 0.7
-"""The fraction of the collective timeout that the end of tracking may take."""
+_TIMEOUT_FRACTION = 0.7  # The fraction of the collective timeout that the end of tracking may take.
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 _NAMES = {
     "loss": "train/loss",
@@ -97,11 +96,9 @@ class Sender(threading.Thread):
     def __init__(self, tracker: Tracker, redaction: Redaction) -> None:
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
-        self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
-        """The queued rows; None ends the tracker."""
+        self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()  # The queued rows; None ends the tracker.
         self.warnings: SimpleQueue[str] = SimpleQueue()
-        self.lost = 0
-        """The number of rows that the tracker was too slow for."""
+        self.lost = 0  # The number of rows that the tracker was too slow for.
         self._redaction = redaction
 
     def run(self) -> None:
@@ -137,11 +134,9 @@ class Tracking:
     trackers: InitVar[Sequence[Tracker]] = ()
     note: Callable[[str], None] = lambda text: None
     _: KW_ONLY
-    ident: str = ""
-    """The identifier of the run for trackers; empty without trackers."""
+    ident: str = ""  # The identifier of the run for trackers; empty without trackers.
     redaction: InitVar[Redaction | None] = None
-    patience: float = math.inf
-    """The most seconds that the end waits, which are never more than half a minute."""
+    patience: float = math.inf  # The most seconds that the end waits, which are never more than half a minute.
     leave: Callable[[], None] = lambda: None
 
     def __post_init__(self, trackers: Sequence[Tracker], redaction: Redaction | None) -> None:

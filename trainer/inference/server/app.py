@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
-NEW_TOKENS = 1024
-"""The default of `max_new_tokens` where neither the request nor the command gives one."""
+NEW_TOKENS = 1024  # The default of `max_new_tokens` where neither the request nor the command gives one.
 _CONNECTIONS = 1024
 """The limit of open connections. Further ones are answered 503; while `_REFUSED` wait for that answer, new ones are closed."""
 _REFUSED = 64
@@ -56,7 +55,6 @@ class ServerOptions:
     token: str | None = None
     """The bearer token of `Authorization: Bearer TOKEN`. None: no authentication, which is allowed on loopback alone."""
     new_tokens: int = NEW_TOKENS
-    """The default of `max_new_tokens` for a request without one."""
     body_bytes: int = 1 << 20
     receive_seconds: float = 30.0
     """The seconds that a client may take to send the head of a request, and again for its body."""
@@ -99,8 +97,7 @@ class HttpServer:
         with _address_errors(options, self._socket):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
-        self.failure: BaseException | None = None
-        """The error that ended the generator, if any."""
+        self.failure: BaseException | None = None  # The error that ended the generator, if any.
         self.name = name
         self._inbox, self._options = inbox, options
         self._answers: set[Answer] = set()

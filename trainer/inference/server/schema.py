@@ -56,8 +56,7 @@ class Piece:
     """Tool calls in the form of OpenAI's streamed deltas."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
-    """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
+    finish: str | None = None  # The finish reason on the last piece: `stop`, `length` or `tool_calls`.
 
     def add(self, other: "Piece") -> None:
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
@@ -80,8 +79,7 @@ class _Options(BaseModel):
     n: Literal[1] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    user: str | None = None
-    """Accepted and ignored, as in OpenAI's own service."""
+    user: str | None = None  # Accepted and ignored, as in OpenAI's own service.
 
     @property
     def stops(self) -> list[str]:

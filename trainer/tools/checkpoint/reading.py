@@ -26,8 +26,7 @@ from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
 
-WINDOW_BYTES = 32 << 20
-"""The most bytes of tensors that are read at once."""
+WINDOW_BYTES = 32 << 20  # The most bytes of tensors that are read at once.
 
 
 def store_at(path: Path) -> CheckpointStore:

@@ -22,10 +22,8 @@ from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, 
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
-_LONG = ("start", "hardware", "versions")
-"""Figures of a run that stand in lines of their own."""
-Part = tuple[str, str, Any]
-"""A heading, which may be empty, a macro of `page.html`, and its argument."""
+_LONG = ("start", "hardware", "versions")  # Figures of a run that stand in lines of their own.
+Part = tuple[str, str, Any]  # A heading, which may be empty, a macro of `page.html`, and its argument.
 
 
 class Table(NamedTuple):

@@ -29,8 +29,7 @@ StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 class RunRecord:
     name: str
     path: Path
-    remarks: list[str] = field(default_factory=list)
-    """Sentences about unreadable files and invalid contents."""
+    remarks: list[str] = field(default_factory=list)  # Sentences about unreadable files and invalid contents.
     lines: list[dict[str, Any]] = field(default_factory=list)
     """The lines of metrics and evaluations in the order of steps, merged by step."""
     columns: dict[tuple[str, ...], dict[int, float]] = field(default_factory=dict)
