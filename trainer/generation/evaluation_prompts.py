@@ -17,10 +17,7 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 
 _NEW_TOKENS = 64
 """The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
-_REFUSED = {
-    "num_return_sequences": "a sample has one prediction",
-    "return_dict_in_generate": "predictions are tokens",
-}
+_REFUSED = {"num_return_sequences": "a sample has one prediction", "return_dict_in_generate": "predictions are tokens"}
 _TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 _SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")

@@ -98,12 +98,9 @@ class HttpServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
         self.failure: BaseException | None = None  # The error that ended the generator, if any.
-        self.name = name
-        self._inbox, self._options = inbox, options
+        self.name, self._inbox, self._options = name, inbox, options
         self._answers: set[Answer] = set()
-        self._stopping = False
-        self._since = int(time.time())
-        self.app = self._make_app()
+        self._stopping, self._since = False, int(time.time())
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -113,7 +110,7 @@ class HttpServer:
         with _address_errors(options, self._socket):
             self._socket.listen(_BACKLOG)
         config = uvicorn.Config(
-            self.app,
+            self._make_app(),
             http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _most_open()}),
             log_level="warning",
             access_log=False,

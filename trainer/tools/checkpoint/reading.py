@@ -90,8 +90,7 @@ class Throughput:
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, human_bytes(total)
-        self._done = 0
-        self._began = time.monotonic()
+        self._done, self._began = 0, time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
         self._done += nbytes
