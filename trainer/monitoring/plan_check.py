@@ -1,7 +1,5 @@
-"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose.
-
-Nothing here loads torch, as reports read such records.
-"""
+"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose. Nothing here
+loads torch, as reports read such records."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
