@@ -1,7 +1,6 @@
 """`zeromesh checkpoint`: lists, inspects, verifies, exports, merges and compares checkpoints."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from zeromesh.checkpoint.io.reader import CheckpointReader, find_damage
 from zeromesh.checkpoint.loader import merge, open_parts
 from zeromesh.errors import CheckpointError, counted, some
+from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint import reading
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, checkpoint_at, checkpoints_at, part_text
@@ -23,9 +23,9 @@ def run_checkpoint(options: argparse.Namespace) -> int:
     try:
         match options.action:
             case "list":
-                sys.stdout.write(reading.list_checkpoints(options.path, as_json=options.json))
+                print_lines(reading.list_checkpoints(options.path, as_json=options.json))
             case "inspect":
-                sys.stdout.write(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
+                print_lines(reading.inspect_checkpoint(options.path, options.tensors, as_json=options.json))
             case "verify":
                 damaged = [directory for directory in checkpoints_at(options.path) if _is_damaged(directory, console)]
                 return int(bool(damaged))

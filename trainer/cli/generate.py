@@ -32,12 +32,9 @@ if TYPE_CHECKING:
     from zeromesh.trainer.inference.server.app import HttpServer
 
 _FIELD_PREFIX = "generation."
-_PROMPTS = "ZEROMESH_PROMPTS"
-"""The workers' environment variable with the path of a copy of standard input."""
-TOKEN = "ZEROMESH_SERVE_TOKEN"
-"""The environment variable with the API key that clients have to send."""
-_FAREWELL_SECONDS = 1.0
-"""The seconds in which clients can read the error of a failed generator."""
+_PROMPTS = "ZEROMESH_PROMPTS"  # The workers' environment variable with the path of a copy of standard input.
+TOKEN = "ZEROMESH_SERVE_TOKEN"  # The environment variable with the API key that clients have to send.
+_FAREWELL_SECONDS = 1.0  # The seconds in which clients can read the error of a failed generator.
 
 
 def run_generate(options: argparse.Namespace) -> int:
@@ -294,14 +291,13 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             hurried.set()
         requested.set()
 
-    def stop_when_requested() -> None:
+    def stop_when_requested(server: HttpServer, inbox: Inbox) -> None:
         requested.wait()
-        if server is not None and inbox is not None:
-            # New requests are refused first; open ones end after a grace period, or at a second signal.
-            train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
-            server.begin_stop()
-            hurried.wait(options.grace)
-            inbox.stop(abandon=True)
+        # New requests are refused first; open ones end after a grace period, or at a second signal.
+        train.say(f"stopping; {len(inbox)} open requests have {options.grace:g} seconds")
+        server.begin_stop()
+        hurried.wait(options.grace)
+        inbox.stop(abandon=True)
 
     with (
         handled_signals(STOP_SIGNALS, stop),
@@ -312,7 +308,7 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
         if server is not None:
             train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
-            threading.Thread(target=stop_when_requested, daemon=True).start()
+            threading.Thread(target=stop_when_requested, args=(server, inbox), daemon=True).start()
         try:
             generator.serve(inbox, batch=options.batch, **fields)
         except BaseException as error:

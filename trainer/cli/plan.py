@@ -38,8 +38,7 @@ def run_plan(options: argparse.Namespace) -> int:
         with refusals(options.picture, "written", "; give another place with --picture"):
             write_whole(options.picture, plan_picture(plan).encode())
     if options.json:
-        json.dump(plan_json(plan), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_lines(json.dumps(plan_json(plan), indent=1).splitlines())
     else:
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         print_lines(plan_lines(plan, shown=options.top, more=more, width=width))

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from zeromesh.errors import StorageError, plural, printable
+from zeromesh.errors import StorageError, plural
 from zeromesh.files import refusals, write_whole
+from zeromesh.trainer.cli import train
 from zeromesh.trainer.formatting import print_lines
 
 REPORT = "report.html"
@@ -33,7 +34,7 @@ def run_report(options: argparse.Namespace) -> int:
         write_whole(out, content)
     for run in runs:
         for remark in run.remarks:
-            sys.stderr.write(printable(f"zeromesh: {run.name}: {remark}") + "\n")
+            train.say(f"{run.name}: {remark}")
     print_lines([str(out)])
     return 0
 

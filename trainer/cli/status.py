@@ -5,7 +5,6 @@ import json
 import os
 import re
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from rich.text import Text
 from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
+from zeromesh.trainer.cli import train
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
@@ -36,11 +36,9 @@ class RunSnapshot:
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]
-    traffic: Mapping[str, Any]
-    """The figures of rank 0's traffic in the last step, by axis and collective."""
+    traffic: Mapping[str, Any]  # The figures of rank 0's traffic in the last step, by axis and collective.
     code: int
-    verdict: str
-    """The outcome of the run, or the fact that it is silent; empty while it runs."""
+    verdict: str  # The outcome of the run, or the fact that it is silent; empty while it runs.
 
 
 def run_status(options: argparse.Namespace) -> int:
@@ -57,14 +55,8 @@ def run_status(options: argparse.Namespace) -> int:
                 now, width = _snapshot(options.run), console.width if console.is_terminal else None
                 if options.json:
                     state = now.verdict or "goes on"
-                    values = {
-                        "time": time.time(),
-                        "step": now.step,
-                        "loss": now.loss,
-                        "state": state,
-                        "ranks": now.ranks,
-                    }
-                    values["waited_for"] = [asdict(each) for each in blames(now.ranks)]
+                    values = {"time": time.time(), "step": now.step, "loss": now.loss, "state": state}
+                    values |= {"ranks": now.ranks, "waited_for": [asdict(each) for each in blames(now.ranks)]}
                     slow = {"recent": recent(now.ranks), "verdicts": verdicts(now.ranks, now.traffic)}
                     show([json.dumps(strict(values | slow))])
                 else:
@@ -172,7 +164,7 @@ def run_trace(options: argparse.Namespace) -> int:
     with refusals(out, "written", "; give --out FILE"):
         write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
     for remark in remarks:
-        sys.stderr.write(printable(f"zeromesh: {remark}") + "\n")
+        train.say(remark)
     print_lines([f"{out}: open it at https://ui.perfetto.dev"])
     if profiled := sorted((options.run / "profile").glob("steps-*.json.gz")):
         print_lines([f"torch's profiler has recorded operators too: {', '.join(map(str, profiled))}"])
@@ -187,7 +179,7 @@ def _request_rings(run: Path, ranks: list[int]) -> None:
         write_whole(request, b"", sync=False)
         asked = request.stat().st_mtime_ns
     except OSError as error:
-        sys.stderr.write(f"zeromesh: the ranks cannot be asked: {error.strerror or error}\n")
+        train.say(f"the ranks cannot be asked: {error.strerror or error}")
         return
     deadline, late = time.monotonic() + _ANSWER_SECONDS, ranks
     while late and time.monotonic() < deadline:
@@ -195,4 +187,4 @@ def _request_rings(run: Path, ranks: list[int]) -> None:
         rings = {rank: run / TRACE_FOLDER / f"rank-{rank}.ring" for rank in late}
         late = [rank for rank, ring in rings.items() if not ring.exists() or ring.stat().st_mtime_ns < asked]
     if late:
-        sys.stderr.write(f"zeromesh: {ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds\n")
+        train.say(f"{ranks_text(late)} did not answer within {_ANSWER_SECONDS:g} seconds")

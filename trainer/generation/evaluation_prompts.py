@@ -17,10 +17,7 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 
 _NEW_TOKENS = 64
 """The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
-_REFUSED = {
-    "num_return_sequences": "a sample has one prediction",
-    "return_dict_in_generate": "predictions are tokens",
-}
+_REFUSED = {"num_return_sequences": "a sample has one prediction", "return_dict_in_generate": "predictions are tokens"}
 _TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
 _SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
@@ -52,8 +49,7 @@ class BatchGeneration:
             settings.pad_token_id = next(each for each in candidates if each is not None)
         if settings.max_new_tokens is None and "max_length" not in fields:
             settings.max_new_tokens = _NEW_TOKENS
-        self.padding = int(settings.pad_token_id)
-        """The padding token after the end of a prediction."""
+        self.padding = int(settings.pad_token_id)  # The padding token after the end of a prediction.
         self._placed, self._seed, self._where = placed, seed, where
         self._fixed: dict[str, Any] = {"generation_config": settings}
         if settings.stop_strings:
@@ -98,9 +94,7 @@ class BatchGeneration:
 
 def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return a batch without labels and the decoder inputs derived from them, for an encoder-decoder model."""
-    labels = batch.get("labels")
-    targets = {"labels"}
-    begun = batch.get("decoder_input_ids")
+    labels, begun, targets = batch.get("labels"), batch.get("decoder_input_ids"), {"labels"}
     if isinstance(labels, Tensor) and isinstance(begun, Tensor) and labels.shape == begun.shape:
         targets |= {"decoder_input_ids", "decoder_attention_mask"}
     return {name: value for name, value in batch.items() if name not in targets}
@@ -111,8 +105,7 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     them without one. `input_ids`, `attention_mask` and other per-token fields are cut and padded on the left, [samples, longest].
     Returns the length of each prompt, [samples], too. Raises `DataError` for a row without a prompt, and for a batch that has no
     row of tokens for each of `samples`."""
-    ids, labels = batch.get("input_ids"), batch.get("labels")
-    mask = batch.get("attention_mask")
+    ids, labels, mask = map(batch.get, ("input_ids", "labels", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
         shape = list(ids.shape) if isinstance(ids, Tensor) else "none"
         raise DataError(

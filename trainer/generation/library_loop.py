@@ -203,8 +203,7 @@ class _LogprobRecorder:
     """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
 
     def __init__(self) -> None:
-        self.logprobs: list[torch.Tensor] = []
-        """The log-probabilities of the new tokens, one tensor `[rows]` per position."""
+        self.logprobs: list[torch.Tensor] = []  # Log-probabilities of the new tokens, one tensor `[rows]` per position.
         self._logits = torch.empty(0)
 
     def on_logits(self, logits: torch.Tensor) -> None:

@@ -13,18 +13,15 @@ from zeromesh.trainer.data.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
 """Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping with one of these under its key, and
 fields of `GenerationConfig`, as in a line of a file."""
-KEYS = ("text", "messages", "input_ids")
-"""The keys of prompts, of which a line has exactly one."""
+KEYS = ("text", "messages", "input_ids")  # The keys of prompts, of which a line has exactly one.
 _SHOWN = 60
 _SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptLine:
-    prompt: Mapping[str, Any]
-    """The line's mapping with one of `KEYS`, and fields of `GenerationConfig`."""
-    id: str | int
-    """The `id` of its line, or else the index of the prompt, from 0."""
+    prompt: Mapping[str, Any]  # The line's mapping with one of `KEYS`, and fields of `GenerationConfig`.
+    id: str | int  # The `id` of its line, or else the index of the prompt, from 0.
     where: str
 
 

@@ -22,14 +22,10 @@ from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
 from zeromesh.trainer.generation.settings import ServedModel
 from zeromesh.trainer.model_on_mesh import least_free_bytes
 
-_PREFILL_TOKENS = 2048
-"""The limit of prompt tokens in one prefill forward."""
-_MOST_FORWARDS = 16
-"""The maximal number of forwards between exchanges where no client streams single tokens."""
-_FEWEST_FORWARDS = 4
-"""The minimal number of forwards between exchanges in a pipeline, which each run fills and drains."""
-_IDLE_SECONDS = 0.5
-"""The longest wait of rank 0 for requests before the ranks exchange again, in seconds."""
+_PREFILL_TOKENS = 2048  # The limit of prompt tokens in one prefill forward.
+_MOST_FORWARDS = 16  # The maximal number of forwards between exchanges where no client streams single tokens.
+_FEWEST_FORWARDS = 4  # The minimal number of forwards between exchanges in a pipeline, which each run fills and drains.
+_IDLE_SECONDS = 0.5  # The longest wait of rank 0 for requests before the ranks exchange again, in seconds.
 
 
 class RequestLoop:
@@ -52,11 +48,8 @@ class RequestLoop:
         compute = engine.options.precision.compute
         nbytes = token_bytes(placed.module.config.get_text_config(), mesh.tensor.size, stages, compute)
         # Half of the memory that is free may be filled with keys and values.
-        limits = {
-            "rows": -(-rows // stages),
-            "prefill_tokens": _PREFILL_TOKENS,
-            "cache_tokens": max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages,
-        }
+        cached = max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages
+        limits = {"rows": -(-rows // stages), "prefill_tokens": _PREFILL_TOKENS, "cache_tokens": cached}
         self._batches = [RunningBatch(placed.module, device=mesh.device, **limits) for _ in range(stages)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""

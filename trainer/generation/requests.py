@@ -50,10 +50,8 @@ class News:
 
     requests: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    streams: bool = False
-    """True if clients stream single tokens."""
-    stopping: bool = False
-    """True if no more requests will come."""
+    streams: bool = False  # True if clients stream single tokens.
+    stopping: bool = False  # True if no more requests will come.
 
 
 class Inbox:

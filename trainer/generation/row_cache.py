@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 _FEWEST_COLUMNS = 64  # for which memory is allocated, beyond those in use
 
@@ -45,16 +45,13 @@ class Columns:
 
     lengths: list[int] = field(default_factory=list)
     """The number of tokens of each row, and in prefill of its columns, padding included."""
-    width: int = 0
-    """The number of columns of the longest row."""
+    width: int = 0  # The number of columns of the longest row.
     end: int = 0
     capacity: int = _FEWEST_COLUMNS
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]
+class RowLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one layer, each `[rows, heads, columns, width of a head]` with room for more rows and columns."""
-
-    is_sliding = False
 
     def __init__(self, columns: Columns) -> None:
         super().__init__()
@@ -84,18 +81,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]
     def get_seq_length(self) -> int:
         return self._columns.width
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._columns.width + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1  # There is no limit.
-
-    get_max_cache_shape = get_max_length
-
 
 class RowCache(Cache):  # type: ignore[misc]
-    length_without_layers = True
-    """The length is known to stubs of other pipeline stages without entries in their layers."""
+    length_without_layers = True  # Stubs of other pipeline stages know it without entries in their layers.
 
     def __init__(self, layers: int) -> None:
         self.columns = Columns()

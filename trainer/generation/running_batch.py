@@ -35,13 +35,10 @@ class RunningRow:
     request: Request
     sampler: RowSampler
     ends: list[int]
-    limit: int
-    """The maximal number of new tokens."""
-    tokens: list[int]
-    """The tokens of the prompt, followed by the new ones."""
+    limit: int  # The maximal number of new tokens.
+    tokens: list[int]  # The tokens of the prompt, followed by the new ones.
     logprobs: list[float] = field(default_factory=list)
-    reported: int = 0
-    """The number of new tokens that earlier progress has reported."""
+    reported: int = 0  # The number of new tokens that earlier progress has reported.
     finish: Finish | None = None
 
     @property
@@ -82,8 +79,7 @@ class RunningBatch:
         self._joining_cache, self._cache = RowCache(self._layers), RowCache(self._layers)
         self._kind = ForwardKind.IDLE
         self._after_prefill = False
-        self.computed = 0
-        """The number of tokens computed so far, in prefill and in decode."""
+        self.computed = 0  # The number of tokens computed so far, in prefill and in decode.
 
     def add(self, request: Request, settings: GenerationConfig) -> None:
         """Enqueue a request; the batch owns its checked settings from now on."""

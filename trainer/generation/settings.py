@@ -38,10 +38,8 @@ PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 """Decoding methods that continue a prompt by one text, a token at a time."""
 _LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
 """Fields that affect only transformers' own decoding loop."""
-_RELATIVE_POSITIONS = ("bloom", "mpt")
-"""Models with relative positions only, which left padding does not shift."""
-_CACHE_WINDOWS = ("moshi",)
-"""Models whose sliding window is implemented by dropping cache entries, not by a mask."""
+_RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
+_CACHE_WINDOWS = ("moshi",)  # Models whose sliding window is implemented by dropping cache entries, not by a mask.
 _STAGED_ARGUMENTS = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
 ) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}

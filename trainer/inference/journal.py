@@ -31,8 +31,7 @@ class ResultJournal:
             raise ConfigError(f"--out {str(out)!r} is no regular file; name one, or leave it out for standard output")
         self.out, self.count = out, count
         self.path, self._done = out.with_name(out.name + SUFFIX), out.with_name(f".{out.name}.done")
-        self.rows: dict[int, dict[str, Any]] = {}
-        """The results so far, by the index of the prompt."""
+        self.rows: dict[int, dict[str, Any]] = {}  # The results so far, by the index of the prompt.
         self._head = {"generates": content, "prompts": count}
         self.finished = out.exists() and bool(out.stat().st_size) and not self.path.exists()
         """True if all results were there at the start."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from statistics import median_high
 from typing import Any
 
 from torch import nn
@@ -30,8 +31,7 @@ from zeromesh.trainer.monitoring.step_metrics import StartTimes, unstrict
 from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, traffic_table
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
-Values = dict[str, float]
-"""Values of an evaluation or of a run by name, such as `eval_loss`."""
+Values = dict[str, float]  # Values of an evaluation or of a run by name, such as `eval_loss`.
 Line = dict[str, Any]
 
 
@@ -89,40 +89,31 @@ class FitReport:
 class RunProgress:
     """The counters of a run. Losses and seconds are those of this process's steps."""
 
-    max_nonfinite: int
-    """The limit of consecutive skipped steps, after which the run ends; 0: none."""
+    max_nonfinite: int  # The limit of consecutive skipped steps, after which the run ends; 0: none.
     resumed: TrainerState = field(
         default_factory=lambda: TrainerState(step=0, samples=0, tokens=0, updates=0, skipped=0)
     )
     """The state from which this process goes on: that of the resumed checkpoint, or of step 0."""
     log: list[Line] = field(default_factory=list)
     """The logged lines in transformers' form, which callbacks know as `state.log_history`."""
-    logged: int = 0
-    """The number of `losses` that logged lines have averaged."""
+    logged: int = 0  # The number of `losses` that logged lines have averaged.
     step: int = 0
     passed_over: int = 0
     """The number of data steps skipped, because a callback ended an epoch early or a global batch had no targets."""
-    without_targets: int = 0
-    """The number of global batches without targets, in this process."""
-    reached: int = 0
-    """The data position after the last step made, counting skipped data steps."""
+    without_targets: int = 0  # The number of global batches without targets, in this process.
+    reached: int = 0  # The data position after the last step made, counting skipped data steps.
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-    """Tokens since the start of training."""
-    skipped: int = 0
-    """Steps without an update since the start of training."""
+    tokens: int = 0  # Tokens since the start of training.
+    skipped: int = 0  # Steps without an update since the start of training.
     skipped_in_a_row: int = 0
-    cause: str = ""
-    """The reason why the latest skipped step was skipped."""
+    cause: str = ""  # The reason why the latest skipped step was skipped.
     unit: str = "tokens"
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
-    evaluated_targets: int | None = None
-    """The number of targets of the latest evaluation; None for one of several sets."""
-    owes_evaluation: bool = False
-    """True if the run was stopped during the evaluation after its last step."""
+    evaluated_targets: int | None = None  # Number of targets of the latest evaluation; None for one of several sets.
+    owes_evaluation: bool = False  # True if the run was stopped during the evaluation after its last step.
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
     """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
@@ -152,9 +143,9 @@ class RunProgress:
         self.seconds.append(result.seconds)
         self.tokens += result.tokens
         self.unit = result.unit
-        self.skipped += result.skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
-        self.cause = result.cause or self.cause
+        self.skipped += result.outcome.skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.outcome.skipped else 0
+        self.cause = result.outcome.cause or self.cause
         if result.bubble:
             self.bubbles.append(result.bubble)
         if result.communication:
@@ -172,8 +163,7 @@ class RunProgress:
             found.append(Detail(f"communication of this rank in a step:\n  {table}"))
         if self.bubbles:
             measured, predicted = (
-                sorted(each[name] for each in self.bubbles)[len(self.bubbles) // 2]
-                for name in ("measured", "predicted")
+                median_high(each[name] for each in self.bubbles) for name in ("measured", "predicted")
             )
             found.append(
                 f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
@@ -226,7 +216,6 @@ class RunContext:
         return settings_of(self.config, model=self.model.description, data=self.data_description)
 
     def loader(self, feed: Feed, *, last: int, state: Mapping[str, Any] | None = None) -> BatchLoader:
-
         def waiting() -> None:
             self.mesh.post(Activity.DATA)
             if isinstance(feed.dataset, StreamedDataset):

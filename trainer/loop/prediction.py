@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,33 +15,26 @@ from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 
-Tree = Any
-"""An array, or a tuple, list or mapping of trees."""
-PreprocessLogits = Callable[[Any, Any], Any]
-"""`preprocess_logits_for_metrics(logits, labels)`, as transformers has it."""
+Tree = Any  # An array, or a tuple, list or mapping of trees.
+PreprocessLogits = Callable[[Any, Any], Any]  # `preprocess_logits_for_metrics(logits, labels)`, as transformers has it.
 
-PADDING = -100
-"""The padding value after the end of sequences shorter than the longest one."""
+PADDING = -100  # The padding value after the end of sequences shorter than the longest one.
 _LABELS = ("labels", "label_ids", "label", "start_positions", "end_positions")
 
 
+@dataclass
 class Collector:
     """Gathers the outputs of microbatches for one evaluation; all ranks make the same calls of `add`."""
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        ignored: Sequence[str],
-        preprocess: PreprocessLogits | None,
-        generation: BatchGeneration | None = None,
-    ) -> None:
-        """`generation` generates the tokens that are gathered instead of outputs."""
-        self.generation, self._mesh, self._preprocess = generation, mesh, preprocess
-        self._ignored = {"loss", *ignored}
-        self._parts: list[Tree] = []
-        self.nbytes = 0
-        """Bytes gathered so far, on each rank."""
-        self.size_noted = preprocess is not None or generation is not None
+    mesh: Mesh
+    ignored: Sequence[str]
+    preprocess: PreprocessLogits | None
+    generation: BatchGeneration | None = None  # Generates the tokens that are gathered instead of outputs.
+    nbytes: int = 0  # Bytes gathered so far, on each rank.
+    _parts: list[Tree] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.size_noted = self.preprocess is not None or self.generation is not None
         """True if the note about the size of the outputs is not needed, or has been shown."""
 
     def part_of(self, outputs: Any, batch: Mapping[str, Any]) -> Tree:
@@ -48,7 +42,7 @@ class Collector:
         labels = _single_or_tuple([batch[name] for name in _LABELS if name in batch])
         if self.generation is None:
             if isinstance(outputs, Mapping):
-                known = self._ignored
+                known = {"loss", *self.ignored}
                 outputs = [value for name, value in outputs.items() if name not in known and value is not None]
             elif isinstance(outputs, tuple | list):
                 # A tuple with a loss begins with it: the only scalar among batched outputs.
@@ -56,16 +50,16 @@ class Collector:
             else:
                 outputs = [outputs]
             outputs = _single_or_tuple(outputs)
-            if self._preprocess is not None:
-                outputs = self._preprocess(outputs, labels)
+            if self.preprocess is not None:
+                outputs = self.preprocess(outputs, labels)
         return {"predictions": _array(outputs), "label_ids": _array(labels)}
 
     def add(self, parts: Sequence[Tree | None]) -> None:
         """Add this rank's outputs of one round of microbatches; None stands for no output."""
         for part in parts:
             payload = b"" if part is None else _encode(part)
-            gathered = self._mesh.world.gather_bytes(payload, "predictions of a microbatch")
-            rows = zip(map(self._mesh.shape.data_index, self._mesh.world.ranks), gathered, strict=True)
+            gathered = self.mesh.world.gather_bytes(payload, "predictions of a microbatch")
+            rows = zip(map(self.mesh.shape.data_index, self.mesh.world.ranks), gathered, strict=True)
             self._parts += [_decode(each) for _, each in sorted(rows) if each]
             self.nbytes += sum(map(len, gathered))
 

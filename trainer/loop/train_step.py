@@ -10,8 +10,10 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any, Self
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,20 +54,16 @@ class DeviceBatch(dict[str, Any]):
         compute: torch.dtype,
         targets: int | None,
         copies: torch.Stream | None,
-        before: Self | None = None,
     ) -> None:
         """Floating-point inputs become `compute`, except labels. `targets`: their number; None: forward counts them. `copies`: the
-        stream of copies from pinned memory; None: the device is the CPU. `before` is the previous batch."""
+        stream of copies from pinned memory; None: the device is the CPU."""
         super().__init__(batch)
         self.targets = targets
+        self.following: DeviceBatch | None = None
         self._device, self._compute, self._copies = device, compute, copies
-        self._next: DeviceBatch | None = None
-        if before is not None:
-            before._next = self
         self._copied: torch.Event | None = None
         self._masks: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
         self._packed = False  # True if a row of `position_ids` packs several sequences.
-        self._on_device = is_accelerator(device)
 
     def send(self) -> None:
         """Start the copies of the tensors to the device, once."""
@@ -86,10 +84,10 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside the block the tensors are on the device and mask queries are answered; the next batch is being copied."""
+        """Inside the block the tensors are on the device and mask queries are answered; `following` is being copied."""
         self.send()
-        if self._next is not None:
-            self._next.send()
+        if self.following is not None:
+            self.following.send()
         if self._copied is not None:
             stream = accelerator.current_stream(self._device)
             stream.wait_event(self._copied)
@@ -100,7 +98,7 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-        if not self._on_device:
+        if self._copies is None:
             yield
             return
         answers: dict[str, Callable[..., Any]] = {
@@ -138,35 +136,28 @@ class DeviceBatch(dict[str, Any]):
         return fast_all(mask) if known is None else known
 
 
+@dataclass
 class Stepper:
-    """Runs training steps of an engine, and evaluations of the model with or without one."""
+    """Runs training steps of an engine, and evaluations of the model with or without one (None: the model is whole on this rank).
+    With `pipeline`, this rank has some stages of the model."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        mesh: Mesh,
-        compute_dtype: torch.dtype,
-        engine: ZeroEngine | None,
-        pipeline: Pipeline | None = None,
-    ) -> None:
-        """`engine` is None for a model that is whole on this rank; with `pipeline`, this rank has some stages of the model."""
-        self._model = model
-        self._loss = loss
-        self._mesh = mesh
-        self._dtype = compute_dtype
-        self._engine = engine
-        self._driver: StepDriver = pipeline or StepDriver(mesh)
-        self._modules = list(model.modules())
+    model: nn.Module
+    loss: Loss
+    mesh: Mesh
+    compute: torch.dtype
+    engine: ZeroEngine | None
+    pipeline: InitVar[Pipeline | None] = None
+    scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
+    gradient_factor: float | None = None
+    """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
+    _computed: list[_Computed] = field(default_factory=list)
+
+    def __post_init__(self, pipeline: Pipeline | None) -> None:
+        self._driver: StepDriver = pipeline or StepDriver(self.mesh)
+        self._modules = list(self.model.modules())
         self._training_flags = [module.training for module in self._modules]
-        """The `training` flag of each module; see `_restore_training_flags`."""
-        self._computed: list[_Computed] = []
-        self.scalars = UserScalars()
-        """Values of losses and users to be logged."""
-        self.gradient_factor: float | None = None
-        """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
-        self._copies = torch.Stream(mesh.device) if is_accelerator(mesh.device) else None
-        """The stream of copies to the device, which overlap with computing."""
+        # Copies to the device overlap with computing.
+        self._copies = torch.Stream(self.mesh.device) if is_accelerator(self.mesh.device) else None
 
     def train_step(
         self,
@@ -186,7 +177,7 @@ class Stepper:
         some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
         `DataError` for a batch that cannot be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
         """
-        engine, mesh = self._engine, self._mesh
+        engine, mesh = self.engine, self.mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
         began, waited = time.perf_counter(), mesh.watch.waited_seconds
@@ -202,7 +193,7 @@ class Stepper:
         mesh.post(Activity.AGREE)
         if mesh.model_size > 1:
             require_same_batches(batches, mesh)
-        counts = [self._loss.count(batch) for batch in batches]
+        counts = [self.loss.count(batch) for batch in batches]
         count, shares = self._count_targets(plan, microbatches, counts)
         if count == 0:
             mesh.recorder.take_seconds()
@@ -213,7 +204,7 @@ class Stepper:
         engine.begin_step(step, groups)
         self._restore_training_flags()
         self._computed = []
-        seed = 1.0 if count is None else 1.0 / max(1, count)
+        seed = 1.0 if count is None else 1.0 / count
         seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
 
         def end(number: int) -> None:
@@ -269,14 +260,10 @@ class Stepper:
             tokens=int(inputs),
             unit=_count_inputs(batches[0])[0],
             stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
-            grad_norm=outcome.grad_norm,
-            skipped=outcome.skipped,
-            cause=outcome.cause,
-            waited={tier.value: seconds for tier, seconds in outcome.waited.items()},
+            outcome=outcome,
             communication=mesh.recorder.take_traffic(),
             phases=phases,
             bubble={} if timelines is None else {"predicted": timelines[0].bubble, "measured": timelines[1].bubble},
-            loss_scale=outcome.loss_scale,
             seconds=time.perf_counter() - began,
             idle=mesh.watch.waited_seconds - waited,
         )
@@ -291,27 +278,27 @@ class Stepper:
         rounds = feed.plan.accumulation
         at_once = self._driver.evaluation_microbatches
         computed: list[tuple[Tensor, int | Tensor]] = []
-        with in_evaluation_mode(self._model):
+        with in_evaluation_mode(self.model):
             for start in range(0, rounds, at_once):
                 done = min(start + at_once, rounds)
-                group = [feed.plan.microbatch(0, self._mesh.data_index, turn) for turn in range(start, done)]
+                group = [feed.plan.microbatch(0, self.mesh.data_index, turn) for turn in range(start, done)]
                 fetched = [loader.batch(0, turn) for turn in range(start, done)]
-                if self._mesh.model_size > 1:
-                    require_same_batches(fetched, self._mesh)
+                if self.mesh.model_size > 1:
+                    require_same_batches(fetched, self.mesh)
                 # Collecting outputs synchronizes the host anyway, so counting in forward costs nothing.
-                counts = [None if collector is not None else self._loss.count(batch) for batch in fetched]
+                counts = [None if collector is not None else self.loss.count(batch) for batch in fetched]
                 batches = self._to_device(fetched, counts)
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
                 results: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
                 # With generation, forward is needed for the loss alone.
-                if generation is None or self._loss.kind != "labels" or all("labels" in each for each in fetched):
+                if generation is None or self.loss.kind != "labels" or all("labels" in each for each in fetched):
                     plain = collector is not None and generation is None
                     results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
                     tokens = [
-                        generation.tokens(batch, list(map(feed.order.dataset_index, each.samples)), self._dtype)
+                        generation.tokens(batch, list(map(feed.order.dataset_index, each.samples)), self.compute)
                         for each, batch in zip(group, fetched, strict=True)
                     ]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
@@ -327,7 +314,7 @@ class Stepper:
         sums = torch.zeros(2, dtype=torch.float64)
         for values in _with_values(computed, read_scalars(_tensors_in(computed))):
             sums += torch.tensor(values, dtype=torch.float64)
-        self._mesh.world.all_reduce(sums, "sum of the evaluation loss")
+        self.mesh.world.all_reduce(sums, "sum of the evaluation loss")
         targets = int(sums[1])
         return float(sums[0]) / targets if targets else float("nan"), targets
 
@@ -342,8 +329,8 @@ class Stepper:
     @property
     def _counts_loss(self) -> bool:
         """True if this rank counts the loss: one tensor rank of the stage with the loss."""
-        last = self._mesh.pipeline.index == 0 if self._engine is None else self._driver.is_last
-        return self._mesh.tensor.index == 0 and last
+        last = self.mesh.pipeline.index == 0 if self.engine is None else self._driver.is_last
+        return self.mesh.tensor.index == 0 and last
 
     def _forwards(
         self, batches: Sequence[DeviceBatch], streams: Sequence[Streams], *, outputs: bool
@@ -352,18 +339,18 @@ class Stepper:
 
         def loss_of(batch: Any, seed: float) -> Tensor:
             if outputs:
-                loss, model_outputs = self._loss.with_outputs(self._model, batch, targets=batch.targets)
+                loss, model_outputs = self.loss.with_outputs(self.model, batch, targets=batch.targets)
             else:
-                loss, model_outputs = self._loss(self._model, batch, seed=seed, targets=batch.targets), None
-            results.append((loss, self._loss.last_count, model_outputs))
+                loss, model_outputs = self.loss(self.model, batch, seed=seed, targets=batch.targets), None
+            results.append((loss, self.loss.last_count, model_outputs))
             return loss
 
         work = [
             MicrobatchWork(batch=batch, seed=0.0, streams=drawn, forward_context=batch.present)
             for batch, drawn in zip(batches, streams, strict=True)
         ]
-        if self._engine is not None:
-            losses = self._driver.evaluate(self._engine, work, loss_of)
+        if self.engine is not None:
+            losses = self._driver.evaluate(self.engine, work, loss_of)
             return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):
             with torch.no_grad(), drawn.drawing(), batch.present():
@@ -372,8 +359,8 @@ class Stepper:
 
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
-        loss = self._loss(self._model, batch, seed=seed, targets=batch.targets)
-        count, scalars = self._loss.last_count, self._loss.last_scalars
+        loss = self.loss(self.model, batch, seed=seed, targets=batch.targets)
+        count, scalars = self.loss.last_count, self.loss.last_scalars
         logged = {
             # A value that is no number becomes None.
             name: (each.detach() if each.numel() == 1 else None) if isinstance(each, Tensor) else each
@@ -397,7 +384,7 @@ class Stepper:
         known = [count or 0 for count in counts]
         own = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
         own += [sum(len(each.samples) * each.weight for each in microbatches)]
-        targets, samples = self._mesh.data.all_reduce(torch.tensor(own), "count of targets").tolist()
+        targets, samples = self.mesh.data.all_reduce(torch.tensor(own), "count of targets").tolist()
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.
@@ -411,9 +398,10 @@ class Stepper:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
             if "position_ids" in batch:
-                batch = add_document_boundaries(self._model, batch)
-            before = coming[-1] if coming else None
-            coming.append(DeviceBatch(batch, self._mesh.device, self._dtype, targets, self._copies, before))
+                batch = add_document_boundaries(self.model, batch)
+            coming.append(DeviceBatch(batch, self.mesh.device, self.compute, targets, self._copies))
+        for each, following in pairwise(coming):
+            each.following = following
         return coming
 
 

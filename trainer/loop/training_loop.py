@@ -287,8 +287,8 @@ class TrainingLoop:
             run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:
                 line["plan"] = run.planned.record(line["memory"], rank_figures(run.mesh)[0])
-        if result.skipped and result.loss_scale == 1.0:
-            run.console.note(f"step {number}: no update on any rank: {result.cause}")
+        if result.outcome.skipped and result.outcome.loss_scale == 1.0:
+            run.console.note(f"step {number}: no update on any rank: {result.outcome.cause}")
         self._line = line
         if due["log"]:
             self._write(line)

@@ -64,11 +64,8 @@ class Console(AbstractContextManager["Console"]):
         self._live_line: Any = None  # IPython's handle of the line
         self._shows_details = verbose or not (self._is_terminal or self._notebook)
         # Output of other code is printed above the display only if it goes to the same terminal.
-        own = self._rich.file is sys.stdout
-        self._redirected: dict[str, Any] = {
-            "redirect_stdout": own,
-            "redirect_stderr": sys.stderr is not None and sys.stderr.isatty(),
-        }
+        own, errors = self._rich.file is sys.stdout, sys.stderr is not None and sys.stderr.isatty()
+        self._redirected: dict[str, Any] = {"redirect_stdout": own, "redirect_stderr": errors}
         self._shown = shown
         self._progress: Progress | None = None
         self._steps_task: TaskID | None = None

@@ -1,7 +1,5 @@
-"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose.
-
-Nothing here loads torch, as reports read such records.
-"""
+"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose. Nothing here
+loads torch, as reports read such records."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +8,7 @@ from typing import Any
 
 from zeromesh.trainer.formatting import human_bytes, human_seconds, table_lines
 
-UNCOUNTED = "uncounted"
-"""The name of peak bytes that no purpose of the ledger covers."""
+UNCOUNTED = "uncounted"  # The name of peak bytes that no purpose of the ledger covers.
 _TERM_TEXTS = {UNCOUNTED: "activations and libraries"}
 PlanTable = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Column names, the layout first, and for each term its name, predicted and measured value, and the plan's error, as text."""
@@ -25,8 +22,7 @@ class PlanCheck:
     phases: Mapping[str, float]
     memory: Mapping[str, Mapping[str, int]]
     """Predicted bytes of states and buffers at the end of a step, by tier and purpose."""
-    peak: int
-    """The predicted peak bytes of the process, or of its accelerator."""
+    peak: int  # The predicted peak bytes of the process, or of its accelerator.
     steps: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
     """The measured seconds of each step, and of its phases."""
     result: dict[str, Any] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from zeromesh.telemetry.step_recorder import BACKWARD_RANGE
 from zeromesh.trainer.config.sections.outputs import ProfileSection
 from zeromesh.zero.engine import ZeroEngine
 
-FOLDER = "profile"
 STEP_MEMORY = "step_memory.json"
 _MOST_EVENTS = 20_000  # changes of bytes in the memory timeline of one step
 _BACKWARD_NAME = f'"name": "{BACKWARD_RANGE}'
@@ -33,15 +32,11 @@ class Profile(AbstractContextManager["Profile"]):
     ) -> None:
         """On rank 0 the step after `first`, which allocates persistent memory, leaves a file with changes of bytes by purpose."""
         begin, end = section.steps or (0, -1)
-        self.steps = range(begin, end + 1)
-        """The traced steps, counted from 1."""
+        self.steps = range(begin, end + 1)  # The traced steps, counted from 1.
         self.measured = first + 1 if engine.mesh.rank == 0 and section.step_figures else 0
         """The step whose changes of bytes are written; 0: none."""
-        self._section = section
-        self._folder = directory / FOLDER
-        self._engine = engine
-        self._mesh = engine.mesh
-        self._note = note
+        self._section, self._directory, self._note = section, directory, note
+        self._engine, self._mesh = engine, engine.mesh
         self._recorded: list[int] = []
         self._open = ExitStack()
         self._profiler: profile | None = None
@@ -87,7 +82,7 @@ class Profile(AbstractContextManager["Profile"]):
         ]
         content = {"step": step, "seconds": round(seconds, 6), "events": events}
         with suppress(OSError):  # Nothing depends on this file, and later writes report a full disk.
-            write_whole(self._folder.with_name(STEP_MEMORY), json.dumps(content).encode(), sync=False)
+            write_whole(self._directory / STEP_MEMORY, json.dumps(content).encode(), sync=False)
 
     def _stop(self) -> None:
         """Stop recording, and write the trace. gloo's threads write the end of a profiled collective into the profiler's memory
@@ -97,15 +92,15 @@ class Profile(AbstractContextManager["Profile"]):
             return
         self._engine.wait_for_gathers()
         self._open.close()
-        path = self._folder / f"steps-{self._recorded[0]}-{self._recorded[-1]}-rank-{self._mesh.rank}.json.gz"
+        first, last = self._recorded[0], self._recorded[-1]
+        path = self._directory / "profile" / f"steps-{first}-{last}-rank-{self._mesh.rank}.json.gz"
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             _write(profiler, path)
         except (OSError, RuntimeError) as error:  # torch has no narrower error for a failed write
             self._note(f"WARNING: {path} was not written: {error}")
             return
-        steps = f"{self._recorded[0]} to {self._recorded[-1]}"
-        self._note(f"steps {steps} are recorded in {self._folder}, a trace for each rank")
+        self._note(f"steps {first} to {last} are recorded in {path.parent}, a trace for each rank")
 
 
 def _write(profiler: profile, path: Path) -> None:

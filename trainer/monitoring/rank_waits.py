@@ -50,10 +50,8 @@ class Blame:
     cause: str
     """The cause: `data`, `compute`, `disk`, `between steps`, `failed`, `stopped`, `link`, or `each other` for a cycle of waits."""
     doing: str
-    seconds: float
-    """Seconds of the rank's present activity; for a link or a cycle, seconds of the wait."""
-    waiting: tuple[int, ...]
-    """The ranks that wait for it, directly or indirectly."""
+    seconds: float  # Seconds of the rank's present activity; for a link or a cycle, seconds of the wait.
+    waiting: tuple[int, ...]  # The ranks that wait for it, directly or indirectly.
 
 
 def blames(rows: Sequence[Row]) -> list[Blame]:
@@ -68,16 +66,15 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
     for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
         if isinstance(end, str):
             longest = max((by_rank[rank]["waits"] for rank in ranks), key=lambda each: each["seconds"])
-            cause, doing, seconds = end, longest["for"], longest["seconds"]
+            late, cause, doing, seconds = None, end, longest["for"], longest["seconds"]
         elif end in by_rank:
             row = by_rank[end]
             states = {"failed": row["failure"], "stopped": row.get("stopped"), "disk": row.get("disk")}
             usual = _CAUSES.get(row.get("activity", ""), "compute")
             cause = next((name for name, holds in states.items() if holds), usual)
-            doing, seconds = row["failure"] or row["doing"], row.get("seconds", 0.0)
+            late, doing, seconds = end, row["failure"] or row["doing"], row.get("seconds", 0.0)
         else:
             continue
-        late = None if isinstance(end, str) else end
         found.append(Blame(rank=late, cause=cause, doing=doing, seconds=seconds, waiting=tuple(sorted(ranks))))
     return found
 

@@ -14,7 +14,7 @@ from typing import Any
 from zeromesh import __version__
 from zeromesh.environment import secret_values
 from zeromesh.errors import StorageError, counted
-from zeromesh.files import open_regular, remove_unfinished, try_lock, write_whole
+from zeromesh.files import open_regular, refusals, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_name, is_accelerator
@@ -26,25 +26,22 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.step_metrics import ENDED, MetricsWriter
 
+_ELSEWHERE = "; change run.output_dir"
+_UNLOCKED = "; another run could not be kept out. Change that, or set run.output_dir to another file system"
+
 
 class RunDirectory:
     """The directory into which rank 0 writes a run's files. Raises `StorageError` at construction if it cannot be written."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.path = path
-        self._writes = rank == 0
-        try:
-            if self._writes:
+        self.path, self._writes = path, rank == 0
+        if self._writes:
+            with refusals(path, "written", _ELSEWHERE):
                 path.mkdir(parents=True, exist_ok=True)
                 if not os.access(path, os.W_OK | os.X_OK):
                     read_only = os.statvfs(path).f_flag & os.ST_RDONLY
                     number = errno.EROFS if read_only else errno.EACCES
                     raise OSError(number, os.strerror(number))
-        except OSError as error:
-            raise self._unwritable(error) from error
-
-    def _unwritable(self, error: OSError) -> StorageError:
-        return StorageError(f"{str(self.path)!r} cannot be written ({error.strerror or error}); change run.output_dir")
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -55,7 +52,7 @@ class RunDirectory:
             return
         path = self.path / step_metrics.LOCK
         with ExitStack() as stack:
-            try:
+            with refusals(path, "opened and locked", _UNLOCKED):
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
                 if not try_lock(file.fileno()):
                     holder = file.read(200).decode(errors="replace").strip() or "another process"
@@ -64,11 +61,6 @@ class RunDirectory:
                     )
                 _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
                 remove_unfinished(self.path)
-            except OSError as error:
-                raise StorageError(
-                    f"{str(path)!r} cannot be opened and locked: {error.strerror or error}; another run could not be kept out. "
-                    "Change that, or set run.output_dir to another file system"
-                ) from error
             try:
                 yield
             except BaseException as error:
@@ -96,10 +88,8 @@ class RunDirectory:
                 yield None
                 return
             redaction = Redaction(secret_values())
-            try:
+            with refusals(self.path, "written", _ELSEWHERE):
                 write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
-            except OSError as error:
-                raise self._unwritable(error) from error
             name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
             hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,6 @@ STARTS, RANKS, LOCK = "starts.jsonl", "ranks.json", "run.lock"
 `hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
 runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`."""
 ENDED = "ended"
-
-
 STEP_FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
     *("unit", "time"),
@@ -55,12 +53,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". After a
         line that could not be written whole the file is closed: the next one would continue it."""
-        values = {**record, "time": round(time.time(), 3)}
-        try:
-            text = json.dumps(values, allow_nan=False, default=strict)
-        except ValueError:  # A number is not finite.
-            text = json.dumps(strict(values), allow_nan=False)
-        line = text.encode("ascii") + b"\n"
+        line = json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
         try:
             written = self._file.write(line)
             if written != len(line):
@@ -134,24 +127,18 @@ def unstrict(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """List every leaf of nested mappings with its path of keys; empty and very deep mappings are leaves too."""
-    found: list[tuple[tuple[str, ...], Any]] = []
+def leaves(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every leaf of nested mappings with its path of keys; empty and very deep mappings are leaves too."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value and len(above) < MAX_DEPTH:
-            found += leaves(value, (*above, key))
+            yield from leaves(value, (*above, key))
         else:
-            found.append(((*above, key), value))
-    return found
-
-
-_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-_LEAST_SHOWN = 0.05
+            yield (*above, key), value
 
 
 def now() -> float:
     """Seconds since boot, on a clock that all processes of a machine share."""
-    return time.clock_gettime(_CLOCK)
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def process_began() -> float:
@@ -168,8 +155,7 @@ class StartTimes:
     def __init__(self, began: float | None = None) -> None:
         self._last = now() if began is None else began
         self.parts: dict[str, float] = {}
-        self.over = False
-        """True after the first step."""
+        self.over = False  # True after the first step.
 
     def begin(self) -> None:
         """Begin a part of startup now; the time since the last part ended, which the caller's own code took, counts nowhere."""
@@ -185,5 +171,5 @@ class StartTimes:
 
 def sentence(parts: Mapping[str, float]) -> str:
     """Return the total and its parts: `5.8 s (imports 3.6, data 1.1, first step 1.1)`."""
-    shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= _LEAST_SHOWN)
+    shown = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
     return f"{sum(parts.values()):.1f} s" + (f" ({shown})" if shown else "")

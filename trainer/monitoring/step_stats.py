@@ -11,6 +11,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator
+from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.telemetry.step_recorder import Figures
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
@@ -20,29 +21,19 @@ from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """A step over all ranks. `loss` is the mean over targets, `tokens` counts inputs; a skipped step has a `cause`."""
+    """A step over all ranks, with the `outcome` of its update. `loss` is the mean over targets, `tokens` counts inputs."""
 
     loss: float
     tokens: int
-    unit: str = "tokens"
-    """The unit that `tokens` counts: samples, if the model has no `input_ids`."""
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
+    unit: str = "tokens"  # The unit that `tokens` counts: samples, if the model has no `input_ids`.
+    outcome: StepOutcome
     seconds: float
-    cause: str = ""
-    idle: float = 0.0
-    """Seconds in which this rank has waited for others."""
-    waited: Mapping[str, float] = field(default_factory=dict)
-    """Seconds in which this rank has waited for transfers of a tier, by tier."""
-    communication: Figures = field(default_factory=dict)
-    """The figures of this rank's traffic, by axis and collective."""
-    phases: Mapping[str, float] = field(default_factory=dict)
-    """This rank's seconds of the step, by phase."""
+    idle: float = 0.0  # Seconds in which this rank has waited for others.
+    communication: Figures = field(default_factory=dict)  # The figures of this rank's traffic, by axis and collective.
+    phases: Mapping[str, float] = field(default_factory=dict)  # This rank's seconds of the step, by phase.
     bubble: Mapping[str, float] = field(default_factory=dict)
     """The pipeline bubble as a fraction of the step, `predicted` and `measured`."""
-    stop_signal: int = 0
-    """The signal by which some rank was asked to stop after this step; 0: none."""
+    stop_signal: int = 0  # The signal by which some rank was asked to stop after this step; 0: none.
 
 
 class StepStats:
@@ -51,12 +42,8 @@ class StepStats:
     def __init__(
         self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
     ) -> None:
-        self._flops = flops
-        self._samples = samples
-        self._ledger = ledger
-        self._peak = 0.0
-        self.notes: list[str] = []
-        """Lines about the peak throughput that utilization refers to, if any."""
+        self._flops, self._samples, self._ledger, self._peak = flops, samples, ledger, 0.0
+        self.notes: list[str] = []  # Lines about the peak throughput that utilization refers to, if any.
         if flops is not None:
             own_peak, how = peak_flops(mesh.device, compute)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))
@@ -68,10 +55,11 @@ class StepStats:
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
         """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
         most. `grad_norm` is before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's."""
+        outcome = result.outcome
         line: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            "grad_norm": outcome.grad_norm,
             "lr": lr,
             "tokens": tokens,
             "tokens_per_second": result.tokens / result.seconds,
@@ -80,11 +68,11 @@ class StepStats:
         }
         if result.unit != "tokens":
             line["unit"] = result.unit
-        if result.skipped:
-            line |= {"skipped": True, "cause": result.cause}
-        if result.loss_scale != 1.0:
-            line["loss_scale"] = result.loss_scale
-        line |= {f"{tier}_wait_seconds": round(seconds, 4) for tier, seconds in result.waited.items()}
+        if outcome.skipped:
+            line |= {"skipped": True, "cause": outcome.cause}
+        if outcome.loss_scale != 1.0:
+            line["loss_scale"] = outcome.loss_scale
+        line |= {f"{tier.value}_wait_seconds": round(seconds, 4) for tier, seconds in outcome.waited.items()}
         if result.bubble:
             line["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
         if result.communication:
@@ -110,12 +98,9 @@ class UserScalars:
     def add(self, values: Mapping[str, Any]) -> None:
         """Add numbers, or one-element tensors, which are read at the next line. Other values and `STEP_FIELDS` are left out."""
         for name, value in values.items():
-            if name in STEP_FIELDS:
-                continue
-            if isinstance(value, Tensor) and value.numel() == 1:
-                self._values.setdefault(name, []).append(value.detach())
-            elif isinstance(value, int | float):
-                self._values.setdefault(name, []).append(float(value))
+            number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+            if number and name not in STEP_FIELDS:
+                self._values.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else float(value))
 
     def take(self, mesh: Mesh) -> dict[str, float]:
         """Return the means, and reset them; all ranks call it, and their names may differ."""

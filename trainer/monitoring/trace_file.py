@@ -44,8 +44,7 @@ class RankRing:
     units: Sequence[str]
     names: Sequence[str]
     clock: int
-    wall: int
-    """The wall clock in nanoseconds when the rank's own clock was at `clock`."""
+    wall: int  # The wall clock in nanoseconds when the rank's own clock was at `clock`.
     events: Sequence[tuple[int, int]]
 
 
@@ -138,8 +137,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
     facts: dict[str, Any] = {}
     made: list[Slice] = []
     nested: list[Slice] = []
-    single: dict[int, Slice] = {}
-    """The open slice of each row except that of the phases."""
+    single: dict[int, Slice] = {}  # The open slice of each row except that of the phases.
 
     def begin(row: int, name: str, at: int) -> Slice:
         made.append(Slice(row=row, name=name, begin=at, end=ring.clock + offset, facts=dict(facts)))

@@ -18,6 +18,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Self
@@ -35,13 +36,11 @@ from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow,
 
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
-_CAPACITY = 10_000  # rows that wait for a tracker
-_FINISH_SECONDS = 30.0  # for trackers at the end of a run, and after an error:
-_ERROR_SECONDS = 5.0
-"""The seconds to wait for trackers after an error, before it is reported to the other ranks."""
+_CAPACITY = 10_000  # rows that wait for a tracker, beyond which further ones are counted and dropped
+_FINISH_SECONDS = 30.0  # for trackers at the end of a run
+_ERROR_SECONDS = 5.0  # for trackers after an error, before it is reported to the other ranks
 _ABANDON_SECONDS = 2.0  # for a tracker that was told to give up
-_TIMEOUT_FRACTION = 0.7
-"""The fraction of the collective timeout that the end of tracking may take."""
+_TIMEOUT_FRACTION = 0.7  # The fraction of the collective timeout that the end of tracking may take.
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 _NAMES = {
     "loss": "train/loss",
@@ -81,10 +80,8 @@ def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
 
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
-    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker.
-
-    The list is empty if the tracker's last row is unknown. Raises `StorageError` where a file cannot be read.
-    """
+    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker; none if
+    the tracker's last row is unknown. Raises `StorageError` where a file cannot be read."""
     rows = []
     for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
         if sent != UNKNOWN and (directory / name).exists():
@@ -99,11 +96,9 @@ class Sender(threading.Thread):
     def __init__(self, tracker: Tracker, redaction: Redaction) -> None:
         super().__init__(name=f"tracking by {tracker.name}", daemon=True)
         self.tracker = tracker
-        self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()
-        """The queued rows; None ends the tracker."""
+        self.rows: SimpleQueue[TrackedRow | None] = SimpleQueue()  # The queued rows; None ends the tracker.
         self.warnings: SimpleQueue[str] = SimpleQueue()
-        self.lost = 0
-        """The number of rows that the tracker was too slow for."""
+        self.lost = 0  # The number of rows that the tracker was too slow for.
         self._redaction = redaction
 
     def run(self) -> None:
@@ -131,31 +126,20 @@ def describe_error(error: BaseException, redaction: Redaction) -> str:
     return redaction.text(summary(error)).rstrip(". ")
 
 
+@dataclass
 class Tracking:
-    """The trackers of one run, which end with this context manager; without trackers, as on ranks above 0, it does nothing."""
+    """The trackers of one run, which end with this context manager; without trackers, as on ranks above 0, it does nothing.
+    `note` shows a line, from the training thread alone. `leave` is called when all trackers have ended."""
 
-    def __init__(
-        self,
-        trackers: Sequence[Tracker] = (),
-        note: Callable[[str], None] = lambda text: None,
-        *,
-        ident: str = "",
-        redaction: Redaction | None = None,
-        capacity: int = _CAPACITY,
-        patience: float = math.inf,
-        leave: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`note` shows a line, from the training thread alone. `capacity` limits the queued rows of a tracker; further ones are
-        counted and dropped. `leave` is called when all trackers have ended.
+    trackers: InitVar[Sequence[Tracker]] = ()
+    note: Callable[[str], None] = lambda text: None
+    _: KW_ONLY
+    ident: str = ""  # The identifier of the run for trackers; empty without trackers.
+    redaction: InitVar[Redaction | None] = None
+    patience: float = math.inf  # The most seconds that the end waits, which are never more than half a minute.
+    leave: Callable[[], None] = lambda: None
 
-        The end waits at most `patience` seconds, and never more than half a minute.
-        """
-        self.ident = ident
-        """The identifier of the run for trackers; empty without trackers."""
-        self._note = note
-        self._leave = leave
-        self._patience = patience
-        self._capacity = capacity
+    def __post_init__(self, trackers: Sequence[Tracker], redaction: Redaction | None) -> None:
         self._senders = [Sender(each, redaction or Redaction()) for each in trackers]
 
     @classmethod
@@ -209,12 +193,10 @@ class Tracking:
         return {"id": self.ident, "run": run} if self.ident else {}
 
     def log(self, line: Mapping[str, Any]) -> None:
-        if self._senders:
-            self._enqueue(step_row(line))
+        self._enqueue(step_row(line))
 
     def log_evaluation(self, line: Mapping[str, Any]) -> None:
-        if self._senders:
-            self._enqueue(evaluation_row(line))
+        self._enqueue(evaluation_row(line))
 
     def log_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
         """Send the completions after `step`: lines of `prompt` and `completion`."""
@@ -223,7 +205,7 @@ class Tracking:
 
     def _enqueue(self, row: TrackedRow) -> None:
         for sender in filter(Sender.is_alive, self._senders):
-            if sender.rows.qsize() < self._capacity:
+            if sender.rows.qsize() < _CAPACITY:
                 sender.rows.put(row)
             else:
                 sender.lost += 1
@@ -232,7 +214,7 @@ class Tracking:
     def _show_warnings(self) -> None:
         for sender in self._senders:
             while not sender.warnings.empty():
-                self._note(sender.warnings.get())
+                self.note(sender.warnings.get())
 
     def __enter__(self) -> Self:
         for sender in self._senders:
@@ -240,10 +222,8 @@ class Tracking:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self.finish(min(_FINISH_SECONDS if kind is None else _ERROR_SECONDS, self._patience))
-
-    def finish(self, seconds: float) -> None:
-        """Send the queued rows within at most `seconds` seconds, and end the trackers."""
+        """Send the queued rows, and end the trackers."""
+        seconds = min(_FINISH_SECONDS if kind is None else _ERROR_SECONDS, self.patience)
         for sender in self._senders:
             sender.rows.put(None)
         late = _join_senders(self._senders, seconds)
@@ -251,16 +231,16 @@ class Tracking:
         for sender in self._senders:
             if sender.lost:
                 rows = counted(sender.lost, "row")
-                self._note(f"WARNING: {sender.name} was too slow for {rows}, which it misses; {HAS_ALL}")
+                self.note(f"WARNING: {sender.name} was too slow for {rows}, which it misses; {HAS_ALL}")
         if late:
             names = ", ".join(sender.tracker.name for sender in late)
-            self._note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
+            self.note(f"WARNING: tracking by {names} did not end within {seconds:g} seconds; {HAS_ALL}")
             for sender in late:
                 with contextlib.suppress(Exception):
                     sender.tracker.abandon()
             _join_senders(late, _ABANDON_SECONDS)
         elif self._senders:
-            self._leave()
+            self.leave()
         self._senders = []
 
 
@@ -290,10 +270,8 @@ def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note
 
 
 def _join_accelerate(device: torch.device) -> Callable[[], None]:
-    """Initialize accelerate's state, which its trackers ask for the main process, with the existing process group.
-
-    Returns a function that resets the state, unless it existed before.
-    """
+    """Initialize accelerate's state, which its trackers ask for the main process, with the existing process group; returns a
+    function that resets the state, unless it existed before."""
     from accelerate import PartialState
 
     if PartialState._shared_state:

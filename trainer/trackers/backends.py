@@ -24,8 +24,7 @@ from zeromesh.files import read_whole, write_whole
 if TYPE_CHECKING:
     from psutil import Process
 
-GLOBAL_STEP = "train/global_step"
-"""The name of the step in each row, as in transformers' own callback."""
+GLOBAL_STEP = "train/global_step"  # The name of the step in each row, as in transformers' own callback.
 _EVALUATION_STEP = "eval/global_step"
 _WRITE_SECONDS, _FLUSH_SECONDS, _WAIT_SECONDS = 0.001, 1.0, 20.0
 """Seconds. With the first, wandb's service writes a row at once, since a kill ends it with what it has not written."""
@@ -40,8 +39,7 @@ class RowPosition(NamedTuple):
     evaluation: bool = False
 
 
-UNKNOWN = RowPosition(-1)
-"""The position of a tracker whose last row is unknown."""
+UNKNOWN = RowPosition(-1)  # The position of a tracker whose last row is unknown.
 
 
 class TrackedRow(NamedTuple):
@@ -49,8 +47,7 @@ class TrackedRow(NamedTuple):
 
     position: RowPosition
     values: Mapping[str, float]
-    samples: tuple[tuple[str, str], ...] = ()
-    """Prompts and their completions, for trackers that show tables or text."""
+    samples: tuple[tuple[str, str], ...] = ()  # Prompts and their completions, for trackers that show tables or text.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,18 +71,15 @@ class TrackedRun:
 
 
 class Tracker:
-    """One of accelerate's trackers in a run, by the methods that all of them have; `TRACKERS` has the constructors' arguments.
-
-    Few trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of
-    the tracker's library.
-    """
+    """One of accelerate's trackers in a run, by the methods that all of them have; `TRACKERS` has the constructors' arguments. Few
+    trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of the
+    tracker's library."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         self.name, self.run = name, run
         self._file = run.directory / f"tracking-{name}.json"
         self.tracker: Any = None
-        self.sent = UNKNOWN
-        """The position of the last row sent."""
+        self.sent = UNKNOWN  # The position of the last row sent.
 
     def start(self) -> None:
         """Begin, or resume a run with this id."""
@@ -310,11 +304,9 @@ def _swanlab(run: TrackedRun) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class TrackerKind:
-    arguments: Callable[[TrackedRun], dict[str, Any]] = lambda run: {}
-    """The keyword arguments of accelerate's class."""
+    arguments: Callable[[TrackedRun], dict[str, Any]] = lambda run: {}  # The keyword arguments of accelerate's class.
     make: type[Tracker] = Tracker
-    modules: tuple[str, ...] = ()
-    """The alternative modules, one of which must be installed; by default the tracker's name."""
+    modules: tuple[str, ...] = ()  # Alternative modules, one of which must be installed; by default the tracker's name.
 
 
 TRACKERS = {

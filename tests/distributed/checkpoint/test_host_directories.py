@@ -169,7 +169,7 @@ def test_a_host_that_cannot_write_is_named_before_training(apart: Any, tmp_path:
 
 def test_a_part_says_that_it_is_one(parted: Path) -> None:
     """Its files have holes, which would be read as zeros; its metric is in the first part, and must not be taken for the worst."""
-    text = list_checkpoints(parted / "disk-1" / "run", as_json=False)
+    text = "\n".join(list_checkpoints(parted / "disk-1" / "run", as_json=False))
     assert text.count("part 2 of 2") == 2
     assert "NOT WHOLE" not in text
     part = step(parted / "disk-1", 4)

@@ -63,7 +63,7 @@ memory: model.config.hidden_size=400000 -> parameters at stage 3 need at least &
 head: model.head=masked_lm -> model.head: LlamaConfig has no masked_lm model; it has causal_lm
 labels: model.head=sequence_classification -> does not predict the next token, so plain text has no labels
 decay: optimizer.no_decay=['*nrom*'] -> optimizer.no_decay: *nrom* matches no parameter of the model
-output: run.output_dir={here}/file -> file/run' cannot be written (Not a directory); change run.outp
+output: run.output_dir={here}/file -> file/run' cannot be written: Not a directory; change run.outp
 no source: model.source=/nowhere | model.config=null -> model.source: '/nowhere' does not exist; give a local dire
 two models: model.source={here}/good -> model.config: given beside model.source & set it to null
 no weights: model.source={here}/none | model.config=null | data.tokenizer=bytes ->
@@ -199,7 +199,7 @@ def test_forms_of_a_dataset_are_all_the_same(workers: Workers, tmp_path: Path) -
         ("zero.stage=5", "zero.stage: got 5", 2),
         pytest.param(
             "run.output_dir={here}/file",
-            "file/run' cannot be written (Not a directory)",
+            "file/run' cannot be written: Not a directory",
             1,
             marks=pytest.mark.full,
         ),

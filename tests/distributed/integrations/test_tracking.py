@@ -462,12 +462,15 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     assert "fourth ended after step 0: SystemExit: 3. Training goes on" in said[3]
 
 
-@pytest.mark.parametrize(("how", "kept"), [({"capacity": 3}, 3), ({}, 10_000)])
-def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted(how: dict[str, int], kept: int) -> None:
+@pytest.mark.parametrize("kept", [3, tracking_module._CAPACITY])
+def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted(
+    monkeypatch: pytest.MonkeyPatch, kept: int
+) -> None:
+    monkeypatch.setattr(tracking_module, "_CAPACITY", kept)
     said: list[str] = []
     gate = threading.Event()
     slow = Fake(log=lambda row: gate.wait(10) and slow.rows.append(row))
-    with Tracking([slow], said.append, ident="x", **how) as tracking:
+    with Tracking([slow], said.append, ident="x") as tracking:
         tracking.log(metrics(1))
         while tracking._senders[0].rows.qsize():
             time.sleep(0.001)

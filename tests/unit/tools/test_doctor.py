@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import math
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -73,7 +74,7 @@ def sound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         monkeypatch.setattr(hardware, name, lambda value=value: value)
     monkeypatch.setattr(hardware, "group_settings", lambda name: [])
     monkeypatch.setattr(hardware.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(hardware, "_limit", lambda which: None)
+    monkeypatch.setattr(hardware, "_limit", lambda which: math.inf)
     monkeypatch.setattr(hardware.os, "statvfs", lambda path: SimpleNamespace(f_frsize=GIB, f_blocks=32))
     return monkeypatch
 

@@ -259,9 +259,7 @@ def test_only_one_rank_has_the_directory_of_a_run(tmp_path: Path, monkeypatch: p
     with other.locked():
         assert not other.path.exists()
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(
-        errors.StorageError, match=r"run' cannot be written \(Permission denied\); change run.output_dir"
-    ):
+    with pytest.raises(errors.StorageError, match=r"run' cannot be written: Permission denied; change run.output_dir"):
         RunDirectory(tmp_path / "run", 0)
     assert RunDirectory(tmp_path / "run", 1).path == tmp_path / "run"
     (tmp_path / "file").write_text("")

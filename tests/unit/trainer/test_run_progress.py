@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from zeromesh.errors import ConfigError
+from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState
 from zeromesh.trainer.config.sections.training import OptimizerSection
 from zeromesh.trainer.data.sampler import BatchPlan
@@ -25,8 +26,8 @@ from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
 
 def result(loss: float, *, skipped: bool = False, cause: str = "", **more: Any) -> StepResult:
-    given = {"grad_norm": 1.0, "loss_scale": 1.0, "seconds": 0.5, "tokens": 10, **more}
-    return StepResult(loss=loss, skipped=skipped, cause=cause, **given)
+    outcome = StepOutcome(grad_norm=1.0, loss_scale=1.0, skipped=skipped, cause=cause)
+    return StepResult(**{"loss": loss, "outcome": outcome, "seconds": 0.5, "tokens": 10, **more})
 
 
 def traffic(calls: int) -> Any:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 from zeromesh.errors import ConfigError
 from zeromesh.offload import Purpose, Tier
+from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.telemetry.step_recorder import StepRecorder
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import step_stats
@@ -22,14 +24,12 @@ from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, UserSc
 RESULT: dict[str, Any] = {
     "loss": 2.0,
     "tokens": 80,
-    "grad_norm": 0.5,
-    "skipped": False,
-    "loss_scale": 1.0,
     "seconds": 4.0,
 }
+OUTCOME: dict[str, Any] = {"grad_norm": 0.5, "skipped": False, "loss_scale": 1.0}
 COMMON = {"step": 3, "loss": 2.0, "grad_norm": 0.5, "lr": 0.1, "tokens": 240}
 COMMON |= {"tokens_per_second": 20.0, "step_seconds": 4.0, "peak_memory_bytes": 7, "memory": {"host": {"master": 9}}}
-FULL = {"waited": {"file": 0.12346}, "bubble": {"measured": 0.33339}, "phases": {"data": 0.1234567}}
+FULL = {"waited": {Tier.FILE: 0.12346}, "bubble": {"measured": 0.33339}, "phases": {"data": 0.1234567}}
 
 
 def mesh_of(*others: Any) -> Any:
@@ -51,7 +51,9 @@ def line_of(flops: bool = False, **changes: Any) -> dict[str, Any]:
         stats = StepStats(of_step if flops else None, mesh_of([600]), torch.float32, 16, ledger)  # type: ignore[arg-type]
     assert len(stats.notes) == flops
     assert all("10 a token" in note and "1.0k a second, as measured" in note for note in stats.notes)
-    return stats.line(StepResult(**RESULT | changes), step=3, lr=0.1, tokens=240, peak=7)
+    of_update = {each.name: changes.pop(each.name) for each in fields(StepOutcome) if each.name in changes}
+    result = StepResult(**RESULT | changes, outcome=StepOutcome(**OUTCOME | of_update))
+    return stats.line(result, step=3, lr=0.1, tokens=240, peak=7)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_figures_of_ranks_are_the_most_memory_and_everyones_seconds(monkeypatch:
 
 
 def test_leaves_of_nested_values_have_paths() -> None:
-    assert leaves({"a": {"b": 1, "c": {}}, "d": [2]}) == [(("a", "b"), 1), (("a", "c"), {}), (("d",), [2])]
+    assert list(leaves({"a": {"b": 1, "c": {}}, "d": [2]})) == [(("a", "b"), 1), (("a", "c"), {}), (("d",), [2])]
     back = unstrict({"a": {"b": "inf"}, "c": "-inf", "d": "words", "e": 1})
     assert back == {"a": {"b": float("inf")}, "c": float("-inf"), "d": "words", "e": 1}
 

@@ -55,7 +55,7 @@ def test_the_end_of_trackers_that_work() -> None:
     assert [each.calls for each in trackers] == [["start", "finish"]] * 2
     assert trackers[0].rows == [TrackedRow(RowPosition(4, evaluation=True), {}, (("a", "b"),))]
     assert left == ["left"]
-    tracking.finish(1.0)
+    tracking.__exit__(None)
     tracking.log(metrics(5))
     assert (len(trackers[0].rows), left) == (1, ["left"])
 
@@ -146,9 +146,9 @@ def test_trackers_are_opened_on_one_rank_and_once_each(tmp_path: Path, monkeypat
     assert (run.ident, run.name, run.tags, run.online, run.step) == ("abc", "here", ("a",), False, 3)
     assert run.settings["parallel.timeout_seconds"] == 100
     assert run.settings["optimizer.betas"] == json.dumps(run.config["optimizer"]["betas"])
-    assert (found.ident, found._patience) == ("abc", 70.0), "less than the other ranks wait"
+    assert (found.ident, found.patience) == ("abc", 70.0), "less than the other ranks wait"
     alone, made, _ = opened(tmp_path, monkeypatch, backends=names, size=1, name="named", mode="online")
-    assert (made[0][1].name, made[0][1].online, alone._patience) == ("named", True, float("inf"))
+    assert (made[0][1].name, made[0][1].online, alone.patience) == ("named", True, float("inf"))
     other, made, _ = opened(tmp_path, monkeypatch, backends=names, rank=1)
     assert (other.ident, other.identity("x"), made) == ("theirs", {"id": "theirs", "run": "x"}, [])
     none, made, _ = opened(tmp_path, monkeypatch, backends=[])

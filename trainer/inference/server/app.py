@@ -33,14 +33,13 @@ from zeromesh.errors import ConfigError, ZeromeshError, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
-from zeromesh.trainer.inference.server.schema import ChatRequest, Completion, CompletionRequest, Piece, RequestError
+from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError
 
 if TYPE_CHECKING:
     from zeromesh.trainer.inference.generator import Generator
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
-NEW_TOKENS = 1024
-"""The default of `max_new_tokens` where neither the request nor the command gives one."""
+NEW_TOKENS = 1024  # The default of `max_new_tokens` where neither the request nor the command gives one.
 _CONNECTIONS = 1024
 """The limit of open connections. Further ones are answered 503; while `_REFUSED` wait for that answer, new ones are closed."""
 _REFUSED = 64
@@ -56,7 +55,6 @@ class ServerOptions:
     token: str | None = None
     """The bearer token of `Authorization: Bearer TOKEN`. None: no authentication, which is allowed on loopback alone."""
     new_tokens: int = NEW_TOKENS
-    """The default of `max_new_tokens` for a request without one."""
     body_bytes: int = 1 << 20
     receive_seconds: float = 30.0
     """The seconds that a client may take to send the head of a request, and again for its body."""
@@ -99,14 +97,10 @@ class HttpServer:
         with _address_errors(options, self._socket):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
-        self.failure: BaseException | None = None
-        """The error that ended the generator, if any."""
-        self.name = name
-        self._inbox, self._options = inbox, options
+        self.failure: BaseException | None = None  # The error that ended the generator, if any.
+        self.name, self._inbox, self._options = name, inbox, options
         self._answers: set[Answer] = set()
-        self._stopping = False
-        self._since = int(time.time())
-        self.app = self._make_app()
+        self._stopping, self._since = False, int(time.time())
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -116,7 +110,7 @@ class HttpServer:
         with _address_errors(options, self._socket):
             self._socket.listen(_BACKLOG)
         config = uvicorn.Config(
-            self.app,
+            self._make_app(),
             http=type("Connection", (_Connection,), {"head_seconds": options.receive_seconds, "most": _most_open()}),
             log_level="warning",
             access_log=False,
@@ -243,25 +237,24 @@ class HttpServer:
         self._answers.add(answer)
         if self.failure is not None:  # The generator has failed meanwhile.
             answer.put(self.failure)
-        head = {
-            "id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object, "created": int(time.time()), "model": self.name,
-        }  # fmt: skip
+        head: dict[str, Any] = {"id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object}
+        head |= {"created": int(time.time()), "model": self.name}
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
-            content: dict[str, Any] = {**head}
-            content["choices"] = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
-            if usage is not None:
-                given = len(tokens)
-                content["usage"] = {"prompt_tokens": given, "completion_tokens": usage, "total_tokens": given + usage}
-            return Completion(**content).model_dump(exclude_unset=True)
+            choices = [asked.choice(piece, first=first, decode=self._served.decode) for piece in pieces]
+            if usage is None:
+                return {**head, "choices": choices}
+            counts = {"prompt_tokens": len(tokens), "completion_tokens": usage, "total_tokens": len(tokens) + usage}
+            return {**head, "choices": choices, "usage": counts}
 
         async def parts() -> AsyncIterator[str]:
             first, new = True, 0
             try:
                 async for piece in answer.pieces():
                     new += len(piece.tokens)
-                    if first or piece.has_content or asked.logprobs:
+                    has_content = piece.text or piece.reasoning or piece.tool_calls or piece.finish
+                    if first or has_content or asked.logprobs:
                         yield _event(body(piece, first=first))
                     first = False
                 if (asked.stream_options or {}).get("include_usage"):

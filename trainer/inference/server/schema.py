@@ -46,55 +46,6 @@ class RequestError(ZeromeshError):
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
-# Bodies of answers, in which fields that are not set are left out.
-
-
-class Usage(BaseModel):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-class TokenLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[Any]
-
-
-class ChoiceLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None
-
-
-class ChoiceMessage(BaseModel):
-    content: str | None = None
-    refusal: None = None
-    role: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-
-class Choice(BaseModel):
-    index: int
-    text: str | None = None
-    message: ChoiceMessage | None = None
-    delta: ChoiceMessage | None = None
-    logprobs: ChoiceLogprobs | None
-    finish_reason: str | None
-
-
-class Completion(BaseModel):
-    """An answer, or a part of a streamed one."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: Usage | None = None
-
-
 @dataclass(kw_only=True, slots=True)
 class Piece:
     """A part of what a model answers."""
@@ -105,12 +56,7 @@ class Piece:
     """Tool calls in the form of OpenAI's streamed deltas."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    finish: str | None = None
-    """The finish reason on the last piece: `stop`, `length` or `tool_calls`."""
-
-    @property
-    def has_content(self) -> bool:
-        return bool(self.text or self.reasoning or self.tool_calls or self.finish)
+    finish: str | None = None  # The finish reason on the last piece: `stop`, `length` or `tool_calls`.
 
     def add(self, other: "Piece") -> None:
         for name in ("text", "reasoning", "tool_calls", "tokens", "logprobs"):
@@ -133,8 +79,7 @@ class _Options(BaseModel):
     n: Literal[1] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    user: str | None = None
-    """Accepted and ignored, as in OpenAI's own service."""
+    user: str | None = None  # Accepted and ignored, as in OpenAI's own service.
 
     @property
     def stops(self) -> list[str]:
@@ -158,9 +103,9 @@ class CompletionRequest(_Options):
     echo: Literal[False] | None = None
     best_of: Literal[1] | None = None
 
-    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> Choice:
+    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return a piece as a choice of the answer."""
-        return Choice(index=0, text=piece.text, logprobs=None, finish_reason=piece.finish)
+        return {"index": 0, "text": piece.text, "logprobs": None, "finish_reason": piece.finish}
 
 
 class ChatMessage(BaseModel):
@@ -198,8 +143,7 @@ class ChatMessage(BaseModel):
 
 class ChatRequest(_Options):
     kind: ClassVar[str] = "chatcmpl"
-    most_messages: ClassVar[int] = 4096
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=most_messages)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto"] | None = None
@@ -211,7 +155,7 @@ class ChatRequest(_Options):
     def object(self) -> str:
         return "chat.completion.chunk" if self.stream else "chat.completion"
 
-    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> Choice:
+    def choice(self, piece: Piece, *, first: bool, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return a piece as a choice of the answer; `decode` gives the text of tokens."""
         message: dict[str, Any] = {"role": "assistant"} if first else {}
         if piece.text or (first and not piece.tool_calls):
@@ -228,9 +172,9 @@ class ChatRequest(_Options):
         if self.logprobs:
             texts = [decode([token]) for token in piece.tokens]
             rows = [
-                TokenLogprob(token=text, logprob=value, bytes=list(text.encode()), top_logprobs=[])
+                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
                 for text, value in zip(texts, piece.logprobs, strict=True)
             ]
-            logprobs = ChoiceLogprobs(content=rows, refusal=None)
-        named: dict[str, Any] = {"delta" if self.stream else "message": ChoiceMessage(**message)}
-        return Choice(index=0, **named, logprobs=logprobs, finish_reason=piece.finish)
+            logprobs = {"content": rows, "refusal": None}
+        name = "delta" if self.stream else "message"
+        return {"index": 0, name: message, "logprobs": logprobs, "finish_reason": piece.finish}

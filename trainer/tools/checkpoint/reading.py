@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from zeromesh.checkpoint.format.manifest import NAME, Manifest
@@ -20,15 +19,14 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpe
 from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, printable, ranks_text
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, ranks_text
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
 
-WINDOW_BYTES = 32 << 20
-"""The most bytes of tensors that are read at once."""
+WINDOW_BYTES = 32 << 20  # The most bytes of tensors that are read at once.
 
 
 def store_at(path: Path) -> CheckpointStore:
@@ -92,8 +90,7 @@ class Throughput:
 
     def __init__(self, console: Console, what: str, total: int) -> None:
         self._console, self._what, self._total = console, what, human_bytes(total)
-        self._done = 0
-        self._began = time.monotonic()
+        self._done, self._began = 0, time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
         self._done += nbytes
@@ -111,17 +108,17 @@ _NUMBERS = frozenset({"step", "size", "loss", "eval loss", "tokens", "tensors", 
 _SEPARATE_LINES = frozenset({"step", "tracker", "settings"})
 
 
-def list_checkpoints(path: Path, *, as_json: bool) -> str:
-    """Return the checkpoints of a run or a directory, oldest first. Raises `ConfigError` where there are none."""
+def list_checkpoints(path: Path, *, as_json: bool) -> list[str]:
+    """Return lines about the checkpoints of a run or a directory, oldest first. Raises `ConfigError` where there are none."""
     store = store_at(path)
     found = [summary_of(store, step) for step in reversed(store.steps())]
     if as_json:
         content = {"directory": str(store.root), "checkpoints": found, "leftovers": store.leftovers()}
-        return json.dumps(content, indent=1) + "\n"
+        return json.dumps(content, indent=1).splitlines()
     rows = [summary_row(each) for each in found]
     lines = [str(store.root), *(table_lines(COLUMNS, rows, _NUMBERS) if rows else ["no checkpoints"])]
     what = "being written or removed, or left behind by a kill; the next start of the run removes it"
-    return _join_lines([*lines, *(f"{name}: {what}" for name in store.leftovers())])
+    return [*lines, *(f"{name}: {what}" for name in store.leftovers())]
 
 
 def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
@@ -177,14 +174,13 @@ def _layout_text(layout: Mapping[str, Any]) -> str:
     return ", ".join(word for word in words if word)
 
 
-def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str:
-    """Return the contents of a checkpoint; with a pattern also the tensors with matching names. Raises `CheckpointError` for damage
-    and `ConfigError` without a checkpoint, or a tensor of such a name."""
+def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> list[str]:
+    """Return lines about a checkpoint; with a pattern also about the tensors with matching names. Raises `CheckpointError` for
+    damage and `ConfigError` without a checkpoint, or a tensor of such a name."""
     directory = checkpoint_at(path)
     reader = CheckpointReader(directory, checked=False)
-    manifest, state = reader.manifest, None
-    if manifest.part[1] == 1:
-        state = state_of(CheckpointReader(directory))
+    manifest = reader.manifest
+    state = state_of(CheckpointReader(directory)) if manifest.part[1] == 1 else None
     kinds: dict[str, dict[str, Any]] = {}
     for spec in manifest.tensors:
         kind = kinds.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
@@ -208,8 +204,8 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> str
     if pattern is not None:
         content["tensors"] = _tensors(manifest, pattern)
     if as_json:
-        return json.dumps(content, indent=1) + "\n"
-    return _join_lines(_lines(content, manifest, f"{directory}{part_text(reader)}"))
+        return json.dumps(content, indent=1).splitlines()
+    return list(_lines(content, manifest, f"{directory}{part_text(reader)}"))
 
 
 def _tensors(manifest: Manifest, pattern: str) -> list[dict[str, Any]]:
@@ -261,10 +257,6 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
         yield from ("", *table_lines(columns, rows, _NUMBERS))
 
 
-def _join_lines(lines: Iterable[str]) -> str:
-    return "".join(f"{printable(line)}\n" for line in lines)
-
-
 _SHOWN = 20
 _ABSENT = "(absent)"
 
@@ -283,11 +275,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     )
     rows = (_compare_tensors(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
-    differences = [
-        [*_fact_lines(*readers, tolerance)],
-        [*_tensor_lines(a, b)],
-        [line for _, line in apart],
-    ]
+    differences = [[*_fact_lines(*readers, tolerance)], [*_tensor_lines(a, b)], [line for _, line in apart]]
     for lines in differences:
         for line in lines[:_SHOWN]:
             console.note(line)
@@ -320,7 +308,7 @@ def _compare_tensors(one: TensorSpec, here: torch.Tensor, two: TensorSpec, there
     distance[ours.isnan() & theirs.isnan()] = 0.0
     distance[distance.isnan()] = math.inf
     worst = int(distance.argmax())
-    where = [int(each) for each in np.unravel_index(int(places[worst]), one.shape)]
+    where = [int(each) for each in torch.unravel_index(places[worst], one.shape)]
     return -float(distance[worst]), (
         f"{text} max |difference| {float(distance[worst]):.6g} at {where} ({float(ours[worst])!r} in A, "
         f"{float(theirs[worst])!r} in B); {len(places):,} of {one.numel:,} elements differ"

@@ -7,6 +7,7 @@ import resource
 import secrets
 import time
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,7 @@ def machine() -> Iterator[Finding]:
     found = f"{cores}, and time of {quota:g} by the control group" if quota < cores else str(cores)
     yield judge("cores", found, when=quota < cores, threads=max(1, int(quota)))
     available, total, allowed = available_bytes(), machine_bytes(), _group_limit("memory.max")
-    group = f"{human_bytes(allowed)} by the control group, " if allowed is not None and allowed < total else ""
+    group = f"{human_bytes(allowed)} by the control group, " if allowed < total else ""
     found = f"{human_bytes(available)} free of {group}{human_bytes(total)}"
     yield judge("memory", found, when=available < _LEAST_MEMORY)
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -56,29 +57,21 @@ def machine() -> Iterator[Finding]:
         os.close(os.memfd_create("zeromesh-doctor"))
     except OSError:
         yield judge("shared memory", "memfd_create is refused")
-    yield from _limits()
+    locked = _limit(resource.RLIMIT_MEMLOCK)
+    found = "no limit" if locked == inf else human_bytes(locked)
+    yield judge("locked memory", found, when=accelerator.current_accelerator() is not None and locked < _LEAST_LOCKED)
+    processes = min(_limit(resource.RLIMIT_NPROC), _group_limit("pids.max"))
+    for name, limit in (("open files", _limit(resource.RLIMIT_NOFILE)), ("processes", processes)):
+        yield judge(name, "no limit" if limit == inf else f"up to {limit:,.0f}", when=limit < _LEAST_COUNT)
 
 
-def _limits() -> Iterator[Finding]:
-    locked, files, threads = map(_limit, (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
-    yield judge(
-        "locked memory",
-        "no limit" if locked is None else human_bytes(locked),
-        when=accelerator.current_accelerator() is not None and locked is not None and locked < _LEAST_LOCKED,
-    )
-    processes = min((each for each in (threads, _group_limit("pids.max")) if each is not None), default=None)
-    for name, limit in (("open files", files), ("processes", processes)):
-        found = "no limit" if limit is None else f"up to {limit:,}"
-        yield judge(name, found, when=limit is not None and limit < _LEAST_COUNT)
+def _group_limit(name: str) -> float:
+    return min((int(each) for each in group_settings(name) if each.isdecimal()), default=inf)
 
 
-def _group_limit(name: str) -> int | None:
-    return min((int(each) for each in group_settings(name) if each.isdecimal()), default=None)
-
-
-def _limit(number: int) -> int | None:
+def _limit(number: int) -> float:
     soft, _ = resource.getrlimit(number)
-    return None if soft == resource.RLIM_INFINITY else soft
+    return inf if soft == resource.RLIM_INFINITY else soft
 
 
 def accelerators() -> Iterator[Finding]:

@@ -26,8 +26,7 @@ MOST_POINTS, MOST_STACKED = 1200, 300
 """The largest numbers of points of a line and of a stacked area; a screen has fewer columns."""
 _SMOOTHED_FROM, _DOTS_UP_TO = 60, 40
 """The least points of a loss that is smoothed, and the most points of evaluations drawn as dots."""
-_LOG_FROM = 50.0
-"""The ratio of the highest and the lowest value from which on a logarithmic axis is used."""
+_LOG_FROM = 50.0  # The ratio of the highest and the lowest value from which on a logarithmic axis is used.
 _OUTLIER_FACTOR, _MOST_OUTLIERS = 2.5, 2
 """The multiple of the median above which seconds of a step are cut off, and the most such steps, or a fiftieth of all."""
 

@@ -14,7 +14,7 @@ from jinja2 import Environment
 from markupsafe import Markup
 
 from zeromesh import __version__
-from zeromesh.errors import counted, plural
+from zeromesh.errors import counted, plural, some
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
@@ -22,10 +22,8 @@ from zeromesh.trainer.tools.html_report.charts import COLORS, Chart, charts_of, 
 from zeromesh.trainer.tools.html_report.runs import RunRecord, as_number, settings_of
 
 _STEPS_NAMED, _NOTES, _RANKS_DRAWN, _YEAR_9999 = 20, 100, 1024, 253370764800
-_LONG = ("start", "hardware", "versions")
-"""Figures of a run that stand in lines of their own."""
-Part = tuple[str, str, Any]
-"""A heading, which may be empty, a macro of `page.html`, and its argument."""
+_LONG = ("start", "hardware", "versions")  # Figures of a run that stand in lines of their own.
+Part = tuple[str, str, Any]  # A heading, which may be empty, a macro of `page.html`, and its argument.
 
 
 class Table(NamedTuple):
@@ -203,9 +201,8 @@ def _notes(run: RunRecord) -> list[tuple[str, bool]]:
         if line.get("skipped"):
             causes.setdefault(str(line.get("cause") or "not finite"), []).append(line["step"])
     for cause, steps in list(causes.items())[:_NOTES]:
-        some = ", ".join(f"{step:,}" for step in steps[:_STEPS_NAMED])
-        more = f" and {len(steps) - _STEPS_NAMED:,} more" if len(steps) > _STEPS_NAMED else ""
-        items.append((f"No update in {plural(len(steps), 'step')} {some}{more}: {cause}", True))
+        named = some([f"{step:,}" for step in steps], _STEPS_NAMED)
+        items.append((f"No update in {plural(len(steps), 'step')} {named}: {cause}", True))
     if len(causes) > _NOTES:
         items.append((f"{len(causes) - _NOTES:,} more causes of steps without an update are left out.", False))
     return items

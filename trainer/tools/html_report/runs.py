@@ -9,7 +9,7 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import ConfigError, LayoutError, ZeromeshError, counted
+from zeromesh.errors import ConfigError, LayoutError, ZeromeshError, counted, some
 from zeromesh.files import read_whole
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.trainer.config.messages import quote
@@ -29,8 +29,7 @@ StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 class RunRecord:
     name: str
     path: Path
-    remarks: list[str] = field(default_factory=list)
-    """Sentences about unreadable files and invalid contents."""
+    remarks: list[str] = field(default_factory=list)  # Sentences about unreadable files and invalid contents.
     lines: list[dict[str, Any]] = field(default_factory=list)
     """The lines of metrics and evaluations in the order of steps, merged by step."""
     columns: dict[tuple[str, ...], dict[int, float]] = field(default_factory=dict)
@@ -98,8 +97,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
             problems.append(f"{path} is {what}; give a run's directory, <run.output_dir>/<run.name>")
         elif not any((path / name).exists() for name in (METRICS, CONFIG, CHECKPOINTS)):
             inside = sorted({each.parent.name for name in (METRICS, CONFIG) for each in path.glob(f"*/{name}")})
-            more = f" and {len(inside) - _RUNS_SHOWN} more" if len(inside) > _RUNS_SHOWN else ""
-            hint = f"; runs in it are {', '.join(inside[:_RUNS_SHOWN])}{more}" if inside else ""
+            hint = f"; runs in it are {some(inside, _RUNS_SHOWN)}" if inside else ""
             problems.append(f"{path} holds no run: there is neither {METRICS} nor {CONFIG}{hint}")
     if problems:
         raise ConfigError(problems)
