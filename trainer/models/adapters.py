@@ -177,15 +177,14 @@ class AdaptedSource(ParameterSource):
     maps ids of tensors to their names in the base model."""
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
-        self._source, self._adapters = source, BuiltSource(model)
+        self._source = source
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
         self._inside = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
         # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
         for name in [each for each, tensor in parameters.items() if each not in self._inside and tensor.is_meta]:
             self._inside[name] = self._inside[re.sub(r"\.modules_to_save\.[^.]*\.", ".original_module.", name, count=1)]
-        for name in self._inside:
-            self._adapters.release(name)
+        self._adapters = BuiltSource(model, without=self._inside)
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
     def origin(self, fqn: str) -> tuple[ParameterSource, str]:

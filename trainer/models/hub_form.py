@@ -123,6 +123,9 @@ class HubForm:
                 "adapters that put tokens before the inputs, or keys and values before theirs, are no part of any weight of the "
                 "model; save them with trainer.save"
             )
+        for name, each in model.named_modules():
+            if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
+                self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"
         inside = pretrained_of(model)
         # The list of modules is kept, since pipeline stages lose modules before `hub_names` looks conversions up, which is
         # slow and thus lazy.

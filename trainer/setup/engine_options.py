@@ -16,6 +16,7 @@ from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import WeightsSection
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.quantized_layers import codec_of_layers
 from zeromesh.units.plan import encoded_names
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
@@ -68,9 +69,12 @@ def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
 
 
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
-    """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay. Raises `ConfigError` if
-    `model.weights` encodes none of the model's parameters."""
-    if options.weights is not None and not encoded_names(model, options.weights):
+    """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
+    the names of parameters that `optimizer.exempt` excludes from weight decay. Raises `ConfigError` if `model.weights` encodes none
+    of the model's parameters."""
+    if options.weights is None:
+        options = replace(options, weights=codec_of_layers(model))
+    elif not encoded_names(model, options.weights):
         raise ConfigError(
             f"{options.weights.codec.name} is for frozen matrices of linear layers, and this model has none; set model.lora, or "
             "freeze what is not trained (requires_grad_(False)), or set this to null",

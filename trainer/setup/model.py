@@ -43,6 +43,7 @@ from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
+from zeromesh.trainer.models.quantized_layers import make_layers_plain, stored_tensors
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
@@ -214,6 +215,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         )
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
+    tensors |= {f"parameter {name}": each for name, each in stored_tensors(model)}
     kinds = {True: "trained", False: "frozen"}
     plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
@@ -319,6 +321,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
                 f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
             )
         inside, compile_ = unwrap(made)
+        make_layers_plain(inside)
         return inside
 
     if model is None:

@@ -1,5 +1,5 @@
-"""Model directories that bitsandbytes has quantized: matrices in 4 bits as they lie or decoded by element range, and those of
-LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
+"""Tensors that bitsandbytes has quantized, of model directories and of layers: matrices in 4 bits as they lie or decoded by element
+range, and those of LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
 
 import json
 import os
@@ -29,18 +29,22 @@ _STEP = 7.874015718698502e-3
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Encoded:
     codec: Codec
-    mean: float
-    """What was subtracted from the scales before they were quantized; 0 if they are not."""
+    mean: torch.Tensor
+    """What was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
     digest: str | None
     """xxh3 of codes, scales and tables, where this project wrote them."""
 
 
-class QuantizedFiles(TensorFiles):
-    """The tensors of a directory as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and
-    what is read is decoded. Raises `ConfigError` for what is none of bitsandbytes' forms."""
+class QuantizedTensors:
+    """Tensors as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and what is read is
+    decoded. Those of bitsandbytes lie in what a subclass reads."""
 
-    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        super().__init__(directory, manifest)
+    _specs: dict[str, TensorSpec]
+    entries: Mapping[str, TensorSpec]
+
+    def describe(self, what: str, where: str = "") -> None:
+        """Find what `_specs` stands for. Raises `ConfigError`, with the tensor of `what` and the key `where`, for what is none of
+        bitsandbytes' forms."""
         self._encoded: dict[str, _Encoded] = {}
         self._rows = {f"{name[:-4]}.weight": name for name in self._specs if name.endswith(".SCB")}
         parts = {name[:-4] + end for name in self._rows.values() for end in (".SCB", ".weight_format")}
@@ -48,31 +52,30 @@ class QuantizedFiles(TensorFiles):
         for name in self._specs:
             weight, mark, kind = name.partition(_STATE)
             if mark:
-                found[weight] = self._describe(weight, name, kind)
+                try:
+                    found[weight] = self._describe(weight, name, kind)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise ConfigError(
+                        f"{what}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
+                        "with that, or save it in 16 bits",
+                        where=where,
+                    ) from None
                 parts |= {name, *(weight + end for end in _PARTS)}
         self.entries = {name: spec for name, spec in found.items() if name not in parts}
 
     def _describe(self, weight: str, name: str, kind: str) -> TensorSpec:
-        try:
-            state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
-            nested = f"{weight}.nested_absmax" in self._specs
-            codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
-            if state["quant_type"] not in CODECS or (nested and state["nested_blocksize"] != GROUP):
-                raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
-            self._encoded[weight] = _Encoded(
-                codec=codec, mean=state["nested_offset"] if nested else 0.0, digest=state.get("xxh3")
-            )
-            spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
-            stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
-            for part, length in stored.items():
-                if (there := prod(self._specs[part].shape)) != length:
-                    raise ValueError(f"{part} has {there} elements, not {length}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{self.directory}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
-                "with that, or save it in 16 bits",
-                where="model.source",
-            ) from None
+        state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
+        nested = f"{weight}.nested_absmax" in self._specs
+        codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
+        if state["quant_type"] not in CODECS or (nested and state["nested_blocksize"] != GROUP):
+            raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
+        mean = torch.tensor([state["nested_offset"] if nested else 0.0])
+        self._encoded[weight] = _Encoded(codec=codec, mean=mean, digest=state.get("xxh3"))
+        spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
+        stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
+        for part, length in stored.items():
+            if (there := prod(self._specs[part].shape)) != length:
+                raise ValueError(f"{part} has {there} elements, not {length}")
         return spec
 
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
@@ -92,14 +95,14 @@ class QuantizedFiles(TensorFiles):
         return values[start - begin : last - begin]
 
     def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements of a tensor as they lie in a file."""
-        return super().elements(name, start, end)
+        """Return elements [start, end) of a tensor as they lie, 1-D, on CPU."""
+        raise NotImplementedError
 
     def _tables(self, name: str) -> torch.Tensor:
         stored = self._encoded[name]
         if not stored.codec.nested:
             return torch.empty(0)
-        return torch.cat([self._stored(f"{name}.nested_absmax"), torch.tensor([stored.mean])])
+        return torch.cat([self._stored(f"{name}.nested_absmax"), stored.mean])
 
     def _decode_rows(self, name: str, start: int, end: int) -> torch.Tensor:
         width = self.entries[name].shape[-1]
@@ -109,36 +112,13 @@ class QuantizedFiles(TensorFiles):
         values = codes.view(-1, width).float() * scales[:, None] * _STEP
         return values.view(-1)[start - first * width : end - first * width]
 
-    def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
-        return name not in self._encoded and name not in self._rows and super().is_stored_as(name, dtype)
-
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        def codes() -> Iterator[tuple[str, int, int]]:
-            for name, start, end in ranges:
-                stored = self._encoded.get(name)
-                size = 1 if stored is None else stored.codec.codes_in_byte
-                yield name, start // size, -(-end // size)
-
-        super().expect(codes())
-
     def has_encoded(self, name: str, codec: Codec) -> bool:
         return name in self._encoded and self._encoded[name].codec == codec
 
     def encoded(self, name: str) -> EncodedParameter:
-        """Return a tensor that was encoded as it lies. Raises `StorageError` for damaged codes."""
-        found = EncodedParameter(
-            codes=self._stored(name), scales=self._stored(f"{name}.absmax"), tables=self._tables(name)
-        )
-        if self._encoded[name].digest not in (None, _digest(found)):
-            path = self.path_of(self._specs[name].path)
-            path.unlink(missing_ok=True)
-            raise StorageError(f"{str(path)!r} was damaged, and is removed; start again, and it is encoded anew")
-        return found
-
-    def place_of(self, name: str) -> EncodedPlace:
-        """Return where the codes and the scales of a tensor that was encoded lie."""
-        places = [(self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"])]
-        return EncodedPlace(codes=places[0], scales=places[1], tables=self._tables(name))
+        """Return a tensor that was encoded as it lies."""
+        codes, scales = self._stored(name), self._stored(f"{name}.absmax")
+        return EncodedParameter(codes=codes, scales=scales, tables=self._tables(name))
 
     def section(self) -> dict[str, Any] | None:
         """Return `model.weights` for the form that the matrices in 4 bits have; None without any, or if they have several."""
@@ -153,6 +133,43 @@ class QuantizedFiles(TensorFiles):
         ]
         skip = tuple(f"*{name}*weight" for name in plain)
         return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+
+
+class QuantizedFiles(QuantizedTensors, TensorFiles):
+    """The tensors of a directory that bitsandbytes has quantized. Raises `ConfigError` for what is none of its forms."""
+
+    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        TensorFiles.__init__(self, directory, manifest)
+        self.describe(str(self.directory), "model.source")
+
+    def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+        return TensorFiles.elements(self, name, start, end)
+
+    def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
+        return name not in self._encoded and name not in self._rows and super().is_stored_as(name, dtype)
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        def codes() -> Iterator[tuple[str, int, int]]:
+            for name, start, end in ranges:
+                stored = self._encoded.get(name)
+                size = 1 if stored is None else stored.codec.codes_in_byte
+                yield name, start // size, -(-end // size)
+
+        super().expect(codes())
+
+    def encoded(self, name: str) -> EncodedParameter:
+        """Return a tensor that was encoded as it lies. Raises `StorageError` for damaged codes."""
+        found = super().encoded(name)
+        if self._encoded[name].digest not in (None, _digest(found)):
+            path = self.path_of(self._specs[name].path)
+            path.unlink(missing_ok=True)
+            raise StorageError(f"{str(path)!r} was damaged, and is removed; start again, and it is encoded anew")
+        return found
+
+    def place_of(self, name: str) -> EncodedPlace:
+        """Return where the codes and the scales of a tensor that was encoded lie."""
+        places = [(self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"])]
+        return EncodedPlace(codes=places[0], scales=places[1], tables=self._tables(name))
 
 
 def _digest(parameter: EncodedParameter) -> str:
