@@ -87,6 +87,8 @@ class OptimizerSettings(keys.OptimizerKeys):
     weight_decay: float = 0.01
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
+    groups: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    """The hyperparameters of each group, under the names of the optimizer's class; none: two groups, with and without decay."""
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 

@@ -320,10 +320,17 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
 
         # The run may have started from a checkpoint that no longer exists.
         return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)
+    if (path / "adapter_config.json").is_file():
+        from zeromesh.trainer.models.adapters import saved_with_base
+
+        keys = {"run.name": path.resolve().name} | {
+            f"model.{name}": each for name, each in saved_with_base(path).items()
+        }
+        return None, tuple(f"{name}={json.dumps(each)}" for name, each in keys.items()), None
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, or a model "
-            "directory that save_pretrained wrote",
+            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
+            "model directory that save_pretrained wrote",
             where=source,
         )
     return None, (f"model.source={path}", f"run.name={path.resolve().name}"), None

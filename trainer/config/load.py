@@ -251,7 +251,9 @@ def load_config(
     data = _merge(nested(translation.values), own)
     notes = tuple(translation.notes)
     if tunes is not None and given.deepspeed is None:
-        defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
+        model = data.get("model") or {}
+        adapted = tunes == "adapters" or bool(model.get("lora") or model.get("adapters"))
+        defaults = _tuning_defaults(data, adapted=adapted)
         notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merge(defaults, data)
     if isinstance(source, str | PathLike):
         run = data.get("run") or {}

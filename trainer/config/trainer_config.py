@@ -146,6 +146,22 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "model.trust_remote_code: is about model.source, and that is null; set model.source, or leave "
     "model.trust_remote_code out": lambda c: c.model.trust_remote_code and c.model.source is None,
+    "model.lora.options: {0} are keys of model.lora: rank, alpha, dropout and targets; give them there": lambda c: (
+        c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
+    ),
+    "model.lora and model.adapters are both given; name all adapters in model.adapters, or leave it out": lambda c: (
+        c.model.lora is not None and c.model.adapters is not None
+    ),
+    "model.adapters: {0} are no names; give letters, digits, _ and -": lambda c: (
+        [name for name in c.model.adapters or {} if not re.fullmatch(r"[\w-]+", name)]
+    ),
+    "model.adapters.default is not the adapter that is trained, whose place in a directory it would have; rename it": lambda c: (
+        "default" in c.model.wanted_adapters
+        and (c.model.trained_adapter or next(iter(c.model.wanted_adapters))) != "default"
+    ),
+    "model.trained_adapter is {c.model.trained_adapter!r}, and the adapters are {0}": lambda c: (
+        c.model.trained_adapter not in (None, *c.model.wanted_adapters) and [*c.model.wanted_adapters]
+    ),
     "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
     "raise the other": _positions,
     "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them": lambda c: (

@@ -23,7 +23,7 @@ from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, tra
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
-from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.models.adapters import adapter_configs
 from zeromesh.trainer.setup.named_objects import find_object
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
@@ -112,14 +112,10 @@ def train(config: TrainerConfig) -> None:
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
     trl_config.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
     named: dict[str, Any] = {f"{name}_dataset": dataset for name, dataset in rows.items()}
-    if (lora := config.model.lora) is not None:
-        named["peft_config"] = import_peft().LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha or 2 * lora.rank,
-            lora_dropout=lora.dropout,
-            task_type="SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM",
-            target_modules=lora.targets or "all-linear",
-        )
+    if config.model.lora is not None:
+        named["peft_config"] = adapter = adapter_configs(config.model)["default"]
+        adapter.task_type = "SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM"
+        adapter.target_modules = adapter.target_modules or "all-linear"
     named |= {"reward_funcs": rewards} if rewards else {}
     sections = {name: value for name in _SECTIONS if (value := getattr(config, name).model_dump(exclude_unset=True))}
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(

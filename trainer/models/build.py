@@ -32,7 +32,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSect
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles, open_files
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match

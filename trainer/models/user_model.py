@@ -13,7 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.adapters import pretrained_of, require_adapters_fit
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
@@ -58,6 +58,7 @@ def _is_compiled(model: Any) -> bool:
 def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
     """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
     one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
+    require_adapters_fit(model, mesh.pipeline)
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and (hooked := hooked_parameters(model)):
         raise ConfigError(

@@ -11,12 +11,15 @@ from transformers.trainer_pt_utils import get_parameter_names
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import WeightsSection
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.adapters import adapter_names, is_adapted
 from zeromesh.trainer.models.quantized_layers import codec_of_layers
+from zeromesh.trainer.setup.parameters import parameter_groups
 from zeromesh.units.plan import encoded_names
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
@@ -68,10 +71,19 @@ def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
     return EncodedWeights(codec=codec, skip=section.skip)
 
 
+def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
+    """Return the options by which no parameter of an adapter is encoded, also where it is frozen."""
+    if options.weights is None or not is_adapted(model):
+        return options
+    skip = (*options.weights.skip, *sorted(adapter_names(model)))
+    return replace(options, weights=replace(options.weights, skip=skip))
+
+
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
     """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
-    the names of parameters that `optimizer.exempt` excludes from weight decay. Raises `ConfigError` if `model.weights` encodes none
-    of the model's parameters."""
+    the names of parameters that `optimizer.exempt` excludes from weight decay, or with those of `optimizer.groups`. Raises
+    `ConfigError` for patterns of these that match nothing, and if `model.weights` encodes none of the model's parameters."""
+    options = adapters_spared(options, model)
     if options.weights is None:
         options = replace(options, weights=codec_of_layers(model))
     elif not encoded_names(model, options.weights):
@@ -80,10 +92,14 @@ def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Mod
             "freeze what is not trained (requires_grad_(False)), or set this to null",
             where="model.weights",
         )
-    if config.optimizer.exempt == "none":
-        return options
-    names = tuple(biases_and_norms(model))
-    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+    section, optimizer = config.optimizer, options.optimizer
+    exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
+    if not section.groups:
+        return replace(options, optimizer=replace(optimizer, no_decay=section.no_decay + exempt))
+    found = parameter_groups(section, dict(model.named_parameters()), exempt)
+    common = hyperparameters(optimizer)[0]
+    groups = tuple({**common, "lr": section.lr * factor, "weight_decay": decay} for factor, decay in found)
+    return replace(options, optimizer=replace(optimizer, groups=groups, members=tuple(map(tuple, found.values()))))
 
 
 def require_directories(section: OffloadSection) -> None:

@@ -38,7 +38,7 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
-from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
@@ -48,8 +48,9 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import options_for_model
+from zeromesh.trainer.setup.engine_options import encoded_weights, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
+from zeromesh.trainer.setup.parameters import choose_trained
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
@@ -75,6 +76,10 @@ def build_trained_model(
     `ZeromeshError` for what cannot be trained before anything large is allocated."""
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
+    learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    if not learnt and data.train is not None:
+        why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     _adapt_to_data(model, config, data, console)
     options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:
@@ -90,7 +95,6 @@ def build_trained_model(
         whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
         whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}
         whole |= {"parameters": sum(each.numel() for each in model.parameters())}
-        learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
@@ -337,7 +341,11 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
             "in the configuration: model.source"
         )
     built = replace(built, compile=compile_)
-    return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
+    compute = getattr(torch, config.precision.compute)
+    built = add_adapters(built, config.model, seed, compute, encoded_weights(config.model.weights))
+    if config.model.train is not None:
+        choose_trained(built.model, config.model.train)
+    return built
 
 
 def _check_first_batches(

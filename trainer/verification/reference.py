@@ -5,7 +5,6 @@ import copy
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Self
 
@@ -21,11 +20,12 @@ from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.setup.engine_options import biases_and_norms, encoded_weights
+from zeromesh.trainer.setup.parameters import choose_trained, parameter_groups
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.units.plan import encoded_names
@@ -55,14 +55,15 @@ class PlainStep:
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
     model = copy.deepcopy(subject.model)
-    if config.model.lora is None:
-        return model
-    seed = config.run.seed
-    built = add_lora(wrap_passed_model(model, seed), config.model.lora, config.model.head, seed)
-    for name, parameter in built.model.named_parameters():
+    if config.model.wanted_adapters:
+        seed, compute = config.run.seed, getattr(torch, config.precision.compute)
+        model = add_adapters(wrap_passed_model(model, seed), config.model, seed, compute).model
+    if config.model.train is not None:
+        choose_trained(model, config.model.train)
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} has no values", where="model.lora")
-    return built.model
+    return model
 
 
 class PlainRun:
@@ -177,7 +178,7 @@ class PlainRun:
         step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), limit))
         factor, momentum = self.schedule.factor(number), self.schedule.momentum(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr * factor
+            group["lr"] = self.config.optimizer.lr * factor * group["lr_factor"]
             if momentum is not None:
                 group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
         if torch.isfinite(torch.tensor(step.norm)):
@@ -275,12 +276,11 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
     section = config.optimizer
-    patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
-        plain = any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
-        groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
-    listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
+    groups = parameter_groups(section, trained, exempt if section.exempt != "none" else ())
+    listed: list[dict[str, Any]] = [
+        {"params": [trained[name] for name in names], "weight_decay": decay, "lr_factor": factor}
+        for (factor, decay), names in groups.items()
+    ]
     return torch_optimizer(section, listed)
 
 

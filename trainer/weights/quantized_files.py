@@ -22,6 +22,8 @@ from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+STATE_BYTES = 512
+"""Bytes of a description in JSON that is written, which ends in spaces, so that its size is known before the values."""
 _STEP = 7.874015718698502e-3
 """1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
 
@@ -196,7 +198,7 @@ def stored_form(
             f"{name}.nested_quant_map": Codec(name="int8", block=GROUP).values(),
         }
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
-    text = json.dumps({**state, "xxh3": _digest(parameter)}).encode()
+    text = json.dumps({**state, "xxh3": _digest(parameter)}).ljust(STATE_BYTES).encode()
     return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 

@@ -68,16 +68,18 @@ def torch_optimizer(settings: Any, parameters: Iterable[Any]) -> Optimizer:
 
 def hyperparameters(
     settings: OptimizerSettings, lr_factor: float = 1.0, momentum: float | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of decayed parameters and of the others for a step whose schedule multiplies the learning rate by
-    `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
-    common = {
-        "lr": settings.lr * lr_factor,
-        "betas": settings.betas if momentum is None else (momentum, settings.betas[1]),
-        "eps": settings.eps,
-        "momentum": settings.momentum if momentum is None else momentum,
-    }
-    return {**common, "weight_decay": settings.weight_decay}, {**common, "weight_decay": 0.0}
+) -> list[dict[str, Any]]:
+    """Return the settings of each group, or else of decayed parameters and of the others, for a step whose schedule multiplies the
+    learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+    common = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "momentum")}
+    groups = settings.groups or [{**common, "weight_decay": decay} for decay in (settings.weight_decay, 0.0)]
+    found = [{**group, "lr": group["lr"] * lr_factor} for group in groups]
+    for group in found if momentum is not None else ():
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        if "momentum" in group:
+            group["momentum"] = momentum
+    return found
 
 
 def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:

@@ -147,8 +147,8 @@ def test_without_a_configuration_defaults_are_those_of_torch() -> None:
     given = OptimizerSettings(lr=0.5, weight_decay=0.125, eps=1e-6, momentum=0.25)
     values = {"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-6, "momentum": 0.25, "weight_decay": 0.125}
     scheduled = values | {"betas": (0.75, 0.999), "momentum": 0.75}
-    assert hyperparameters(given, 0.5) == (values, values | {"weight_decay": 0.0})
-    assert hyperparameters(given, 0.5, 0.75) == (scheduled, scheduled | {"weight_decay": 0.0})
+    assert hyperparameters(given, 0.5) == [values, values | {"weight_decay": 0.0}]
+    assert hyperparameters(given, 0.5, 0.75) == [scheduled, scheduled | {"weight_decay": 0.0}]
     configured, _ = hyperparameters(engine_options(load_config({}), accumulation=1).optimizer)
     assert (configured["betas"], configured["weight_decay"]) == ((0.9, 0.95), 0.1)
 

@@ -15,12 +15,16 @@ from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
-from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.config.load import Consent, load_config
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
+from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.setup.engine_options import encoded_weights
+from zeromesh.trainer.tools.checkpoint.four_bits import FOUR_BITS, in_four_bits
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
+from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,13 +37,28 @@ _ChosenTensors = dict[str, tuple[TensorSpec, torch.dtype]]
 
 
 def export_checkpoint(
-    directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
+    directory: Path,
+    out: Path,
+    dtype: str,
+    console: Console,
+    *,
+    merge: bool = False,
+    decoded: bool = False,
+    ema: bool = False,
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
-    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight;
-    `CheckpointError` when the checkpoint is damaged, and as `write_directory` does."""
+    the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
+    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does. `ema` exports averaged weights.
+    Raises `ConfigError` where the dtype cannot hold a weight; `CheckpointError` when the checkpoint is damaged, and as
+    `write_directory` does."""
     reader = CheckpointReader(directory)
+    four_bits = dtype if dtype in FOUR_BITS else None
+    if (four_bits or decoded) and not merge:
+        raise ConfigError(
+            f"{f'--dtype {dtype}' if four_bits else '--base decoded'} is for merged models; give --merge too"
+        )
+    dtype = "keep" if four_bits else dtype
     chosen = _choose_tensors(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
     if merge and not adapted:
@@ -57,18 +76,22 @@ def export_checkpoint(
             _convert_adapter(folder, _DTYPES.get(dtype))
             what = "the adapter alone"
         else:
-            write = _merged_tensors if merge else _hub_tensors
-            tensors, values = write(reader, chosen, folder, dtype, moved, console)
+            if merge:
+                tensors, values = _merged_tensors(reader, chosen, folder, dtype, moved, decoded=decoded)
+            else:
+                tensors, values = _hub_tensors(reader, chosen, folder, moved, console)
             if dtype != "keep" and (folder / "config.json").is_file():
                 # `from_pretrained` loads the weights in this dtype.
                 content = {**parse_json(folder / "config.json", read_whole(folder / "config.json")), "dtype": dtype}
                 _replace_dtype(content, dtype)
                 write_whole(folder / "config.json", json.dumps(content, indent=2).encode() + b"\n")
+            if four_bits:
+                tensors, values = in_four_bits(FOUR_BITS[four_bits], folder, tensors, values)
             specs = [spec_of(name, each) for name, each in tensors.items()]
             written = write_weights(folder, specs, values, lambda: None)
             count = sum(path.endswith(".safetensors") for path in written)
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
-    console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
+    console.note(f"{out}: step {reader.manifest.step}, {four_bits or dtype}, {what}")
 
 
 def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _ChosenTensors:
@@ -114,7 +137,7 @@ def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def _hub_tensors(
-    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, _dtype: str, moved: OnRead, console: Console
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the meta tensors of the model by their names on the Hub, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
@@ -146,17 +169,25 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _merged_tensors(
-    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, _console: Console
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, *, decoded: bool
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the same as `_hub_tensors` with adapters merged into the weights; `folder` then has the model's configuration only."""
+    """Return the same as `_hub_tensors` with adapters merged into the weights, frozen ones `decoded` if that is wanted; `folder`
+    then has the model's configuration only."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
         raise ConfigError(
             f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
         )
-    with torch.device("meta"):
-        model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder))
+    others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
+    with torch.device("meta"), quiet_library():
+        trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
+        own = next(
+            (name for given in chosen for name in given.split(".") if _renamed(given, name) in trained), "default"
+        )
+        model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder), adapter_name=own)
+        for name in others:
+            model.add_adapter(name, peft.PeftConfig.from_pretrained(folder / name))
     first, state = canonical_names(model), model.state_dict()
     missing = {first.get(name, name) for name, _ in model.named_parameters()}
     names = {given: given if given.startswith(_PREFIX) else f"{_PREFIX}{given}" for given in chosen}
@@ -171,6 +202,8 @@ def _merged_tensors(
         )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
         (folder / name).unlink(missing_ok=True)
+    for name in others:
+        shutil.rmtree(folder / name)
     for path in (folder / BASE_MODEL).iterdir():
         path.rename(folder / path.name)
     (folder / BASE_MODEL).rmdir()
@@ -184,6 +217,31 @@ def _merged_tensors(
     order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
     widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
-    pairs = ((names[stored.name], each) for stored, each in read)
+    base = _decoder(reader, model) if decoded else lambda stored, each: each
+    pairs = ((names[stored.name], base(stored, each)) for stored, each in read)
     weights = form.convert(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
     return tensors, ((name, _convert(name, each, tensors[name].dtype)) for name, each in weights)
+
+
+def _renamed(name: str, adapter: str) -> str:
+    """Return a tensor's name as it would be if its adapter were called default; empty for one that belongs to none."""
+    found = f".{name}".replace(f".{adapter}.", ".default.")[1:]
+    return found if found != name or adapter == "default" else ""
+
+
+def _decoder(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
+    """Return a function that gives a frozen tensor the values that the run computed with; what the checkpoint itself holds has
+    them. Raises `ConfigError` for a run that has encoded none."""
+    resolved = reader.directory.parent.parent / "config.resolved.yaml"
+    section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
+    if (weights := encoded_weights(section)) is None:
+        raise ConfigError(f"--base decoded is for runs with model.weights, and {resolved} has none; leave it out")
+    encoded = {each.removeprefix(_PREFIX) for each in encoded_names(model, weights)}
+    compute = getattr(torch, str(reader.manifest.layout.get("compute")))
+
+    def decode(stored: TensorSpec, values: torch.Tensor) -> torch.Tensor:
+        if stored.name.removeprefix(_PREFIX) not in encoded or not reader.manifest.is_elsewhere(stored.path):
+            return values
+        return weights.codec.rounded(values.to(compute)).to(values.dtype)
+
+    return decode
