@@ -139,8 +139,12 @@ class Codec:
     @in_own_dtypes()
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return a parameter as it is after encoding and decoding, of the same shape and dtype."""
+        return self.decoded(self.encode_whole(values), values.shape, values.dtype)
+
+    def encode_whole(self, values: torch.Tensor) -> EncodedParameter:
+        """Encode a parameter of any shape that is in memory."""
         flat = values.detach().cpu().reshape(-1)
-        return self.decoded(self.encode(lambda start, end: flat[start:end], flat.numel()), values.shape, values.dtype)
+        return self.encode(lambda start, end: flat[start:end], flat.numel())
 
     @in_own_dtypes
     def decoded(self, parameter: EncodedParameter, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

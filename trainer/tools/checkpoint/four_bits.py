@@ -48,8 +48,7 @@ def in_four_bits(
             if key not in chosen:
                 yield key, value
                 continue
-            flat = value.reshape(-1)
-            found = codec.encode(lambda start, end, flat=flat: flat[start:end], flat.numel())
+            found = codec.encode_whole(value)
             yield from stored_form(key, value.shape, value.dtype, codec, found).items()
 
     return made, encoded()
