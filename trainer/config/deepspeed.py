@@ -9,8 +9,9 @@ from typing import Any
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.foreign_names import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
+from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
-from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
+from zeromesh.trainer.config.sections.training import BatchSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 

@@ -20,11 +20,11 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
+from zeromesh.trainer.config.sections.python_objects import find_object
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import adapter_configs
-from zeromesh.trainer.setup.named_objects import find_object
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 _SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
@@ -96,7 +96,7 @@ def train(config: TrainerConfig) -> None:
         ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
-    rewards = [find_object(each, "train.rewards", config.folders) for each in config.train.rewards]
+    rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with trl_config.main_process_first(local=False):
         tokenizer = _tokenizer(

@@ -136,10 +136,10 @@ class TrainedModel(PlacedModel):
             self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master
-        state = engine.state
+        state = self.state()
         nbytes = state.numel * master.itemsize
         free = least_free_bytes(self.mesh)
-        averaged = engine.optimizer_step.averages is not None
+        averaged = engine.optimizer_step.averages is not None and not self.saves_average
         if free and (3 if averaged else 2) * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return

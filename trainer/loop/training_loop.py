@@ -439,7 +439,7 @@ class TrainingLoop:
     def _sample(self) -> None:
         if self.samples is None:
             return
-        with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
+        with self.run.model.averaged() if self.run.model.evaluates_average else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
         self._tracking.log_samples(self.run.progress.step, lines)

@@ -11,16 +11,18 @@ from transformers.trainer_pt_utils import get_parameter_names
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.offload import FileSettings, TierChoice
+from zeromesh.optim.fused_optimizer import OPTIMIZERS as FUSED
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
-from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
+from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import WeightsSection
+from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted
 from zeromesh.trainer.models.quantized_layers import codec_of_layers
-from zeromesh.trainer.setup.parameters import parameter_groups
 from zeromesh.units.plan import encoded_names
+from zeromesh.zero.sharded_optimizer import settings_of
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -31,6 +33,12 @@ def biases_and_norms(model: nn.Module) -> list[str]:
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY_PATTERNS)))
     named = model.named_parameters()
     return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    """Return a dtype by its name in `precision`; without master weights, weights are in bfloat16."""
+    found: torch.dtype = torch.bfloat16 if name == "none" else getattr(torch, name)
+    return found
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
@@ -44,10 +52,12 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         **dict(config.zero),
         transport=config.parallel.transport,
         precision=Precision(
-            **{each.name: getattr(torch, getattr(precision, each.name)) for each in fields(PrecisionKeys)},
+            **{each.name: _dtype_of(getattr(precision, each.name)) for each in fields(PrecisionKeys)},
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
-        optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
+        optimizer=OptimizerSettings(
+            **optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)}, exclude_none=True)
+        ),
         offload=OffloadOptions(
             **tiers,
             files=FileSettings(directories=tuple(directories), label=config.run.name, checksums=offload.checksums),
@@ -81,8 +91,9 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
 
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
     """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
-    the names of parameters that `optimizer.exempt` excludes from weight decay, or with those of `optimizer.groups`. Raises
-    `ConfigError` for patterns of these that match nothing, and if `model.weights` encodes none of the model's parameters."""
+    the groups of parameters of `optimizer.groups` and `optimizer.exempt`, or with the class that `optimizer.name` names. Raises
+    `ConfigError` for patterns of these that match nothing, if `model.weights` encodes none of the model's parameters, and for an
+    optimizer that cannot be sharded."""
     options = adapters_spared(options, model)
     if options.weights is None:
         options = replace(options, weights=codec_of_layers(model))
@@ -92,14 +103,22 @@ def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Mod
             "freeze what is not trained (requires_grad_(False)), or set this to null",
             where="model.weights",
         )
-    section, optimizer = config.optimizer, options.optimizer
+    section, settings = config.optimizer, options.optimizer
     exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
-    if not section.groups:
-        return replace(options, optimizer=replace(optimizer, no_decay=section.no_decay + exempt))
-    found = parameter_groups(section, dict(model.named_parameters()), exempt)
-    common = hyperparameters(optimizer)[0]
-    groups = tuple({**common, "lr": section.lr * factor, "weight_decay": decay} for factor, decay in found)
-    return replace(options, optimizer=replace(optimizer, groups=groups, members=tuple(map(tuple, found.values()))))
+    if section.name in FUSED and not section.options and section.states != "int8":
+        if not section.groups:
+            return replace(options, optimizer=replace(settings, no_decay=section.no_decay + exempt))
+        found = parameter_groups(section, dict(model.named_parameters()), exempt)
+        common = hyperparameters(settings)[0]
+        groups = tuple({**common, "lr": section.lr * factor, "weight_decay": decay} for factor, decay in found)
+        return replace(options, optimizer=replace(settings, groups=groups, members=tuple(map(tuple, found.values()))))
+    optimizer = make_optimizer(section, model, exempt, config.folders)
+    try:
+        settings = settings_of(optimizer, model.named_parameters(), takes_modes=True)
+    except ConfigError as error:
+        raise ConfigError(str(error), where="optimizer.name") from error
+    options = replace(options, optimizer=replace(settings, no_decay=section.no_decay, states=section.states))
+    return replace(options, average=AverageSettings()) if options.evaluates_average else options
 
 
 def require_directories(section: OffloadSection) -> None:

@@ -100,7 +100,8 @@ def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
     roles = dict.fromkeys(("compute", "master", "reduce"), "float64")
     precision = config.precision.model_copy(update={**roles, "linear": None})
-    optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
+    eps = config.optimizer.eps
+    optimizer = config.optimizer.model_copy(update={} if eps is None else {"eps": max(eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
 

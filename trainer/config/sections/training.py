@@ -1,4 +1,4 @@
-"""The sections `data`, `batch`, `optimizer` and `ema`."""
+"""The sections `data`, `batch`, `train` and `ema`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -172,36 +172,6 @@ class DataSection(Section):
     def formats(self) -> list[RowFormat]:
         """The row formats of all parts of the mixture."""
         return [part.rows for part in self.parts().values()]
-
-
-class GroupSection(Section):
-    """A group of parameters with a learning rate and a weight decay of its own."""
-
-    match: keys.Text | Texts
-    """A pattern of names of parameters, or a list of them, such as `*.embed_tokens.*`."""
-    lr_factor: keys.NotNegative = 1.0
-    """The factor of the learning rate; 0 keeps the values."""
-    weight_decay: keys.NotNegative | None = None
-    """The weight decay; null: as without the group."""
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        return (self.match,) if isinstance(self.match, str) else self.match
-
-
-class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
-    """The optimizer, one of torch's fused optimizers, on flat shards."""
-
-    exempt: Literal["none", "biases_and_norms"] = "none"
-    """Further parameters without weight decay: none, or the biases and normalisations that transformers' Trainer exempts."""
-    groups: Annotated[
-        keys.Listed[tuple[GroupSection, ...]], keys.Allowed('a list such as [{match: "*.embed*", lr_factor: 0.1}]')
-    ] = ()
-    """Parameters with a learning rate or a weight decay of their own, such as `[{match: "*.embed*", lr_factor: 0.1, weight_decay:
-    0}]`; the first that matches a parameter counts."""
-    in_backward: bool = False
-    """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
-    float16."""
 
 
 class TrainSection(Section):

@@ -101,9 +101,11 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
     away = [t for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
-    if ema:
+    state = reader.document(state_file_of(reader.manifest.files))
+    # Averages without a decay are the optimizer's, which trains other weights than it evaluates.
+    if ema or (state.get("averages") and "ema.decay" not in state.get("settings", {})):
         kinds += ("ema",)
-        if not reader.document(state_file_of(reader.manifest.files)).get("averages"):
+        if not state.get("averages"):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
     found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
