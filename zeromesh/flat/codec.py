@@ -146,7 +146,7 @@ class Codec:
         flat = values.detach().cpu().reshape(-1)
         return self.encode(lambda start, end: flat[start:end], flat.numel())
 
-    @in_own_dtypes
+    @in_own_dtypes()
     def decoded(self, parameter: EncodedParameter, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of a whole parameter."""
         values = torch.empty(shape, dtype=dtype)

@@ -10,7 +10,7 @@ import torch
 from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.errors import ConfigError
 from zeromesh.files import read_whole, write_whole
-from zeromesh.flat.codec import BLOCKS, GROUP, Codec
+from zeromesh.flat.codec import CODECS, GROUP, Codec
 from zeromesh.options import EncodedWeights
 from zeromesh.settings.keys import CodecName
 from zeromesh.trainer.models.hub_form import Named
@@ -27,7 +27,7 @@ def in_four_bits(
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the meta tensors, and names and values, of a model in `folder` with its linear layers in 4 bits, scales nested, and
     mark its configuration. Raises `ConfigError` for a model that transformers cannot build."""
-    codec = Codec(name=name, block=BLOCKS[name], nested=True)
+    codec = Codec(name=name, block=CODECS[name].block, nested=True)
     cls, config, reason = read_class(folder)
     if cls is None:
         raise ConfigError(f"{reason}; export the model in 16 bits", where="--dtype")
