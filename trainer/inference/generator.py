@@ -470,7 +470,8 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     options = adapters_spared(engine_options(config, 1), model)
     # Nothing but parameters is kept. On the file tier they are read from the model's files, without a directory or checksums.
     in_place = config.offload.directory is None and not config.offload.checksums
-    roles = Precision(compute=compute, master=compute, reduce=compute)
+    sums = torch.float32 if compute is torch.bfloat16 else compute  # Which weights in bfloat16 alone go with.
+    roles = Precision(compute=compute, master=compute, reduce=sums)
     offload = replace(options.offload, in_place=in_place)
     options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
