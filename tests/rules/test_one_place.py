@@ -38,7 +38,7 @@ CHANGES = {
             "    with torch.no_grad():\n",
             '        if name == "sign":\n            master.sub_(common["lr"] * grad.sign())\n            return\n',
         ),
-        ("trainer/config/sections/optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerName("torch.optim:SGD"),\n'),
+        ("trainer/config/sections/optimizer.py", "OPTIMIZERS = {\n", '    "sign": "torch.optim:SGD",\n'),
     ],
     "a schedule": [
         ("trainer/config/sections/schedule.py", "SCHEDULES: dict[str, dict[str, str]] = {\n", '    "halved": {},\n'),

@@ -1,12 +1,12 @@
 """The section `optimizer`, and the optimizers that it names: a row for each, any class, and those of transformers' Trainer."""
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -20,31 +20,26 @@ if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch.optim import Optimizer
 
 
-class OptimizerName(NamedTuple):
-    """The class behind a name, and values of this section that differ from the class's own where they are not set."""
-
-    python: str
-    defaults: Mapping[str, Any] = {}
-
-
 _EIGHT_BITS = {"adamw": "bitsandbytes.optim:AdamW", "lion": "bitsandbytes.optim:Lion"}
 """The classes with states in 8 bits, by the names of the optimizers."""
-_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 OPTIMIZERS = {
-    "adamw": OptimizerName("torch.optim:AdamW", _ADAM),
-    "adam": OptimizerName("torch.optim:Adam", _ADAM),
-    "sgd": OptimizerName("torch.optim:SGD"),
-    "adagrad": OptimizerName("torch.optim:Adagrad", {"eps": 1e-8}),
-    "nadam": OptimizerName("torch.optim:NAdam"),
-    "radam": OptimizerName("torch.optim:RAdam"),
-    "adamax": OptimizerName("torch.optim:Adamax"),
-    "adadelta": OptimizerName("torch.optim:Adadelta"),
-    "muon": OptimizerName(f"{__name__}:muon"),
-    "lion": OptimizerName("bitsandbytes.optim:Lion"),
-    "lamb": OptimizerName("bitsandbytes.optim:LAMB"),
-    "adamw_torch_fp8": OptimizerName("torchao.optim:AdamWFp8"),
+    "adamw": "torch.optim:AdamW",
+    "adam": "torch.optim:Adam",
+    "sgd": "torch.optim:SGD",
+    "adagrad": "torch.optim:Adagrad",
+    "nadam": "torch.optim:NAdam",
+    "radam": "torch.optim:RAdam",
+    "adamax": "torch.optim:Adamax",
+    "adadelta": "torch.optim:Adadelta",
+    "muon": f"{__name__}:muon",
+    "lion": "bitsandbytes.optim:Lion",
+    "lamb": "bitsandbytes.optim:LAMB",
+    "adamw_torch_fp8": "torchao.optim:AdamWFp8",
 }
 """The optimizers that `optimizer.name` may name beside those of transformers' Trainer and classes of the user's."""
+_ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
+_DEFAULTS: dict[str, dict[str, Any]] = {"adamw": _ADAM, "adam": _ADAM, "adagrad": {"eps": 1e-8}}
+"""Values of this section, where they are not set, that differ from the class's own."""
 _IN_BACKWARD = "it updates each parameter by hooks of its own inside backward, before gradients are summed over ranks"
 _REFUSED = {
     "*_layerwise": f"{_IN_BACKWARD}; take the name without _layerwise",
@@ -90,14 +85,14 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
     @classmethod
     def _with_defaults(cls, values: Any) -> Any:
         name = values.get("name", "adamw") if isinstance(values, dict) else None
-        known = OPTIMIZERS[name].defaults if isinstance(name, str) and name in OPTIMIZERS else {}
+        known = _DEFAULTS.get(name, {}) if isinstance(name, str) else {}
         unset = {key: value for key, value in known.items() if values.get(key) is None}
         return {**values, **unset} if unset else values
 
 
 def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
     """Yield what is wrong with a section that no run could use, before there is a model. Classes of the user's are not imported."""
-    torchs = section.name in OPTIMIZERS and OPTIMIZERS[section.name].python.startswith("torch.")
+    torchs = OPTIMIZERS.get(section.name, "").startswith("torch.")
     if ":" not in section.name and (not torchs or section.options or section.states == "int8"):
         try:
             make_optimizer(section, None)
@@ -106,34 +101,32 @@ def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
 
 
 def make_optimizer(
-    section: OptimizerSection,
-    model: "nn.Module | None",
-    exempt: Collection[str] = (),
-    folders: Sequence[str] = (),
+    section: OptimizerSection, model: "nn.Module | None", exempt: Collection[str] = (), folders: Sequence[str] = ()
 ) -> "Optimizer":
     """Make the optimizer of a model's floating-point parameters; those that match `no_decay`, or are in `exempt`, have no weight
     decay. None is a tiny model, which only shows whether the section can be used. `folders` are searched for the user's classes.
     Raises `ConfigError` for names and options that do not exist, and for packages that are not installed."""
+    from torch import nn
     from torch.optim import Optimizer
 
     targets = section.options.get(_TARGETS, "all-linear")
     if model is None:
-        model, targets = _tiny_model(), "all-linear"
+        model, targets = nn.ModuleDict({"embedding": nn.Embedding(2, 4), "linear": nn.Linear(4, 4)}), "all-linear"
         section = section.model_copy(update={"groups": ()})
     make, values, groups = _class_of(section, model, targets, folders)
-    taken = _arguments_of(make)
+    kinds, arguments = inspect.Parameter, inspect.signature(make).parameters.values()
+    named = [each for each in arguments if each.kind not in (kinds.POSITIONAL_ONLY, kinds.VAR_POSITIONAL)]
+    taken = ["**" if each.kind is kinds.VAR_KEYWORD else each.name for each in named]  # ** of one that takes any.
     if "model" in taken:
         values["model"] = model
-    values |= _set_values(section, taken, values)
-    groups = _with_options(section, taken, values, groups)
+    groups = _with_arguments(section, taken, values, groups)
     decays = values.pop("weight_decay", None) is not None
     groups = list(_divided(groups, section, dict(model.named_parameters()), exempt, decays=decays))
     try:
         made = make(groups, **values)
     except Exception as error:
-        raise ConfigError(
-            f"{section.name} cannot be made with {_shown(values)}: {summary(error)}", where="optimizer"
-        ) from error
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if name != "model")
+        raise ConfigError(f"{section.name} cannot be made with {shown}: {summary(error)}", where="optimizer") from error
     if not isinstance(made, Optimizer):
         problem = f"{section.name} gave a {type(made).__name__}; give a class of torch.optim.Optimizer"
         raise ConfigError(problem, where="optimizer.name")
@@ -146,54 +139,60 @@ def _class_of(
     """Return the class of a section, the first arguments of its call, and the groups of its parameters."""
     groups: list[dict[str, Any]] = [{"params": [each for each in model.parameters() if each.is_floating_point()]}]
     values: dict[str, Any] = {"lr": section.lr}
+    python, where = OPTIMIZERS.get(section.name, section.name), "optimizer.name"
     if section.states == "int8":
+        where = "optimizer.states"
         if section.name not in _EIGHT_BITS:
             raise ConfigError(
                 f"int8 is for {' and '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take a class of 8 bits",
-                where="optimizer.states",
+                where=where,
             )
-        _require_package(section.name, _EIGHT_BITS[section.name])
-        make, values["optim_bits"] = find_object(_EIGHT_BITS[section.name], "optimizer.states"), 8
-    elif section.name in OPTIMIZERS or ":" in section.name:
-        python = OPTIMIZERS[section.name].python if section.name in OPTIMIZERS else section.name
-        _require_package(section.name, python)
-        make = find_object(python, "optimizer.name", folders)
-    else:
+        python, values["optim_bits"] = _EIGHT_BITS[section.name], 8
+    elif ":" not in python:
         make, values = _of_transformers(section, model, targets)
-        groups = values.pop("params", groups)
-    return make, values, groups
+        return make, values, values.pop("params", groups)
+    package = python.partition(":")[0].partition(".")[0]
+    if section.name in OPTIMIZERS and find_spec(package) is None:
+        problem = f"{section.name} needs a package that is not installed; run: pip install {package}"
+        raise ConfigError(problem, where="optimizer.name")
+    return find_object(python, where, folders), values, groups
 
 
-def _with_options(
+def _with_arguments(
     section: OptimizerSection, taken: Collection[str], values: dict[str, Any], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add the section's options to `values`, or to the groups that have values of that name; returns the groups."""
+    """Add the section's keys that are set and its options to `values`, or to the groups that have values of that name; returns the
+    groups. `taken` are the names of the class's arguments."""
+    given: dict[str, Any] = {"weight_decay": section.weight_decay}
+    given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
+    given |= {"momentum": section.momentum} if section.momentum else {}
+    for name, value in given.items():
+        if name in taken:
+            values.setdefault(name, value)
+        elif value and name not in values and "**" not in taken:
+            cure = "set it to 0" if name == "weight_decay" else "leave it out"
+            raise ConfigError(f"{section.name} takes no {name}; {cure}", where=f"optimizer.{name}")
+        if name in section.options and name != "weight_decay":
+            raise ConfigError(f"{name} is optimizer.{name} too; leave one of them out", where="optimizer.options")
     of_groups = {name for group in groups for name in group} - {"params"}
-    allowed = (set(taken) | of_groups | ({_TARGETS} if of_groups else set())) - {
-        "params",
-        "model",
-        "lr",
-        "weight_decay",
-    }
+    allowed = {*taken, *of_groups, *([_TARGETS] if of_groups else ())} - {"params", "model", "lr", "weight_decay"}
     for name, value in section.options.items():
-        if name not in allowed and not (name not in ("lr", "weight_decay") and "**" in taken):
+        if name not in allowed and (name in ("lr", "weight_decay") or "**" not in taken):
             raise ConfigError(
                 f"{section.name} takes no {name!r} here; allowed are {', '.join(sorted(allowed - {'**'}))}. The learning rate and "
                 "the weight decay are optimizer.lr and optimizer.weight_decay",
                 where="optimizer.options",
             )
         plain = tuple(value) if isinstance(value, list) else value
-        if name == _TARGETS and of_groups:
-            continue  # The groups follow from it.
         if name in of_groups:
             groups = [{**group, name: plain} if name in group else group for group in groups]
-        else:
+        elif name != _TARGETS or not of_groups:  # Groups follow from it.
             values[name] = plain
     return groups
 
 
 def muon(
-    params: Iterable[dict[str, Any]],
+    params: Collection[dict[str, Any]],
     *,
     model: "nn.Module",
     lr: float,
@@ -217,34 +216,22 @@ def muon(
     tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tables |= {id(head.weight)} if head is not None else set()
-    parts: list[list[dict[str, Any]]] = [[], []]
-    for group in params:
-        matrices = [each for each in group["params"] if each.dim() == 2 and id(each) not in tables]
-        chosen = set(map(id, matrices))
-        for part, listed in zip(
-            parts, (matrices, [each for each in group["params"] if id(each) not in chosen]), strict=True
-        ):
-            part += [{**group, "params": listed}] if listed else []
+
+    def part(*, matrices: bool) -> list[dict[str, Any]]:
+        """Return the groups with their matrices alone, or with their other parameters; none that is empty."""
+        divided = [
+            (group, [each for each in group["params"] if (each.dim() == 2 and id(each) not in tables) == matrices])
+            for group in params
+        ]
+        return [{**group, "params": listed} for group, listed in divided if listed]
+
+    layers, others = part(matrices=True), part(matrices=False)
     common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
     own: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
     own |= {"ns_coefficients": ns_coefficients, "adjust_lr_fn": adjust_lr_fn}
-    made: list[Optimizer] = [Muon(parts[0], **common, **own)] if parts[0] else []
-    made += [AdamW(parts[1], **common, betas=betas, eps=eps)] if parts[1] else []
+    made: list[Optimizer] = [Muon(layers, **common, **own)] if layers else []
+    made += [AdamW(others, **common, betas=betas, eps=eps)] if others else []
     return ChainedOptimizer(*made)
-
-
-def _tiny_model() -> "nn.Module":
-    from torch import nn
-
-    return nn.ModuleDict({"embedding": nn.Embedding(2, 4), "linear": nn.Linear(4, 4)})
-
-
-def _require_package(name: str, python: str) -> None:
-    package = python.partition(":")[0].partition(".")[0]
-    if find_spec(package) is None and name in OPTIMIZERS:
-        raise ConfigError(
-            f"{name} needs a package that is not installed; run: pip install {package}", where="optimizer.name"
-        )
 
 
 def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any) -> tuple[Any, dict[str, Any]]:
@@ -274,30 +261,6 @@ def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any
     except (ImportError, ValueError, TypeError) as error:
         raise ConfigError(f"{name}: {error}", where="optimizer.name") from error
     return make, values
-
-
-def _arguments_of(make: Callable[..., Any]) -> list[str]:
-    """Return the names of a class's arguments, and `**` for one that takes any."""
-    parameters = inspect.signature(make).parameters.values()
-    kinds = inspect.Parameter
-    named = [each.name for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
-    return named + (["**"] if any(each.kind is kinds.VAR_KEYWORD for each in parameters) else [])
-
-
-def _set_values(section: OptimizerSection, taken: Collection[str], found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the section's keys that are set, under the names of the class's arguments."""
-    given: dict[str, Any] = {"weight_decay": section.weight_decay}
-    given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
-    given |= {"momentum": section.momentum} if section.momentum else {}
-    for name, value in given.items():
-        if name not in taken and name not in found and "**" not in taken and value:
-            raise ConfigError(
-                f"{section.name} takes no {name}; {'set it to 0' if name == 'weight_decay' else 'leave it out'}",
-                where=f"optimizer.{name}",
-            )
-        if name in section.options and name in ("betas", "eps", "momentum"):
-            raise ConfigError(f"{name} is optimizer.{name} too; leave one of them out", where="optimizer.options")
-    return {name: value for name, value in given.items() if name in taken and name not in found}
 
 
 def _divided(
@@ -359,7 +322,3 @@ def _likeness(pattern: str, name: str) -> float:
     words = pattern.replace("*", ".").strip(".")
     blocks = SequenceMatcher(None, words, name, autojunk=False).get_matching_blocks()
     return sum(each.size**2 for each in blocks) / max(len(words), 1) ** 2
-
-
-def _shown(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in values.items() if name != "model")
