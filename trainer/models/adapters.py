@@ -1,12 +1,12 @@
 """Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection by attributes, so that PEFT is imported only to make
 adapters, and their addition to a model whose weights may still be in files."""
 
-import difflib
 import json
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,7 +21,6 @@ from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError, counted, library_errors, some
 from zeromesh.files import read_whole
-from zeromesh.flat.codec import Codec
 from zeromesh.options import EncodedWeights
 from zeromesh.trainer.config.sections.model import Head, ModelSection
 from zeromesh.trainer.formatting import human_bytes
@@ -89,14 +88,14 @@ def description_of_adapters(model: Any) -> dict[str, Any]:
 
 def require_adapters_fit(model: Any, stages: int) -> None:
     """Raise `ConfigError` for adapters whose layers share what one of several pipeline stages would have."""
-    methods = (
-        {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()} if is_adapted(model) else set()
-    )
-    if stages > 1 and (shared := sorted(methods & _SHARED)):
-        problem = (
-            f"the layers of {some(shared)} share tensors, and each stage has but its own; set it to 1, or use LORA"
+    if stages == 1 or not is_adapted(model):
+        return
+    methods = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()}
+    if shared := sorted(methods & _SHARED):
+        raise ConfigError(
+            f"the layers of {some(shared)} share tensors, and each stage has but its own; set it to 1, or use LORA",
+            where="parallel.pipeline",
         )
-        raise ConfigError(problem, where="parallel.pipeline")
 
 
 _TASKS: Mapping[Head, str] = {
@@ -117,9 +116,7 @@ _METHODS = frozenset(
 """The methods of PEFT that tests compare with PEFT alone."""
 _SHARED = frozenset("VERA RANDLORA SHIRA TINYLORA UNILORA VBLORA".split())  # noqa: SIM905 - a table of words
 """Methods whose layers share tensors, or keep some where they are not divided among pipeline stages."""
-_NOT_TRAINED = {
-    "ADALORA": "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do",
-}
+_ADALORA = "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do"
 _BATCHES = (
     "it is computed from batches by a function of PEFT; call that in a script, save the adapter, and name its directory"
 )
@@ -144,9 +141,7 @@ _BASE_HEADS: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_
 def adapter_configs(section: ModelSection) -> dict[str, Any]:
     """Return PEFT's configuration of each adapter that a `model` section asks for, by name, the trained one first. Raises
     `ConfigError` without PEFT, for methods that are not trained here, and for settings that PEFT does not have or take."""
-    wanted = section.wanted_adapters
-    first = section.trained_adapter
-    names = sorted(wanted, key=lambda name: name != first) if first is not None else [*wanted]
+    names = sorted(wanted := section.wanted_adapters, key=lambda name: name != section.trained_adapter)
     return {name: _config_of(wanted[name], adapters_key(section, name)) for name in names}
 
 
@@ -160,7 +155,7 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
         settings = settings_of_saved(wanted, where) if isinstance(wanted, str) else {"peft_type": "LORA", **wanted}
         method = str(settings["peft_type"]).upper()
         if method not in _METHODS or method not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
-            why = _NOT_TRAINED.get(method, "nothing shows that it is trained here as by PEFT alone")
+            why = _ADALORA if method == "ADALORA" else "nothing shows that it is trained here as by PEFT alone"
             raise ConfigError(f"peft_type {method}: {why}; there are {', '.join(sorted(_METHODS))}", where=where)
         kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[method]
         if not isinstance(wanted, str):
@@ -178,15 +173,14 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
 
 def _check_settings(kind: Any, wanted: Mapping[str, Any], where: str) -> None:
     """Raise `ConfigError` for settings that PEFT's class has not, or not of this type; PEFT itself would ignore or keep them."""
-    types, problems = get_type_hints(kind), []
+    types, problems = get_type_hints(kind) | {"peft_type": str}, []
     for name, value in wanted.items():
         if name not in types:
-            near = difflib.get_close_matches(name, types, n=3, cutoff=0.6)
+            near = get_close_matches(name, types)
             problems.append(f"{name} is not a field of {kind.__name__}{f'; nearest: {some(near)}' if near else ''}")
             continue
-        try:
-            if name != "peft_type":  # Files have lists where PEFT has tuples.
-                TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
+        try:  # Files have lists where PEFT has tuples.
+            TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
         except ValidationError as error:
             problems.append(f"{name}: got {value!r:.60}; {error.errors()[0]['msg']}")
     if problems:
@@ -197,7 +191,7 @@ def adapter_directory(path: str, where: str) -> Path:
     """Return the directory of a saved adapter: `path`, or the newest checkpoint of a run. Raises `ConfigError` without one."""
     found = Path(path).expanduser()
     stores = (CheckpointStore(found / "checkpoints"), CheckpointStore(found))
-    newest = next((store.path(max(store.steps())) for store in stores if store.steps()), found)
+    newest = next((store.path(step) for store in stores for step in store.steps()), found)
     for each in (found, newest):
         if (each / ADAPTER_CONFIG).is_file():
             if not (each / ADAPTER_WEIGHTS).is_file():
@@ -207,7 +201,7 @@ def adapter_directory(path: str, where: str) -> Path:
 
 
 def saved_with_base(directory: Path) -> dict[str, Any]:
-    """Return the keys of `model` by which a saved adapter is opened with its base, without a `source` if that is nowhere."""
+    """Return the keys of `model` by which a saved adapter is opened with its base; no `source` if it names none."""
     settings = parse_json(directory / ADAPTER_CONFIG, read_whole(directory / ADAPTER_CONFIG))
     base = {"source": settings.get("base_model_name_or_path"), "revision": settings.get("revision")}
     named = sorted(path.parent for path in directory.glob(f"*/{ADAPTER_CONFIG}"))
@@ -234,9 +228,8 @@ def add_adapters(
     """Return `built` with the adapters of a `model` section, drawn from `seed` or read from their directories; only the trained one
     and a classifier's head are trained. An initialisation that reads frozen weights reads them from the source of `built`, one at a
     time, with the values that they have once they are `encoded` in the dtype `compute`, which the adapters' buffers get. With
-    `inside`, the model stays one of transformers, without PEFT's wrapper, as its `add_adapter` leaves it. Raises `ConfigError`
-    without PEFT, for a model that is not of transformers or has adapters, for targets that it lacks, and for saved adapters of
-    another base."""
+    `inside`, the model stays one of transformers, without PEFT's wrapper, as by its `add_adapter`. Raises `ConfigError` without
+    PEFT, for a model that is not of transformers or has adapters, for targets that it lacks, and for adapters of another base."""
     if not section.wanted_adapters:
         return built
     configs = adapter_configs(section)
@@ -251,26 +244,24 @@ def add_adapters(
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
     left_out = _complete(configs, base, section.head)
     base.requires_grad_(False)
-    values = _FrozenValues(base, built.source, compute)
     changing = any(str(getattr(each, "init_lora_weights", "")).startswith(_CHANGING) for each in configs.values())
-    if encoded is not None and not changing:
-        values.decode(encoded)
-    with unread_weights(base, values.read) as weights:
+    read = _frozen_values(base, built.source, compute, None if changing else encoded)
+    with unread_weights(base, read) as weights:
         model = _with_adapters(base, configs, seed, section)
-    for name, buffer in model.named_buffers():
+    for buffer in model.buffers():
         if id(buffer) not in names and buffer.is_floating_point():  # PEFT gives them the base's dtype.
-            model.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = buffer.to(compute)
+            buffer.data = buffer.data.to(compute)
     changed = [each.changed for each in weights.values() if each.changed is not None]
     _check_layers(model, where)
     for name, wanted in section.wanted_adapters.items():
         if isinstance(wanted, str):
-            _load_adapter(model, name, adapter_directory(wanted, where), adapters_key(section, name), values.read)
+            _load_adapter(model, name, wanted, adapters_key(section, name), read)
     alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
     notes = [f"no adapters on {some(alone)}"] if alone else []
     if changed:
         size = sum(each.nbytes for each in changed)
         notes.append(
-            f"the adapters' initialisation changes {counted(len(changed), 'matrix')} of the base, which each rank holds "
+            f"the adapters' initialisation changes {counted(len(changed), 'weight')} of the base, which each rank holds "
             f"({human_bytes(size)}) until it has its part"
         )
     if inside:
@@ -282,8 +273,7 @@ def add_adapters(
 
 
 def _complete(configs: Mapping[str, Any], base: Any, head: Head) -> list[str]:
-    """Set the task of PEFT's configurations, and where they say nothing of it a head that is trained whole and layers that cannot
-    have adapters; returns these layers."""
+    """Complete PEFT's configurations: the task, a head that is trained whole, and layers without adapters, which are returned."""
     heads = [
         name
         for name, each in base.named_children()
@@ -323,43 +313,37 @@ def _with_adapters(base: Any, configs: Mapping[str, Any], seed: int, section: Mo
     return model
 
 
-class _FrozenValues:
-    """The values of a base model's parameters, which are in `source`, as the run computes with them in the dtype `compute`."""
+def _frozen_values(
+    base: nn.Module, source: ParameterSource, compute: torch.dtype, encoded: EncodedWeights | None
+) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a parameter of the base model in its dtype, which may be written to. Those that are `encoded`
+    once PEFT has put a layer around theirs have the values that the run computes with in the dtype `compute`."""
+    parameters, decoded = dict(base.named_parameters()), set[str]()
+    for name in () if encoded is None else encoded_names(base, replace(encoded, skip=())):
+        later = f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"
+        if encoded is not None and not any(fnmatchcase(later, pattern) for pattern in encoded.skip):
+            decoded.add(name)
 
-    def __init__(self, base: nn.Module, source: ParameterSource, compute: torch.dtype) -> None:
-        self._base, self._source, self._compute = base, source, compute
-        self._parameters = dict(base.named_parameters())
-        self._codecs: dict[str, Codec] = {}
-
-    def decode(self, encoded: EncodedWeights) -> None:
-        """Read decoded values of the frozen parameters that are encoded once PEFT has put a layer around theirs."""
-        for name in encoded_names(self._base, replace(encoded, skip=())):
-            later = f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"
-            if not any(fnmatchcase(later, pattern) for pattern in encoded.skip):
-                self._codecs[name] = encoded.codec
-
-    def read(self, name: str) -> torch.Tensor:
-        """Return all values of a parameter in its dtype, which may be written to."""
-        like, codec = self._parameters[name], self._codecs.get(name)
+    def read(name: str) -> torch.Tensor:
+        like = parameters[name]
 
         def part(start: int, end: int) -> torch.Tensor:
-            return self._source.read(name, start, end).to(device="cpu", dtype=self._compute)
+            return source.read(name, start, end).to(device="cpu", dtype=compute)
 
-        if codec is None:
-            return (
-                self._source.read(name, 0, like.numel()).to(device="cpu", dtype=like.dtype, copy=True).view(like.shape)
-            )
-        found = self._source.encoded(name, codec, self._compute) or codec.encode(part, like.numel())
-        return codec.decoded(found, like.shape, self._compute).to(like.dtype)
+        if encoded is None or name not in decoded:
+            return source.read(name, 0, like.numel()).to(device="cpu", dtype=like.dtype, copy=True).view(like.shape)
+        found = source.encoded(name, encoded.codec, compute) or encoded.codec.encode(part, like.numel())
+        # A copy has been written to by nobody.
+        return encoded.codec.decoded(found, like.shape, compute).to(like.dtype, copy=True)
+
+    return read
 
 
-def _check_layers(model: nn.Module, where: str) -> None:
+def _check_layers(model: Any, where: str) -> None:
     """Raise `ConfigError` for adapters on layers that do more than to multiply by their weight."""
     for name, layer in model.named_modules():
-        plain: Any = (
-            layer.get_base_layer() if hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer") else layer
-        )
-        if plain is not layer and not _maps_last_dim(plain):
+        is_wrapped = hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer")
+        if is_wrapped and not _maps_last_dim(plain := layer.get_base_layer()):
             raise ConfigError(
                 f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
                 "to multiply by its weight; name other layers",
@@ -367,10 +351,10 @@ def _check_layers(model: nn.Module, where: str) -> None:
             )
 
 
-def _load_adapter(model: Any, name: str, directory: Path, where: str, read: Callable[[str], torch.Tensor]) -> None:
-    """Give an adapter of a model the values of a saved one; `read` returns a parameter of the base. Raises `ConfigError` if the
-    adapter is of another base."""
-    peft, path = import_peft(where), directory / ADAPTER_WEIGHTS
+def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[[str], torch.Tensor]) -> None:
+    """Give an adapter the values of a saved one; `read` reads the base. Raises `ConfigError` for an adapter of another base."""
+    peft, directory = import_peft(where), adapter_directory(saved, where)
+    path = directory / ADAPTER_WEIGHTS
     own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     with library_errors(where, f"{path}: "):
         stored = load_file(path)
@@ -389,15 +373,13 @@ def _load_adapter(model: Any, name: str, directory: Path, where: str, read: Call
     if problems:
         raise ConfigError(f"{directory} is an adapter of another base: it has {some(problems, 2)}", where=where)
     # A copy of a module of the base has its values in the source, so that it takes no memory; these are others.
-    copies = {
-        n: nn.Parameter(torch.empty(p.shape)) for n, p in model.named_parameters() if p.is_meta and f".{name}." in n
-    }
-    for each, parameter in copies.items():
-        owner, _, leaf = each.rpartition(".")
-        model.get_submodule(owner)._parameters[leaf] = parameter.requires_grad_(model.get_parameter(each).requires_grad)
+    for key, parameter in [*model.named_parameters()]:
+        if parameter.is_meta and f".{name}." in key:
+            owner, _, leaf = key.rpartition(".")
+            copy = nn.Parameter(torch.empty(parameter.shape), requires_grad=parameter.requires_grad)
+            model.get_submodule(owner)._parameters[leaf] = copy
     with library_errors(where, f"{path}: "):
-        values = {key: stored[key] for key in own}
-        peft.set_peft_model_state_dict(model, values, adapter_name=name)
+        peft.set_peft_model_state_dict(model, {key: stored[key] for key in own}, adapter_name=name)
 
 
 def _is_same(stored: torch.Tensor, read: Callable[[str], torch.Tensor], name: str) -> bool:

@@ -67,8 +67,7 @@ class UnreadWeight(nn.Parameter):
             return func(*given, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """Return a copy of the parameter in whose place this one is, which knows its origin; on the meta device, it has no values
-        either."""
+        """Return a copy of the parameter in whose place this one is, which knows its origin, and may be on the meta device too."""
         made = nn.Parameter(self.origin.detach().clone(), requires_grad=self.requires_grad)
         vars(made)["copied_from"] = self.origin
         memo[id(self)] = made
@@ -78,8 +77,7 @@ class UnreadWeight(nn.Parameter):
 @contextmanager
 def unread_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[Mapping[str, UnreadWeight]]:
     """Put stand-ins in place of all parameters inside the block, of which `read` returns the values by name; yields them by name.
-    Afterwards the parameters are back, those that were changed as new ones with their values. One that was read and not changed is
-    freed when another one is read."""
+    Afterwards the parameters are back, changed ones as new ones. What was read and not changed is freed at the next read."""
     made: dict[str, UnreadWeight] = {}
     last: list[UnreadWeight] = []
 
