@@ -42,7 +42,7 @@ from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
-from zeromesh.trainer.models.quantized_layers import QuantizedLayer, codec_of_layers, make_layers_plain, stand_for
+from zeromesh.trainer.models.quantized_layers import QuantizedLayer, codec_of_layers, codes_of, make_plain, stand_for
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, set_tf32
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
@@ -120,7 +120,7 @@ def shard(
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_unpartitioned(model)
-    make_layers_plain(model)
+    make_plain(model)
     resolved = _resolve(model, config, options)
     several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
@@ -140,7 +140,7 @@ def shard(
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
-    codes = {} if trains else {name: each.stored for name, each in model.named_parameters() if hasattr(each, "stored")}
+    codes = {} if trains else codes_of(model)
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
     mesh = connect(config)

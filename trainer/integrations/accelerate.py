@@ -28,7 +28,7 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.models.adapters import is_adapted
-from zeromesh.trainer.models.quantized_layers import make_layers_plain
+from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -203,7 +203,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        make_layers_plain(model)
+        make_plain(model)
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         _replace(model, "save_pretrained", _make_save_pretrained, self)

@@ -3,7 +3,7 @@
 Neither bitsandbytes nor PEFT is imported: their classes are known by name, and are there where a model has them."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -28,8 +28,7 @@ class QuantizedLayer(QuantizedTensors):
     """The weight of a layer of bitsandbytes, as `StoredValues`."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        """Take the layer called `name`. Raises `LayoutError` for a layer without codes, and `ConfigError` for a form that
-        bitsandbytes 0.50 does not have."""
+        """Raises `LayoutError` for a layer without codes, and `ConfigError` for a form that bitsandbytes 0.50 does not have."""
         prefix = f"{name or 'model'}."
         self._weight = weight = f"{prefix}weight"
         # A state dict has the codes in their order also where a CPU has packed them for its products.
@@ -63,11 +62,10 @@ class QuantizedLayer(QuantizedTensors):
         return self._parts[name].reshape(-1)[start:end].cpu()
 
 
-def make_layers_plain(model: nn.Module) -> None:
+def make_plain(model: nn.Module) -> None:
     """Turn the linear layers of bitsandbytes, and PEFT's layers around them, into plain ones, in place. Their weights stay the same
-    objects, on the meta device, with a `QuantizedLayer` as `stored`. The model is then one that computes with frozen weights of 16
-    or 32 bits, and says so. Raises `ConfigError` for a model that others have quantized, and `LayoutError` for layers without
-    codes, before anything is changed."""
+    objects, on the meta device, with a `QuantizedLayer` as `stored`. The model then says that its frozen weights have 16 or 32
+    bits. Raises `ConfigError` if others have quantized it, and `LayoutError` for layers without codes, before any change."""
     layers = {name: each for name, each in model.named_modules() if _is_of_bitsandbytes(each)}
     for name, module in model.named_modules():
         if name not in layers and (kind := _form_of_codes(module)) is not None:
@@ -100,10 +98,8 @@ def stand_for(values: QuantizedLayer, parameter: nn.Parameter, dtype: torch.dtyp
 
 
 def codec_of_layers(model: nn.Module) -> EncodedWeights | None:
-    """Return the codec that most layers of `make_layers_plain` have, for these layers alone; None if there are none in 4 bits. The
-    others are decoded."""
-    named = [(name, each.stored) for name, each in model.named_parameters() if hasattr(each, "stored")]
-    codecs = {name: stored.codec for name, stored in named if stored.codec is not None}
+    """Return the codec that most layers of `make_plain` have, for these alone, as others are decoded; None without 4 bits."""
+    codecs = {name: each.codec for name, each in codes_of(model).items() if each.codec is not None}
     if not codecs:
         return None
     codec = Counter(codecs.values()).most_common(1)[0][0]
@@ -111,11 +107,9 @@ def codec_of_layers(model: nn.Module) -> EncodedWeights | None:
     return EncodedWeights(codec=codec, skip=tuple(sorted(others)))
 
 
-def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that decide the values of layers that were quantized, by name."""
-    for each in model.parameters():
-        if hasattr(each, "stored"):
-            yield from each.stored.tensors().items()
+def codes_of(model: nn.Module) -> dict[str, QuantizedLayer]:
+    """Return what the layers held that `make_plain` has changed, by the names of their weights."""
+    return {name: each.stored for name, each in model.named_parameters() if hasattr(each, "stored")}
 
 
 def _is_of_bitsandbytes(module: nn.Module) -> bool:

@@ -1,6 +1,8 @@
-"""The options of the engine that follow from a configuration, and the parameters without weight decay."""
+"""The options of the engine that follow from a configuration, and the parameters that are trained or without weight decay."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,34 @@ from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import WeightsSection
-from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups
+from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups, require_matches
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted
 from zeromesh.trainer.models.quantized_layers import codec_of_layers
 from zeromesh.units.plan import encoded_names
 from zeromesh.zero.sharded_optimizer import settings_of
+
+
+def choose_trained(model: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Train the parameters of `model` that a pattern matches and freeze all others, by their first names; a later pattern counts
+    more than an earlier one, and one that begins with ! freezes. None changes nothing. Raises `ConfigError` for a pattern that
+    matches none, and for weights beside adapters that no file of adapters would have."""
+    if patterns is None:
+        return
+    where = "model.train"
+    parameters, beside = dict(model.named_parameters()), adapter_names(model) if is_adapted(model) else None
+    require_matches([each.removeprefix("!") for each in patterns], parameters, where)
+    for name, parameter in parameters.items():
+        matching = [each for each in patterns if fnmatchcase(name, each.removeprefix("!"))]
+        trained = bool(matching) and not matching[-1].startswith("!")
+        if trained and beside is not None and name not in beside:
+            problem = f"{name} is of the base, and saved adapters do not have it; name its module in modules_to_save"
+            raise ConfigError(problem, where=where)
+        if trained and not parameter.is_floating_point():
+            raise ConfigError(f"{name} has {parameter.dtype} numbers, which have no gradients", where=where)
+        parameter.requires_grad_(trained)
+
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -35,15 +58,11 @@ def biases_and_norms(model: nn.Module) -> list[str]:
     return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
 
 
-def _dtype_of(name: str) -> torch.dtype:
-    """Return a dtype by its name in `precision`; without master weights, weights are in bfloat16."""
-    found: torch.dtype = torch.bfloat16 if name == "none" else getattr(torch, name)
-    return found
-
-
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """Return the engine's options; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, offload = config.precision, config.optimizer, config.offload
+    # Without master weights (none), weights are in bfloat16.
+    roles = {each.name: getattr(torch, getattr(precision, each.name), torch.bfloat16) for each in fields(PrecisionKeys)}
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
     named = offload.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
@@ -52,7 +71,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         **dict(config.zero),
         transport=config.parallel.transport,
         precision=Precision(
-            **{each.name: _dtype_of(getattr(precision, each.name)) for each in fields(PrecisionKeys)},
+            **roles,
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(
@@ -91,9 +110,8 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
 
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
     """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
-    the groups of parameters of `optimizer.groups` and `optimizer.exempt`, or with the class that `optimizer.name` names. Raises
-    `ConfigError` for patterns of these that match nothing, if `model.weights` encodes none of the model's parameters, and for an
-    optimizer that cannot be sharded."""
+    the groups of `optimizer.groups` and `optimizer.exempt`, or the class of `optimizer.name`. Raises `ConfigError` for patterns
+    that match nothing, if `model.weights` encodes no parameter of the model, and for an optimizer that cannot be sharded."""
     options = adapters_spared(options, model)
     if options.weights is None:
         options = replace(options, weights=codec_of_layers(model))

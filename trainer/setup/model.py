@@ -43,14 +43,13 @@ from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
-from zeromesh.trainer.models.quantized_layers import make_layers_plain, stored_tensors
+from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import encoded_weights, options_for_model
+from zeromesh.trainer.setup.engine_options import choose_trained, encoded_weights, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
-from zeromesh.trainer.setup.parameters import choose_trained
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
@@ -76,10 +75,6 @@ def build_trained_model(
     `ZeromeshError` for what cannot be trained before anything large is allocated."""
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
-    learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    if not learnt and data.train is not None:
-        why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
-        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     _adapt_to_data(model, config, data, console)
     options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:
@@ -95,6 +90,7 @@ def build_trained_model(
         whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
         whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}
         whole |= {"parameters": sum(each.numel() for each in model.parameters())}
+        learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
@@ -126,7 +122,10 @@ def build_trained_model(
 
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
-    """Add the data's end tokens to the generation settings. Raises `ConfigError` if it lacks the data's tokens or classes."""
+    """Add the data's end tokens to the generation settings. Raises `ConfigError` for a model that the data cannot train."""
+    if data.train is not None and not any(each.requires_grad and each.numel() for each in model.parameters()):
+        why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -219,7 +218,8 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         )
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
-    tensors |= {f"parameter {name}": each for name, each in stored_tensors(model)}
+    for layer in codes_of(model).values():
+        tensors |= {f"parameter {name}": each for name, each in layer.tensors().items()}
     kinds = {True: "trained", False: "frozen"}
     plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
@@ -325,7 +325,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
                 f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
             )
         inside, compile_ = unwrap(made)
-        make_layers_plain(inside)
+        make_plain(inside)
         return inside
 
     if model is None:
@@ -343,8 +343,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
     built = replace(built, compile=compile_)
     compute = getattr(torch, config.precision.compute)
     built = add_adapters(built, config.model, seed, compute, encoded_weights(config.model.weights))
-    if config.model.train is not None:
-        choose_trained(built.model, config.model.train)
+    choose_trained(built.model, config.model.train)
     return built
 
 

@@ -24,8 +24,7 @@ from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.setup.engine_options import biases_and_norms, encoded_weights
-from zeromesh.trainer.setup.parameters import choose_trained
+from zeromesh.trainer.setup.engine_options import biases_and_norms, choose_trained, encoded_weights
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.units.plan import encoded_names
@@ -54,12 +53,9 @@ class PlainStep:
 
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
-    model = copy.deepcopy(subject.model)
-    if config.model.wanted_adapters:
-        seed, compute = config.run.seed, getattr(torch, config.precision.compute)
-        model = add_adapters(wrap_passed_model(model, seed), config.model, seed, compute).model
-    if config.model.train is not None:
-        choose_trained(model, config.model.train)
+    seed, compute = config.run.seed, getattr(torch, config.precision.compute)
+    model = add_adapters(wrap_passed_model(copy.deepcopy(subject.model), seed), config.model, seed, compute).model
+    choose_trained(model, config.model.train)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} has no values", where="model.lora")
@@ -72,10 +68,8 @@ class PlainRun:
     def __init__(self, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
         self.subject, self.config = subject, config
         self.model = model = whole_model(subject, config).train()
-        self.compute, master = (
-            getattr(torch, config.precision.compute),
-            getattr(torch, config.precision.master, torch.bfloat16),
-        )
+        self.compute = getattr(torch, config.precision.compute)
+        master = getattr(torch, config.precision.master, torch.bfloat16)  # As the engine's, where there is none.
         if config.model.attention is not None:
             use_attention(model, config.model.attention, self.compute, torch.device("cpu"))
         self.rounding = ""

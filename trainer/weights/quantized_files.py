@@ -3,6 +3,7 @@ range, and those of LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded.
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -37,7 +38,7 @@ class _Encoded:
     """xxh3 of codes, scales and tables, where this project wrote them."""
 
 
-class QuantizedTensors:
+class QuantizedTensors(ABC):
     """Tensors as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and what is read is
     decoded. Those of bitsandbytes lie in what a subclass reads."""
 
@@ -45,8 +46,7 @@ class QuantizedTensors:
     entries: Mapping[str, TensorSpec]
 
     def describe(self, what: str, where: str = "") -> None:
-        """Find what `_specs` stands for. Raises `ConfigError`, with the tensor of `what` and the key `where`, for what is none of
-        bitsandbytes' forms."""
+        """Find what `_specs`, of `what`, stands for. Raises `ConfigError` of the key `where` for no form of bitsandbytes."""
         self._encoded: dict[str, _Encoded] = {}
         self._rows = {f"{name[:-4]}.weight": name for name in self._specs if name.endswith(".SCB")}
         parts = {name[:-4] + end for name in self._rows.values() for end in (".SCB", ".weight_format")}
@@ -81,38 +81,33 @@ class QuantizedTensors:
         return spec
 
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements [start, end) of a flattened tensor, 1-D, on CPU, decoded into the dtype that it had. Raises as
-        `TensorFiles` does."""
-        if name in self._rows:
-            return self._decode_rows(name, start, self.entries[name].numel if end is None else end)
-        if name not in self._encoded:
+        """Return elements [start, end) of a flattened tensor, 1-D, on CPU, decoded. Raises as `TensorFiles` does."""
+        if name not in self._rows and name not in self._encoded:
             return self._stored(name, start, end)
-        entry, stored = self.entries[name], self._encoded[name]
-        codec, last = stored.codec, entry.numel if end is None else end
-        begin, stop = start // codec.block * codec.block, min(round_up(last, codec.block), entry.numel)
-        codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
-        scales = self._stored(f"{name}.absmax", codec.blocks(begin), codec.blocks(stop))
-        values = torch.empty(stop - begin, dtype=entry.dtype)
-        codec.decode(codes, codec.scale_values(scales, self._tables(name), begin // codec.block), values)
+        entry = self.entries[name]
+        last = entry.numel if end is None else end
+        block = entry.shape[-1] if name in self._rows else self._encoded[name].codec.block
+        begin, stop = start // block * block, min(round_up(last, block), entry.numel)
+        if name in self._rows:
+            scales = self._stored(self._rows[name], begin // block, stop // block)
+            values = (self._stored(name, begin, stop).view(-1, block).float() * scales[:, None] * _STEP).view(-1)
+        else:
+            codec = self._encoded[name].codec
+            codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
+            scales = self._stored(f"{name}.absmax", codec.blocks(begin), codec.blocks(stop))
+            values = torch.empty(stop - begin, dtype=entry.dtype)
+            codec.decode(codes, codec.scale_values(scales, self._tables(name), begin // block), values)
         return values[start - begin : last - begin]
 
+    @abstractmethod
     def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Return elements [start, end) of a tensor as they lie, 1-D, on CPU."""
-        raise NotImplementedError
 
     def _tables(self, name: str) -> torch.Tensor:
         stored = self._encoded[name]
         if not stored.codec.nested:
             return torch.empty(0)
         return torch.cat([self._stored(f"{name}.nested_absmax"), stored.mean])
-
-    def _decode_rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        width = self.entries[name].shape[-1]
-        first, last = start // width, -(-end // width)
-        scales = self._stored(self._rows[name], first, last)
-        codes = self._stored(name, first * width, last * width)
-        values = codes.view(-1, width).float() * scales[:, None] * _STEP
-        return values.view(-1)[start - first * width : end - first * width]
 
     def has_encoded(self, name: str, codec: Codec) -> bool:
         return name in self._encoded and self._encoded[name].codec == codec
@@ -170,8 +165,9 @@ class QuantizedFiles(QuantizedTensors, TensorFiles):
 
     def place_of(self, name: str) -> EncodedPlace:
         """Return where the codes and the scales of a tensor that was encoded lie."""
-        places = [(self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"])]
-        return EncodedPlace(codes=places[0], scales=places[1], tables=self._tables(name))
+        specs = self._specs[name], self._specs[f"{name}.absmax"]
+        codes, scales = ((self.path_of(spec.path), spec.begin) for spec in specs)
+        return EncodedPlace(codes=codes, scales=scales, tables=self._tables(name))
 
 
 def _digest(parameter: EncodedParameter) -> str:
@@ -182,15 +178,12 @@ def _digest(parameter: EncodedParameter) -> str:
 
 
 def stored_form(
-    name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter
+    name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter, *, checked: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by which bitsandbytes stores a parameter of 4 bits, and this project those of 8 too, with a checksum."""
-    state: dict[str, Any] = {
-        "quant_type": codec.name,
-        "blocksize": codec.block,
-        "dtype": str(dtype)[6:],
-        "shape": list(shape),
-    }
+    """Return the tensors by which bitsandbytes stores a parameter of 4 bits, and this project those of 8 too. It refuses those with
+    a checksum (`checked`)."""
+    state: dict[str, Any] = {"quant_type": codec.name, "blocksize": codec.block}
+    state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
     if codec.nested:
         found |= {
@@ -198,7 +191,8 @@ def stored_form(
             f"{name}.nested_quant_map": Codec(name="int8", block=GROUP).values(),
         }
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
-    text = json.dumps({**state, "xxh3": _digest(parameter)}).ljust(STATE_BYTES).encode()
+    state |= {"xxh3": _digest(parameter)} if checked else {}
+    text = json.dumps(state).ljust(STATE_BYTES).encode()
     return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
@@ -209,8 +203,7 @@ def quantization_of(directory: Path) -> Mapping[str, Any] | None:
 
 
 def open_files(directory: Path) -> tuple[TensorFiles, Any]:
-    """Open the files of a model directory; where transformers decodes them, with its quantizer. Raises `ConfigError` for forms that
-    neither reads."""
+    """Open a model directory's files, with transformers' quantizer if that decodes them. Raises `ConfigError` for other forms."""
     quantization = quantization_of(directory)
     if quantization is None:
         return TensorFiles(directory), None

@@ -10,7 +10,7 @@ from tests.support.tables import row, tried
 from tests.support.trainer_cases import llama, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.setup.parameters import choose_trained
+from zeromesh.trainer.setup.engine_options import choose_trained
 
 test_patterns_choose_as_in_a_plain_loop = tried(
     "group_cases",

@@ -14,6 +14,8 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
+from zeromesh.flat.codec import CODECS, GROUP, Codec
+from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
 from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, import_peft
@@ -21,8 +23,8 @@ from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.engine_options import encoded_weights
-from zeromesh.trainer.tools.checkpoint.four_bits import FOUR_BITS, in_four_bits
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
+from zeromesh.trainer.weights.quantized_files import STATE_BYTES, stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -53,12 +55,11 @@ def export_checkpoint(
     Raises `ConfigError` where the dtype cannot hold a weight; `CheckpointError` when the checkpoint is damaged, and as
     `write_directory` does."""
     reader = CheckpointReader(directory)
-    four_bits = dtype if dtype in FOUR_BITS else None
-    if (four_bits or decoded) and not merge:
-        raise ConfigError(
-            f"{f'--dtype {dtype}' if four_bits else '--base decoded'} is for merged models; give --merge too"
-        )
-    dtype = "keep" if four_bits else dtype
+    rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
+    codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)
+    if (codec or decoded) and not merge:
+        raise ConfigError(f"{f'--dtype {dtype}' if codec else '--base decoded'} is for merged models; give --merge too")
+    dtype = "keep" if codec else dtype
     chosen = _choose_tensors(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
     if merge and not adapted:
@@ -82,16 +83,14 @@ def export_checkpoint(
                 tensors, values = _hub_tensors(reader, chosen, folder, moved, console)
             if dtype != "keep" and (folder / "config.json").is_file():
                 # `from_pretrained` loads the weights in this dtype.
-                content = {**parse_json(folder / "config.json", read_whole(folder / "config.json")), "dtype": dtype}
-                _replace_dtype(content, dtype)
-                write_whole(folder / "config.json", json.dumps(content, indent=2).encode() + b"\n")
-            if four_bits:
-                tensors, values = in_four_bits(FOUR_BITS[four_bits], folder, tensors, values)
+                _set_keys(folder / "config.json", dtype=dtype)
+            if codec is not None:
+                tensors, values = _in_four_bits(codec, folder, tensors, values)
             specs = [spec_of(name, each) for name, each in tensors.items()]
             written = write_weights(folder, specs, values, lambda: None)
             count = sum(path.endswith(".safetensors") for path in written)
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
-    console.note(f"{out}: step {reader.manifest.step}, {four_bits or dtype}, {what}")
+    console.note(f"{out}: step {reader.manifest.step}, {codec.name if codec else dtype}, {what}")
 
 
 def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _ChosenTensors:
@@ -115,6 +114,57 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
         t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name])
         for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     }
+
+
+def _in_four_bits(
+    codec: Codec, folder: Path, tensors: Mapping[str, torch.Tensor], values: Named
+) -> tuple[Mapping[str, torch.Tensor], Named]:
+    """Return the meta tensors, and names and values, of a model in `folder` with its linear layers in 4 bits as bitsandbytes writes
+    them, and mark its configuration. Raises `ConfigError` for a model that transformers cannot build."""
+    cls, config, reason = read_class(folder)
+    if cls is None:
+        raise ConfigError(f"{reason}; export the model in 16 bits", where="--dtype")
+    with torch.device("meta"):
+        model: Any = cls(config).requires_grad_(False)
+    chosen = encoded_names(model, EncodedWeights(codec=codec)) & tensors.keys()
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}
+    settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(config.dtype).removeprefix("torch.")}
+    _set_keys(folder / "config.json", quantization_config=settings)
+    made = dict[str, torch.Tensor]()
+    for name, each in tensors.items():
+        made |= _described(name, each.numel(), codec) if name in chosen else {name: each}
+
+    def encoded() -> Named:
+        for name, value in values:
+            if name in chosen:
+                codes = codec.encode_whole(value)
+                yield from stored_form(name, value.shape, value.dtype, codec, codes, checked=False).items()
+            else:
+                yield name, value
+
+    return made, encoded()
+
+
+def _described(name: str, numel: int, codec: Codec) -> dict[str, torch.Tensor]:
+    """Return the meta tensors by which a tensor of `numel` elements is stored."""
+    blocks = codec.blocks(numel)
+    with torch.device("meta"):
+        return {
+            name: torch.empty(codec.code_bytes(numel), 1, dtype=torch.uint8),
+            f"{name}.absmax": torch.empty(blocks, dtype=torch.uint8),
+            f"{name}.quant_map": torch.empty(16),
+            f"{name}.nested_absmax": torch.empty(-(-blocks // GROUP)),
+            f"{name}.nested_quant_map": torch.empty(256),
+            f"{name}.quant_state.bitsandbytes__{codec.name}": torch.empty(STATE_BYTES, dtype=torch.uint8),
+        }
+
+
+def _set_keys(path: Path, **keys: Any) -> None:
+    """Set keys of a model's configuration, a dtype also in the configurations of its parts."""
+    content = {**parse_json(path, read_whole(path)), **keys}
+    if "dtype" in keys:
+        _replace_dtype(content, keys["dtype"])
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
@@ -173,8 +223,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 def _merged_tensors(
     reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, *, decoded: bool
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the same as `_hub_tensors` with adapters merged into the weights, frozen ones `decoded` if that is wanted; `folder`
-    then has the model's configuration only."""
+    """Return what `_hub_tensors` does, with adapters merged into weights, `decoded` ones if asked; `folder` is then the model's."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
@@ -182,7 +231,7 @@ def _merged_tensors(
             f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
         )
     others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
-    with torch.device("meta"), quiet_library():
+    with torch.device("meta"):
         trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
         own = next(
             (name for given in chosen for name in given.split(".") if _renamed(given, name) in trained), "default"
