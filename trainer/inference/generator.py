@@ -408,30 +408,24 @@ def layout_of(
     model = merged.get("model", {})
     # Fields of the same kind of model are kept; a configuration of another model is dropped.
     fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
-    merged["model"] = {**model, "source": directory, "config": fields}
-    adapted = Path(directory, ADAPTER_CONFIG).is_file()
-    if adapted:
+    found: dict[str, Any] = {"source": directory}
+    if adapted := Path(directory, ADAPTER_CONFIG).is_file():
         # The run says what its base was; an adapter alone, where it lies.
         names = {"head", "revision", "weights"} & of_run.get("model", {}).keys()
         found = {name: of_run["model"][name] for name in names} | saved_with_base(Path(directory))
-        merged["model"] = {
-            **found,
-            **{name: each for name, each in model.items() if name != "source"},
-            "config": fields,
-        }
         if "source" not in found and not any(word.startswith("model.source=") for word in overrides):
             raise ConfigError(
                 f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY, or for a run "
                 f"merge it: zeromesh checkpoint export {source} OUT --merge"
             )
-    # Generation reads no data, only the tokenizer.
-    merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
-    if not merged["data"] and adapted and has_tokenizer(Path(directory)):
-        merged["data"] = {"tokenizer": directory}
-    elif not merged["data"] and in_checkpoint and not has_tokenizer(Path(directory)):
-        # The checkpoint has no tokenizer itself.
-        own = of_run.get("data", {}).get("tokenizer")
-        merged["data"] = {"tokenizer": own} if own else {}
+    given = {name: value for name, value in model.items() if name != "source"}
+    merged["model"] = {**found, **given, "config": fields}
+    # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
+    own = of_run.get("data", {}).get("tokenizer")
+    if has_tokenizer(Path(directory)):
+        own = directory if adapted else None
+    data = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
+    merged["data"] = data or ({"tokenizer": own} if own else {})
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
     layout = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
