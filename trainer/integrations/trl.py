@@ -6,21 +6,14 @@ from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    TrainerState,
-    set_seed,
-)
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerState
+from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
-from zeromesh.trainer.config.sections.python_objects import find_object
+from zeromesh.trainer.config.sections.base import find_object
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
@@ -39,8 +32,7 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration class of a method, for a launch of `ranks` ranks. Raises `ConfigError` with
-    all keys that TRL has no argument for."""
+    """Return the arguments of TRL's configuration class for `ranks` ranks. Raises `ConfigError` with all keys that it lacks."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
     known = (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS)
@@ -148,10 +140,8 @@ def _tokenizer(spec: str | None) -> Any:
         bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
         bytewise.pre_tokenizer, bytewise.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>", pad_token="<pad>")
-    try:
+    with library_errors("data.tokenizer", f"{spec!r} cannot be loaded: "):
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.tokenizer: {spec!r} cannot be loaded: {error}") from error
 
 
 def _rows(spec: Any) -> Any:
@@ -161,7 +151,6 @@ def _rows(spec: Any) -> Any:
     kinds = {_FILES.get(Path(each).suffix) for each in files}
     if None in kinds or len(kinds) > 1:
         raise ConfigError(f"data.train and data.eval: {files} are not files of one of {', '.join(_FILES)}")
-    missing = [each for each in files if not Path(each).expanduser().is_file()]
-    if missing:
+    if missing := [each for each in files if not Path(each).expanduser().is_file()]:
         raise ConfigError(f"data.train and data.eval: {missing[0]!r} does not exist")
     return load_dataset(kinds.pop(), data_files=[str(Path(each).expanduser()) for each in files], split="train")

@@ -11,8 +11,7 @@ from torch import nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.config.sections.base import NamedFunction
-from zeromesh.trainer.config.sections.python_objects import find_object
+from zeromesh.trainer.config.sections.base import NamedFunction, find_object
 from zeromesh.trainer.config.sections.training import EVAL
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.streaming import is_stream
@@ -81,8 +80,7 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
                 raise ConfigError(f"{function.python} is a {type(found[name]).__name__}; give a function", where=key)
     if inputs.train_dataset is None and inputs.eval_dataset is None and isinstance(data.train, NamedFunction):
         found["train_dataset"] = _dataset(data.train, "data.train", folders, trained=True)
-        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}
-        if sets:
+        if sets := {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}:
             named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
             found["eval_dataset"] = named.get(EVAL, named)
     callbacks = [_bind_arguments(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]

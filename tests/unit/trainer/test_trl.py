@@ -11,7 +11,7 @@ from transformers import TrainerState
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.sections.python_objects import find_object
+from zeromesh.trainer.config.sections.base import find_object
 from zeromesh.trainer.integrations import trl
 
 DPO: dict[str, Any] = {"train": {"method": "dpo", "options": {"beta": 0.3}}, "data": {"tokenizer": "bytes"}}

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.errors import ConfigError, summary
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.settings import keys
-from zeromesh.trainer.config.sections.base import Section, Texts
-from zeromesh.trainer.config.sections.python_objects import find_object
+from zeromesh.trainer.config.sections.base import Section, Texts, find_object
 
 if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch import nn
@@ -120,13 +119,21 @@ def make_optimizer(
     if "model" in taken:
         values["model"] = model
     groups = _with_arguments(section, taken, values, groups)
-    decays = values.pop("weight_decay", None) is not None
-    groups = list(_divided(groups, section, dict(model.named_parameters()), exempt, decays=decays))
-    try:
-        made = make(groups, **values)
-    except Exception as error:
-        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if name != "model")
-        raise ConfigError(f"{section.name} cannot be made with {shown}: {summary(error)}", where="optimizer") from error
+    decays, parameters = values.pop("weight_decay", None) is not None, dict(model.named_parameters())
+    kinds_of = {
+        id(parameters[name]): (factor, decay if decays else None)
+        for (factor, decay), names in parameter_groups(section, parameters, exempt).items()
+        for name in names
+    }
+    divided = []
+    for group in groups:  # Each has one learning rate, and one weight decay if the class has any.
+        for factor, decay in dict.fromkeys(kinds_of[id(each)] for each in group["params"]):
+            listed = [each for each in group["params"] if kinds_of[id(each)] == (factor, decay)]
+            own = {} if decay is None else {"weight_decay": decay}
+            divided.append({**group, "params": listed, "lr": section.lr * factor, **own})
+    shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if name != "model")
+    with library_errors("optimizer", f"{section.name} cannot be made with {shown}: "):
+        made = make(divided, **values)
     if not isinstance(made, Optimizer):
         problem = f"{section.name} gave a {type(made).__name__}; give a class of torch.optim.Optimizer"
         raise ConfigError(problem, where="optimizer.name")
@@ -161,8 +168,7 @@ def _class_of(
 def _with_arguments(
     section: OptimizerSection, taken: Collection[str], values: dict[str, Any], groups: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Add the section's keys that are set and its options to `values`, or to the groups that have values of that name; returns the
-    groups. `taken` are the names of the class's arguments."""
+    """Add the section's keys and options, if they are `taken`, to `values` or to the groups that have them; returns the groups."""
     given: dict[str, Any] = {"weight_decay": section.weight_decay}
     given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
     given |= {"momentum": section.momentum} if section.momentum else {}
@@ -256,40 +262,16 @@ def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any
     given |= {"adam_beta1": first, "adam_beta2": second, _TARGETS: targets, "optim_args": None, "warmup_steps": 0}
     given |= {} if section.eps is None else {"adam_epsilon": section.eps}
     arguments: Any = SimpleNamespace(**{**defaults, **given, "parallel_mode": None})
-    try:
+    with library_errors("optimizer.name", f"{name}: "):
         make, values = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    except (ImportError, ValueError, TypeError) as error:
-        raise ConfigError(f"{name}: {error}", where="optimizer.name") from error
     return make, values
 
 
-def _divided(
-    groups: Iterable[dict[str, Any]],
-    section: OptimizerSection,
-    parameters: Mapping[str, Any],
-    exempt: Collection[str],
-    *,
-    decays: bool,
-) -> Iterator[dict[str, Any]]:
-    """Yield groups whose parameters have one learning rate, and one weight decay if the class `decays`."""
-    kinds = {
-        id(parameters[name]): (factor, decay if decays else None)
-        for (factor, decay), names in parameter_groups(section, parameters, exempt).items()
-        for name in names
-    }
-    for group in groups:
-        for factor, decay in dict.fromkeys(kinds[id(each)] for each in group["params"]):
-            listed = [each for each in group["params"] if kinds[id(each)] == (factor, decay)]
-            own = {} if decay is None else {"weight_decay": decay}
-            yield {**group, "params": listed, "lr": section.lr * factor, **own}
-
-
 def parameter_groups(
-    section: OptimizerSection, parameters: Mapping[str, Any], exempt: Collection[str] = ()
+    section: OptimizerSection, parameters: Mapping[str, Any], exempt: Collection[str]
 ) -> dict[tuple[float, float], list[str]]:
-    """Return the names of parameters by the factor of their learning rate and their weight decay, which the first of
-    `optimizer.groups` that matches says; without another word, those of `exempt` and `no_decay` have none. Raises `ConfigError` for
-    a pattern that matches no trained parameter."""
+    """Return the names of parameters by the factor of their learning rate and their weight decay, as the first group that matches
+    says, or else none for `exempt` and `no_decay`. Raises `ConfigError` for a pattern that matches no trained parameter."""
     found = dict[tuple[float, float], list[str]]()
     trained = [name for name, each in parameters.items() if each.requires_grad]
     require_matches([each for group in section.groups for each in group.patterns], trained, "optimizer.groups")
