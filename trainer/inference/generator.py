@@ -51,7 +51,7 @@ from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf32
-from zeromesh.trainer.setup.engine_options import adapters_spared, encoded_weights, engine_options, require_directories
+from zeromesh.trainer.setup.engine_options import adapters_spared, engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
@@ -73,8 +73,7 @@ class Generated:
     tokens: list[int]
     """The new tokens, including the end token."""
     logprobs: list[float] | None
-    """The log-probability of each token under the model, before temperature and the like. None for decoding methods that choose
-        tokens in hindsight, such as beam search."""
+    """The log-probability of each token before temperature and the like; None where they are chosen in hindsight (beam search)."""
     prompt_tokens: int
     new_tokens: int
     finish: str
@@ -456,8 +455,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     console.status("building the model")
     compute = getattr(torch, config.precision.compute)
     built = build_model(config.model, config.run.seed)
-    encoded = encoded_weights(config.model.weights)
-    built = add_adapters(built, config.model, config.run.seed, compute, encoded, inside=True)
+    built = add_adapters(built, config.model, config.run.seed, compute, inside=True)
     model = built.model.requires_grad_(False)
     check_arguments(model, {}, None)
     require_directories(config.offload)

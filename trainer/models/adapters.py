@@ -21,8 +21,9 @@ from zeromesh.checkpoint.format.safetensors_layout import parse_json
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError, counted, library_errors, some
 from zeromesh.files import read_whole
+from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.options import EncodedWeights
-from zeromesh.trainer.config.sections.model import Head, ModelSection
+from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSection
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.unread_weights import unread_weights
 from zeromesh.units.plan import encoded_names
@@ -217,17 +218,11 @@ def settings_of_saved(path: str, where: str) -> dict[str, Any]:
 
 
 def add_adapters(
-    built: BuiltModel,
-    section: ModelSection,
-    seed: int,
-    compute: torch.dtype = torch.float32,
-    encoded: EncodedWeights | None = None,
-    *,
-    inside: bool = False,
+    built: BuiltModel, section: ModelSection, seed: int, compute: torch.dtype = torch.float32, *, inside: bool = False
 ) -> BuiltModel:
     """Return `built` with the adapters of a `model` section, drawn from `seed` or read from their directories; only the trained one
     and a classifier's head are trained. An initialisation that reads frozen weights reads them from the source of `built`, one at a
-    time, with the values that they have once they are `encoded` in the dtype `compute`, which the adapters' buffers get. With
+    time, with the values that they have once they are encoded in the dtype `compute`, which the adapters' buffers get. With
     `inside`, the model stays one of transformers, without PEFT's wrapper, as by its `add_adapter`. Raises `ConfigError` without
     PEFT, for a model that is not of transformers or has adapters, for targets that it lacks, and for adapters of another base."""
     if not section.wanted_adapters:
@@ -245,7 +240,7 @@ def add_adapters(
     left_out = _complete(configs, base, section.head)
     base.requires_grad_(False)
     changing = any(str(getattr(each, "init_lora_weights", "")).startswith(_CHANGING) for each in configs.values())
-    read = _frozen_values(base, built.source, compute, None if changing else encoded)
+    read = _frozen_values(base, built.source, compute, None if changing else encoded_weights(section.weights))
     with unread_weights(base, read) as weights:
         model = _with_adapters(base, configs, seed, section)
     for buffer in model.buffers():
@@ -311,6 +306,15 @@ def _with_adapters(base: Any, configs: Mapping[str, Any], seed: int, section: Mo
         hint = f"; name modules in {named} that can have them" if "module" in reason else ""
         raise ConfigError(f"no adapters can be added: {reason}{hint}", where=key) from error
     return model
+
+
+def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
+    """Return the engine's option of a section `model.weights`, None for none."""
+    if section is None:
+        return None
+    row = CODECS[section.codec]
+    codec = Codec(name=section.codec, block=section.block or row.block, nested=section.nested and row.nests)
+    return EncodedWeights(codec=codec, skip=section.skip)
 
 
 def _frozen_values(
@@ -425,8 +429,7 @@ def import_peft(where: str = "model.lora") -> Any:
 
 
 class AdaptedSource(ParameterSource):
-    """The parameter values of a model with adapters, which are kept here; other values come from the base model's source. `names`
-    maps ids of tensors to their names in the base model."""
+    """The values of adapters, which are kept here, and of their base from its `source`; `names` are those there, by their ids."""
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
         self._source = source

@@ -7,16 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 _PASSED: frozenset[Any] = frozenset(
     {Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.requires_grad_, Tensor.is_floating_point}
     | {Tensor.is_complex, torch.is_floating_point, torch.is_complex, torch.numel, Tensor.__len__}
 )
 """Functions that need no values."""
-_VALUES: tuple[Any, ...] = tuple(
-    vars(torch._C.TensorBase)[name] for name in ("data", "T", "mT", "H", "mH", "real", "imag")
-)
+_VALUES = tuple(vars(torch._C.TensorBase)[name] for name in ("data", "T", "mT", "H", "mH", "real", "imag"))
 """Attributes that need values; all others are of a tensor's form."""
 
 
@@ -41,10 +39,6 @@ class UnreadWeight(nn.Parameter):
         """The values that PEFT has put in place of those that were read; None if it has changed none."""
         return self._held if self._assigned or (self._held is not None and self._held._version) else None
 
-    def forget(self) -> None:
-        """Free what was read, unless it was changed."""
-        self._held = self.changed
-
     def _get_values(self) -> Tensor:
         if self._held is None:
             self._held = self.read()
@@ -61,9 +55,7 @@ class UnreadWeight(nn.Parameter):
                 return func(*args, **(kwargs or {}))
             if name == "__get__" and descriptor is _VALUES[0]:
                 return args[0]._get_values()
-            given, named = tree_map(
-                lambda each: each._get_values() if isinstance(each, cls) else each, (args, kwargs or {})
-            )
+            given, named = tree_map_only(cls, cls._get_values, (args, kwargs or {}))
             return func(*given, **named)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -82,9 +74,9 @@ def unread_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[
     last: list[UnreadWeight] = []
 
     def read_alone(name: str) -> Tensor:
-        while last:
-            last.pop().forget()
-        last.append(made[name])
+        for each in last:  # Free what was read, unless it was changed.
+            each._held = each.changed
+        last[:] = [made[name]]
         return read(name)
 
     modules = [*model.modules()]

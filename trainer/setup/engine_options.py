@@ -11,17 +11,15 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
-from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.fused_optimizer import OPTIMIZERS as FUSED
 from zeromesh.optim.fused_optimizer import hyperparameters
-from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
-from zeromesh.trainer.config.sections.model import WeightsSection
 from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups, require_matches
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.models.adapters import adapter_names, is_adapted
+from zeromesh.trainer.models.adapters import adapter_names, encoded_weights, is_adapted
 from zeromesh.trainer.models.quantized_layers import codec_of_layers
 from zeromesh.units.plan import encoded_names
 from zeromesh.zero.sharded_optimizer import settings_of
@@ -89,15 +87,6 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         optimizer_in_backward=optimizer.in_backward,
         **config.run.model_dump(include={each.name for each in fields(StepKeys)}),
     )
-
-
-def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
-    """Return the engine's option of a section, None for none."""
-    if section is None:
-        return None
-    row = CODECS[section.codec]
-    codec = Codec(name=section.codec, block=section.block or row.block, nested=section.nested and row.nests)
-    return EncodedWeights(codec=codec, skip=section.skip)
 
 
 def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:

@@ -48,7 +48,7 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import choose_trained, encoded_weights, options_for_model
+from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
@@ -341,8 +341,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
             "in the configuration: model.source"
         )
     built = replace(built, compile=compile_)
-    compute = getattr(torch, config.precision.compute)
-    built = add_adapters(built, config.model, seed, compute, encoded_weights(config.model.weights))
+    built = add_adapters(built, config.model, seed, getattr(torch, config.precision.compute))
     choose_trained(built.model, config.model.train)
     return built
 

@@ -20,11 +20,11 @@ from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
+from zeromesh.trainer.models.adapters import add_adapters, encoded_weights, pretrained_of
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.setup.engine_options import biases_and_norms, choose_trained, encoded_weights
+from zeromesh.trainer.setup.engine_options import biases_and_norms, choose_trained
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.units.plan import encoded_names
@@ -110,8 +110,7 @@ class PlainRun:
         )
         self.users_loss = inputs.compute_loss
         self.loss = partial(loss_sum, compute_loss=self.users_loss, smoothing=config.run.label_smoothing)
-        scaled = config.precision.compute == "float16"
-        self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
+        self.scale = config.precision.loss_scale.initial_scale if config.precision.compute == "float16" else 1.0
         self.forward_order: dict[str, int] = {}
         """The position of each module in the order of finished forwards."""
         self.outputs: Outputs | None = None
@@ -282,6 +281,5 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def tensors_of(output: Any) -> list[Tensor]:
     """Return copies of the floating-point tensors in a module's output, except losses."""
-    leaves = pytree.tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     return [each.detach().clone() for each in tensors if each.dim()]

@@ -19,11 +19,9 @@ from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, setting
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.flat.codec import Codec
-from zeromesh.options import EncodedWeights
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
+from zeromesh.trainer.config.sections.model import LoraSection, ModelSection, WeightsSection
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.adapters import (
     _METHODS,
@@ -222,13 +220,12 @@ def test_adapters_over_weights_that_are_nowhere_yet() -> None:
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_weights_that_are_read_are_not_changed_ones(compute: torch.dtype) -> None:
-    section = ModelSection(adapters={"default": {"use_dora": True, "target_modules": ["q_proj"]}})
-    encoded = EncodedWeights(codec=Codec(name="nf4", block=64, nested=True))
-    made = add_adapters(built(), section, 3, compute, encoded)
+    given, codes = {"use_dora": True, "target_modules": ["q_proj"]}, WeightsSection(codec="nf4")
+    made = add_adapters(built(), ModelSection(adapters={"default": given}, weights=codes), 3, compute)
     assert not made.notes
     assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
-    section = ModelSection(adapters={"default": {"init_lora_weights": "pissa", "r": 2, "target_modules": ["q_proj"]}})
-    (note,) = add_adapters(built(), section, 3, compute, encoded).notes
+    given = {"init_lora_weights": "pissa", "r": 2, "target_modules": ["q_proj"]}
+    (note,) = add_adapters(built(), ModelSection(adapters={"default": given}, weights=codes), 3, compute).notes
     assert "changes 2 weights of the base" in note
 
 
