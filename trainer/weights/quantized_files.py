@@ -5,10 +5,10 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -23,14 +23,13 @@ from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-STATE_BYTES = 512
+_STATE_BYTES = 512
 """Bytes of a description in JSON that is written, which ends in spaces, so that its size is known before the values."""
 _STEP = 7.874015718698502e-3
 """1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Encoded:
+class _Encoded(NamedTuple):
     codec: Codec
     mean: torch.Tensor
     """What was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
@@ -39,8 +38,7 @@ class _Encoded:
 
 
 class QuantizedTensors(ABC):
-    """Tensors as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and what is read is
-    decoded. Those of bitsandbytes lie in what a subclass reads."""
+    """Tensors as before bitsandbytes quantized them, decoded from those of a subclass; `entries` has their shapes and dtypes."""
 
     _specs: dict[str, TensorSpec]
     entries: Mapping[str, TensorSpec]
@@ -123,12 +121,11 @@ class QuantizedTensors(ABC):
         if len(codecs) != 1:
             return None
         (codec,) = codecs
-        plain = [
-            name.removesuffix("weight")
+        skip = tuple(
+            f"*{name.removesuffix('weight')}*weight"
             for name, spec in self.entries.items()
             if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._encoded
-        ]
-        skip = tuple(f"*{name}*weight" for name in plain)
+        )
         return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
 
 
@@ -180,8 +177,7 @@ def _digest(parameter: EncodedParameter) -> str:
 def stored_form(
     name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter, *, checked: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by which bitsandbytes stores a parameter of 4 bits, and this project those of 8 too. It refuses those with
-    a checksum (`checked`)."""
+    """Return bitsandbytes' tensors of a parameter; those of 8 bits, or with a checksum (`checked`), only this project reads."""
     state: dict[str, Any] = {"quant_type": codec.name, "blocksize": codec.block}
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
@@ -192,7 +188,7 @@ def stored_form(
         }
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
     state |= {"xxh3": _digest(parameter)} if checked else {}
-    text = json.dumps(state).ljust(STATE_BYTES).encode()
+    text = json.dumps(state).ljust(_STATE_BYTES).encode()
     return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +14,16 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
-from zeromesh.flat.codec import CODECS, GROUP, Codec
+from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
 from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
 from zeromesh.trainer.config.load import Consent, load_config
-from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, import_peft
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.setup.engine_options import encoded_weights
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
-from zeromesh.trainer.weights.quantized_files import STATE_BYTES, stored_form
+from zeromesh.trainer.weights.quantized_files import stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -52,8 +51,7 @@ def export_checkpoint(
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
     the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
     `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does. `ema` exports averaged weights.
-    Raises `ConfigError` where the dtype cannot hold a weight; `CheckpointError` when the checkpoint is damaged, and as
-    `write_directory` does."""
+    Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as `write_directory` does."""
     reader = CheckpointReader(directory)
     rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
     codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)
@@ -130,33 +128,25 @@ def _in_four_bits(
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}
     settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(config.dtype).removeprefix("torch.")}
     _set_keys(folder / "config.json", quantization_config=settings)
-    made = dict[str, torch.Tensor]()
-    for name, each in tensors.items():
-        made |= _described(name, each.numel(), codec) if name in chosen else {name: each}
 
-    def encoded() -> Named:
-        for name, value in values:
-            if name in chosen:
-                codes = codec.encode_whole(value)
-                yield from stored_form(name, value.shape, value.dtype, codec, codes, checked=False).items()
-            else:
-                yield name, value
+    def encoded(given: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        for name, each in given:
+            yield from (_in_codes(name, each, codec) if name in chosen else {name: each}).items()
 
-    return made, encoded()
+    return dict(encoded(tensors.items())), encoded(values)
 
 
-def _described(name: str, numel: int, codec: Codec) -> dict[str, torch.Tensor]:
-    """Return the meta tensors by which a tensor of `numel` elements is stored."""
-    blocks = codec.blocks(numel)
-    with torch.device("meta"):
-        return {
-            name: torch.empty(codec.code_bytes(numel), 1, dtype=torch.uint8),
-            f"{name}.absmax": torch.empty(blocks, dtype=torch.uint8),
-            f"{name}.quant_map": torch.empty(16),
-            f"{name}.nested_absmax": torch.empty(-(-blocks // GROUP)),
-            f"{name}.nested_quant_map": torch.empty(256),
-            f"{name}.quant_state.bitsandbytes__{codec.name}": torch.empty(STATE_BYTES, dtype=torch.uint8),
-        }
+def _in_codes(name: str, tensor: torch.Tensor, codec: Codec) -> dict[str, torch.Tensor]:
+    """Return the tensors by which one is stored, without values for one on the meta device."""
+    if tensor.is_meta:
+        numel, device = tensor.numel(), tensor.device
+        codes = torch.empty(codec.code_bytes(numel), dtype=torch.uint8, device=device)
+        scales = torch.empty(codec.blocks(numel), dtype=codec.scale_dtype, device=device)
+        tables = torch.zeros(-(-codec.blocks(numel) // GROUP) + 1)
+        parameter = EncodedParameter(codes=codes, scales=scales, tables=tables)
+    else:
+        parameter = codec.encode_whole(tensor)
+    return stored_form(name, tensor.shape, tensor.dtype, codec, parameter, checked=False)
 
 
 def _set_keys(path: Path, **keys: Any) -> None:
@@ -233,9 +223,8 @@ def _merged_tensors(
     others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
     with torch.device("meta"):
         trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
-        own = next(
-            (name for given in chosen for name in given.split(".") if _renamed(given, name) in trained), "default"
-        )
+        parts = ((given, part) for given in chosen for part in given.split(".")[1:-1])
+        own = next((part for given, part in parts if given.replace(f".{part}.", ".default.") in trained), "default")
         model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder), adapter_name=own)
         for name in others:
             model.add_adapter(name, peft.PeftConfig.from_pretrained(folder / name))
@@ -274,15 +263,8 @@ def _merged_tensors(
     return tensors, ((name, _convert(name, each, tensors[name].dtype)) for name, each in weights)
 
 
-def _renamed(name: str, adapter: str) -> str:
-    """Return a tensor's name as it would be if its adapter were called default; empty for one that belongs to none."""
-    found = f".{name}".replace(f".{adapter}.", ".default.")[1:]
-    return found if found != name or adapter == "default" else ""
-
-
 def _decoder(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
-    """Return a function that gives a frozen tensor the values that the run computed with; what the checkpoint itself holds has
-    them. Raises `ConfigError` for a run that has encoded none."""
+    """Return a function that gives tensors of the source the values that the run encoded. Raises `ConfigError` if it did not."""
     resolved = reader.directory.parent.parent / "config.resolved.yaml"
     section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
     if (weights := encoded_weights(section)) is None:
