@@ -63,8 +63,7 @@ _SHARDING = "_zeromesh_sharding"
 
 @dataclass(kw_only=True)
 class ShardedModel(PlacedModel):
-    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None, since copies of the model are
-    not partitioned."""
+    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None: copies are not partitioned."""
 
     owner: ClassVar[str] = "model"
     engine: AutogradEngine
@@ -276,8 +275,7 @@ def engine_of(model: nn.Module) -> AutogradEngine:
 
 
 def placed_of(model: nn.Module) -> ShardedModel:
-    """Return this rank's part of a model that `shard` has partitioned, with the operations of `Trainer` on a model. Raises
-    `ConfigError` for any other."""
+    """Return this rank's part of a partitioned model, with the operations of `Trainer`. Raises `ConfigError` for others."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
         raise ConfigError(

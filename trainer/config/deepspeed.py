@@ -352,8 +352,7 @@ def _other_settings(read: Translation) -> Pairs:
         step = read.count("flops_profiler.profile_step") or 1
         yield "profile.steps", [step, step]
     backends = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-    asked = [name for name in backends if read(f"{name}.enabled") is True]
-    if asked:
+    if asked := [name for name in backends if read(f"{name}.enabled") is True]:
         yield "tracking.backends", [backends[name] for name in asked]
     if "wandb" in asked:
         yield "tracking.mode", "online"

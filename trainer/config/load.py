@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from glob import glob
 from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,8 +48,7 @@ class Consent(Enum):
 
 
 def foreign_code(data: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, text under a key `python`, and an
-    optimizer's class."""
+    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, `python`, and an optimizer's class."""
     pairs = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
     for key, value in pairs:
         named = key == "python" or f"{path}{key}" == "optimizer.name"
@@ -256,12 +254,12 @@ def load_config(
         adapted = tunes == "adapters" or bool(model.get("lora") or model.get("adapters"))
         defaults = _tuning_defaults(data, adapted=adapted)
         notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merge(defaults, data)
-    if isinstance(source, str | PathLike):
+    if isinstance(source, str | os.PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
     problems += translation.problems
     config, wrong = _validate(data, unused)
-    consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
+    consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | os.PathLike) else Consent.GIVEN)
     if consent is not Consent.GIVEN:
         typed = tuple(f"{key}." for key in overridden) if consent is Consent.COMMAND_LINE else ()
         keys = [key for key in foreign_code(config.model_dump(mode="json")) if not f"{key}.".startswith(typed)]

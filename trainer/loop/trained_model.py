@@ -90,8 +90,7 @@ class TrainedModel(PlacedModel):
             found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
         found["purposes"] = purposes
         text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
-        largest = sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]
-        if largest:
+        if largest := sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]:
             text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {purpose}' for purpose, nbytes in largest)}"
         try:
             directory.mkdir(parents=True, exist_ok=True)

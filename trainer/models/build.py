@@ -366,8 +366,7 @@ _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\
 
 
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
-    """Raise `ConfigError` for settings that neither the configuration class, the modeling code nor the `stored` values know. A
-    whole float becomes an integer where the class declares one."""
+    """Raise `ConfigError` for settings that neither class, modeling code nor `stored` values know; whole floats become integers."""
     declared, problems = _fields(cls), []
     # The modeling code may read attributes that the class does not declare.
     code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]

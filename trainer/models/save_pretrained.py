@@ -106,8 +106,7 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 
 @contextmanager
 def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make PEFT read `tensors` instead of parameters inside the block: in the `state_dict` of modules that it trains whole
-    (`modules_to_save`), and in encoders of learnt prompts."""
+    """Make PEFT read `tensors` for parameters inside the block, of modules that it trains whole and of encoders of prompts."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -1,7 +1,5 @@
 """The user's model: unwrapping, checks against the layout, and the fields that its forward accepts."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -101,7 +99,7 @@ class ForwardInputs:
     """The most tokens of a sequence (`max_position_embeddings`); None if unlimited or unknown."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
+    def of(cls, model: nn.Module, *, users_loss: bool) -> "ForwardInputs":
         """Read the fields that `model` accepts; with a user's loss function, all fields pass."""
         pretrained = pretrained_of(model)
         model = model if pretrained is None else pretrained  # Adapters pass their inputs to the base model.
@@ -169,8 +167,5 @@ def integer(config: Any, name: str) -> int | None:
 
 def positive(config: Any, *names: str) -> int:
     """Return the first of these attributes that is a positive integer, else 0."""
-    for name in names:
-        value = integer(config, name)
-        if value is not None and value > 0:
-            return value
-    return 0
+    values = (integer(config, name) or 0 for name in names)
+    return next((value for value in values if value > 0), 0)

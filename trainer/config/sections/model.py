@@ -142,15 +142,13 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _source_replaces_the_default(cls, data: Any) -> Any:
-        given = isinstance(data, dict) and (data.get("source") is not None or data.get("python") is not None)
-        return {**data, "config": None} if given and "config" not in data else data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_a_single_adapter(cls, data: Any) -> Any:
-        single = isinstance(data, dict) and isinstance(data.get("adapters"), str)
-        return {**data, "adapters": {"default": data["adapters"]}} if single else data
+    def _complete(cls, data: Any) -> Any:
+        """Let a source replace the default model, and name a single adapter."""
+        if not isinstance(data, dict):
+            return data
+        replaced = {} if data.get("source") is data.get("python") is None else {"config": None}
+        named = {"adapters": {"default": data["adapters"]}} if isinstance(data.get("adapters"), str) else {}
+        return {**replaced, **data, **named}
 
     @property
     def wanted_adapters(self) -> dict[str, Any]:
