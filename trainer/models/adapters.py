@@ -49,10 +49,9 @@ def is_adapted(model: nn.Module) -> bool:
     return is_peft_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def pretrained_of(model: nn.Module) -> Any | None:
-    """Return the Hugging Face model that `model` is or wraps with adapters; None for any other module."""
-    wrapper: Any = model
-    inside = wrapper.get_base_model() if is_peft_model(model) else model
+def pretrained_of(model: Any) -> Any | None:
+    """Return the Hugging Face model that a module is or wraps with adapters; None for any other module."""
+    inside = model.get_base_model() if is_peft_model(model) else model
     return inside if is_pretrained_model(inside) else None
 
 

@@ -133,10 +133,10 @@ def _form_of_codes(module: nn.Module) -> str | None:
 def _forget_quantization(module: nn.Module) -> None:
     """Take the marks of a quantized model off a module, and give one of PEFT the class that it has around a plain layer."""
     attributes: dict[str, Any] = vars(module)
-    config = attributes.get("config")
+    config: Any = attributes.get("config")
     for mark in _MARKS:
         attributes.pop(mark, None)
-    if config is not None and hasattr(config, "quantization_config"):
+    if hasattr(config, "quantization_config"):
         del config.quantization_config
     if conversions := attributes.get("_weight_conversions"):  # Of the names in the files that it was loaded from.
         attributes["_weight_conversions"] = [

@@ -184,8 +184,7 @@ def _hub_tensors(
     """Return the meta tensors of the model by their names on the Hub, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     names = HubNames.of_directory(folder, tensors)
-    if names.note:
-        console.note(names.note)
+    console.note(names.note)
     if len(names.outputs) != sum(len(group.outputs) for group in names.groups):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
     order = {name: place for place, name in enumerate(chosen)}
