@@ -176,7 +176,17 @@ class PlacedModel(ModelOnMesh):
 
     def state(self, ema: bool = False) -> Any:
         """Return the engine's access to weights, or to their averages (`ema`); None once the model is whole. All ranks call it."""
-        return self.engine and self.engine.full_state(averaged=ema)
+        return self.engine and self.engine.full_state(averaged=ema or self.saves_average)
+
+    @property
+    def saves_average(self) -> bool:
+        """True if the model that is saved has the averaged weights, because the optimizer makes them."""
+        return self.engine is not None and self.engine.options.evaluates_average
+
+    @property
+    def evaluates_average(self) -> bool:
+        """True if the averaged weights are evaluated: the optimizer's own, or by `ema.evaluate`."""
+        return self.config.ema.evaluate or self.saves_average
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -42,6 +42,7 @@ from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
+from zeromesh.trainer.models.quantized_layers import QuantizedLayer, codec_of_layers, codes_of, make_plain, stand_for
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, set_tf32
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
@@ -62,13 +63,14 @@ _SHARDING = "_zeromesh_sharding"
 
 @dataclass(kw_only=True)
 class ShardedModel(PlacedModel):
-    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None, since copies of the model are
-    not partitioned."""
+    """This rank's part of a model that a user's own loop trains. It is pickled and copied as None: copies are not partitioned."""
 
     owner: ClassVar[str] = "model"
     engine: AutogradEngine
     frozen: list[nn.Parameter]
     """The parameters that were frozen because the model was partitioned without an optimizer."""
+    codes: dict[str, QuantizedLayer]
+    """What bitsandbytes' layers held, by the names of their weights, if the model was partitioned without an optimizer."""
     source: FrozenWeights
     """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
 
@@ -117,6 +119,7 @@ def shard(
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
     _require_unpartitioned(model)
+    make_plain(model)
     resolved = _resolve(model, config, options)
     several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
@@ -136,12 +139,14 @@ def shard(
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
     trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
+    codes = {} if trains else codes_of(model)
     for each in trained:  # Frozen parameters have no master weights and no moments.
         each.requires_grad_(False)
     mesh = connect(config)
     if "tf32" in config.precision.model_fields_set:  # Otherwise torch's settings are left alone.
         set_tf32(config, mesh.device)
     mesh.recorder.enabled = False
+    options = replace(options, weights=codec_of_layers(model))
     built = wrap_passed_model(model, config.run.seed)
     synchronize_initial_values(built, mesh, config.run.seed)
     for note in built.notes if mesh.rank == 0 else ():
@@ -160,6 +165,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         engine=engine,
         processing_class=None,
         frozen=trained,
+        codes=codes,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
     )
     vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
@@ -269,8 +275,7 @@ def engine_of(model: nn.Module) -> AutogradEngine:
 
 
 def placed_of(model: nn.Module) -> ShardedModel:
-    """Return this rank's part of a model that `shard` has partitioned, with the operations of `Trainer` on a model. Raises
-    `ConfigError` for any other."""
+    """Return this rank's part of a partitioned model, with the operations of `Trainer`. Raises `ConfigError` for others."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
         raise ConfigError(
@@ -304,15 +309,20 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return engine.state.stored()
 
 
-def unshard(model: nn.Module) -> None:
+def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
 
-    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again.
+    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again. With `keep_codes`,
+    weights that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the meta
+    device, for another `shard`.
     """
     placed = placed_of(model)
     placed.engine.wait_for_gathers()
-    placed.engine.state.make_whole(placed.divided.restore)
+    codes = placed.codes if keep_codes else {}
+    placed.engine.state.make_whole(placed.divided.restore, codes)
     placed.engine.close()
+    for name, values in codes.items():
+        stand_for(values, model.get_parameter(name))
     for parameter in placed.frozen:
         parameter.requires_grad_(True)
     for name in (_SHARDING, "no_sync", *_MODEL_METHODS):

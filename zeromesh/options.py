@@ -60,21 +60,27 @@ class StatePlan:
     tensors: dict[str, torch.Tensor]
     """Example tensors on the meta device, which may be subclasses with plain tensors inside."""
     scalars: dict[str, Any]
-    """Example numbers, which may be 0-dim tensors."""
+    """Example numbers, which may be 0-dim tensors. Those of a group that updates change are among them."""
+    objects: dict[str, Any] = field(repr=False)
+    """Objects among the states, such as GaLore's projectors, without the tensors and numbers in them, and None."""
     by_size: bool = False
-    """True if the state tensors of larger parameters are subclasses, as in 8-bit optimizers."""
+    """True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OptimizerClass:
     """An optimizer that is run by its own class's `step`."""
 
-    optimizer: Optimizer = field(repr=False, compare=False)
+    optimizer: Optimizer = field(repr=False)
     whole: bool
     """True if its update needs whole tensors; otherwise it may update any elements separately."""
+    has_modes: bool = False
+    """True if it evaluates other weights than it trains, and its `eval` computes these, as Schedule-Free's does."""
     plans: Mapping[tuple[int, int], StatePlan]
     """The states of a parameter, by the index of its group and its number of dimensions."""
-    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict, compare=False)
+    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The numbers that the class has for a parameter, by its name, before the first update, such as APOLLO's seeds."""
+    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict)
     """The states by group index and shape, where they depend on sizes; filled on demand."""
 
 
@@ -84,9 +90,12 @@ class OptimizerSettings(keys.OptimizerKeys):
     `lr`."""
 
     betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
     weight_decay: float = 0.01
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
+    groups: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    """The hyperparameters of each group, under the names of the optimizer's class; none: two groups, with and without decay."""
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
@@ -110,12 +119,17 @@ class Precision(keys.PrecisionKeys):
     loss_scale: ScalerSettings | None = None
 
     def __post_init__(self) -> None:
+        if self.masterless and (self.compute, self.reduce) != (torch.bfloat16, torch.float32):
+            raise ConfigError(
+                f"precision.master none goes with precision.compute bfloat16 and precision.reduce float32, not with {self.compute} "
+                f"and {self.reduce}"
+            )
         problems = [
             f"precision.{role} is {dtype}, less than precision.compute {self.compute}"
             for role, dtype in (("master", self.master), ("reduce", self.sums))
             if dtype.itemsize < self.compute.itemsize
         ]
-        if self.master.itemsize != self.sums.itemsize:
+        if self.master.itemsize != self.sums.itemsize and not self.masterless:
             problems.append(
                 f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones, or "
                 "gradients that travel in bfloat16 to master weights in float32"
@@ -124,22 +138,28 @@ class Precision(keys.PrecisionKeys):
             raise ConfigError(problems)
 
     @property
+    def masterless(self) -> bool:
+        """True if weights have no wider copy: they are widened for an update, and rounded at random after it."""
+        return self.master is torch.bfloat16
+
+    @property
     def sums(self) -> torch.dtype:
         """The dtype in which gradients are summed."""
         travels = self.reduce is torch.bfloat16 and self.compute in (torch.bfloat16, torch.float32)
         return self.master if travels and self.master is torch.float32 else self.reduce
 
-    def table(self, optimizer: str) -> str:
-        """Return one line naming the dtype of every role."""
+    def table(self, optimizer: str, states: str = "float32") -> str:
+        """Return one line naming the dtype of every role; `states` is `optimizer.states`."""
         compute, reduce, sums, master = (
             str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.sums, self.master)
         )
         reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
-        return (
-            f"precision: parameters and gradients {compute}, sums {reduce}, "
-            f"master weights and {optimizer} moments {master}, {scale}"
-        )
+        moments = str(self.sums).removeprefix("torch.") if states == "float32" else states
+        kept = f"master weights and {optimizer} moments {master}"
+        if self.masterless or moments != master:
+            kept = f"{'no master weights' if self.masterless else f'master weights {master}'}, {optimizer} moments {moments}"
+        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}, {scale}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,8 +240,27 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
                 problems.append("optimizer.in_backward cannot run with an optimizer that needs whole tensors")
             if self.on_nonfinite != "stop":
                 problems.append("optimizer.in_backward needs run.on_nonfinite: stop: there is no step left to skip")
+        if self.evaluates_average and self.average is not None and self.average.decay:
+            problems.append(
+                "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer"
+            )
+        whole = self.optimizer.own_class is not None and self.optimizer.own_class.whole
+        if whole and (self.precision.masterless or self.optimizer.states == "bfloat16"):
+            key = "precision.master none" if self.precision.masterless else "optimizer.states bfloat16"
+            problems.append(f"{key} is for optimizers that work element by element, and this one needs whole tensors")
+        if self.precision.masterless and self.average is not None:
+            problems.append("precision.master none does not go with averaged weights, which bfloat16 would round")
+        if self.evaluates_average and self.optimizer.states != "float32":
+            problems.append(
+                "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates"
+            )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def evaluates_average(self) -> bool:
+        """True if the optimizer's class evaluates and saves other weights than it trains, which are kept as averages."""
+        return self.optimizer.own_class is not None and self.optimizer.own_class.has_modes
 
     @property
     def placements(self) -> Placements:

@@ -32,13 +32,13 @@ TRACKED = '''class DummyTracker(Tracker):
 '''
 CHANGES = {
     "an optimizer": [
-        ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, (), ()),\n'),
+        ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, ()),\n'),
         (
             "zeromesh/optim/fused_optimizer.py",
             "    with torch.no_grad():\n",
             '        if name == "sign":\n            master.sub_(common["lr"] * grad.sign())\n            return\n',
         ),
-        ("zeromesh/settings/keys.py", 'name: Literal["adamw", ', '"sign", '),
+        ("trainer/config/sections/optimizer.py", "OPTIMIZERS = {\n", '    "sign": "torch.optim:SGD",\n'),
     ],
     "a schedule": [
         ("trainer/config/sections/schedule.py", "SCHEDULES: dict[str, dict[str, str]] = {\n", '    "halved": {},\n'),

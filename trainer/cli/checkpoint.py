@@ -34,7 +34,8 @@ def run_checkpoint(options: argparse.Namespace) -> int:
                 console.status("loading transformers")
                 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 
-                export_checkpoint(directory, options.out, options.dtype, console, merge=options.merge, ema=options.ema)
+                how = {"merge": options.merge, "decoded": options.base == "decoded", "ema": options.ema}
+                export_checkpoint(directory, options.out, options.dtype, console, **how)
             case "merge":
                 parts = open_parts(options.parts)
                 total = sum(piece.end - piece.begin for part in parts for piece in part.pieces())

@@ -320,10 +320,15 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
 
         # The run may have started from a checkpoint that no longer exists.
         return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)
+    if (path / "adapter_config.json").is_file():
+        from zeromesh.trainer.models.adapters import saved_with_base
+
+        keys = [f"model.{name}={json.dumps(each)}" for name, each in saved_with_base(path).items()]
+        return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, or a model "
-            "directory that save_pretrained wrote",
+            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
+            "model directory that save_pretrained wrote",
             where=source,
         )
     return None, (f"model.source={path}", f"run.name={path.resolve().name}"), None
@@ -335,8 +340,7 @@ _UNUSED_IN_EVALUATION = {"lr_scheduler", "compute_metrics", "preprocess_logits_f
 def _require_no_script(run: Path) -> None:
     """Raise `ConfigError` for a run whose script has passed objects that the configuration lacks."""
     starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
-    given = [name for name in (starts or [{}])[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]
-    if given:
+    if given := [name for name in (starts or [{}])[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]:
         raise ConfigError(
             f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds; only that "
             "script can evaluate it: call trainer.evaluate() there",

@@ -9,8 +9,9 @@ from typing import Any
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.foreign_names import TABLE, Fate, SettingRow
 from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
+from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
-from zeromesh.trainer.config.sections.training import BatchSection, OptimizerSection
+from zeromesh.trainer.config.sections.training import BatchSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 
 
@@ -351,8 +352,7 @@ def _other_settings(read: Translation) -> Pairs:
         step = read.count("flops_profiler.profile_step") or 1
         yield "profile.steps", [step, step]
     backends = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
-    asked = [name for name in backends if read(f"{name}.enabled") is True]
-    if asked:
+    if asked := [name for name in backends if read(f"{name}.enabled") is True]:
         yield "tracking.backends", [backends[name] for name in asked]
     if "wandb" in asked:
         yield "tracking.mode", "online"

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from glob import glob
 from importlib.util import find_spec
-from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,6 +23,7 @@ from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.config.sections.base import REPOSITORY
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
+from zeromesh.trainer.config.sections.optimizer import optimizer_problems
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
@@ -48,10 +48,11 @@ class Consent(Enum):
 
 
 def foreign_code(data: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, and text under a key `python`."""
+    """Yield the dotted keys in `data` that run third-party code: `trust_remote_code`, `python`, and an optimizer's class."""
     pairs = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list | tuple) else ()
     for key, value in pairs:
-        if (key == "trust_remote_code" and value) or (key == "python" and isinstance(value, str)):
+        named = key == "python" or f"{path}{key}" == "optimizer.name"
+        if (key == "trust_remote_code" and value) or (named and isinstance(value, str) and ":" in value):
             yield f"{path}{key}"
         yield from foreign_code(value, f"{path}{key}.")
 
@@ -203,11 +204,9 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
             )
 
 
-_NEEDS_WHOLE_MATRICES = "it needs whole matrices; zeromesh.shard takes it, in a loop of your own"
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
-    ("optimizer.name", "muon"): _NEEDS_WHOLE_MATRICES,
-    ("optimizer.name", "adafactor"): _NEEDS_WHOLE_MATRICES,
+    ("precision.master", "bfloat16"): "none keeps weights in bfloat16 alone, and rounds updates at random",
     **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
     **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
 }
@@ -251,14 +250,16 @@ def load_config(
     data = _merge(nested(translation.values), own)
     notes = tuple(translation.notes)
     if tunes is not None and given.deepspeed is None:
-        defaults = _tuning_defaults(data, adapted=tunes == "adapters" or bool((data.get("model") or {}).get("lora")))
+        model = data.get("model") or {}
+        adapted = tunes == "adapters" or bool(model.get("lora") or model.get("adapters"))
+        defaults = _tuning_defaults(data, adapted=adapted)
         notes, data = (*notes, f"defaults for tuning: {json.dumps(defaults)}"), _merge(defaults, data)
-    if isinstance(source, str | PathLike):
+    if isinstance(source, str | os.PathLike):
         run = data.get("run") or {}
         data["run"] = {"name": name_of_file(source), **run} if isinstance(run, dict) else run
     problems += translation.problems
     config, wrong = _validate(data, unused)
-    consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | PathLike) else Consent.GIVEN)
+    consent = consent or (Consent.COMMAND_LINE if isinstance(source, str | os.PathLike) else Consent.GIVEN)
     if consent is not Consent.GIVEN:
         typed = tuple(f"{key}." for key in overridden) if consent is Consent.COMMAND_LINE else ()
         keys = [key for key in foreign_code(config.model_dump(mode="json")) if not f"{key}.".startswith(typed)]
@@ -279,8 +280,11 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
     batch = given.get("batch")
     size = int_if_whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
     decay = {"weight_decay": 0.0 if adapted else 0.01, "exempt": "biases_and_norms"}
+    optimizer = given.get("optimizer")
+    name = optimizer.get("name", "adamw") if isinstance(optimizer, Mapping) else "adamw"
+    betas = {"betas": [0.9, 0.999]} if name in ("adamw", "adam") else {}
     return {
-        "optimizer": {"lr": 2e-4 if adapted else 2e-5, "betas": [0.9, 0.999], **decay},
+        "optimizer": {"lr": 2e-4 if adapted else 2e-5, **betas, **decay},
         "batch": {"micro_size": math.gcd(4, size) if type(size) is int else 1},
     }
 
@@ -382,6 +386,7 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     paths = unused.union(".".join(keys[:depth]) for keys in wrong for depth in range(1, len(keys) + 1))
     more = [*disagreements(config, wrong=paths), *_missing_paths(config, paths)]
     more += [] if "tracking.backends" in paths else tracker_problems(config.tracking.backends)
+    more += [] if "optimizer" in paths else optimizer_problems(config.optimizer)
     # Each branch of a union gives an error: the one with the deepest location is about the branch that the user meant.
     meant = [text for keys, text in wrong.items() if not any(keys == each[: len(keys)] != each for each in wrong)]
     return config, [*meant, *more]

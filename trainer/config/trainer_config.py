@@ -13,6 +13,7 @@ from zeromesh.settings.keys import int_if_whole
 from zeromesh.trainer.config.sections import outputs, parallelism, training
 from zeromesh.trainer.config.sections.base import NamedFunction, Section
 from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
 from zeromesh.trainer.config.yaml_reader import plain_scalar
 
@@ -26,7 +27,7 @@ class TrainerConfig(Section):
     zero: parallelism.ZeroSection = Field(default_factory=parallelism.ZeroSection)
     precision: parallelism.PrecisionSection = Field(default_factory=parallelism.PrecisionSection)
     offload: parallelism.OffloadSection = Field(default_factory=parallelism.OffloadSection)
-    optimizer: training.OptimizerSection = Field(default_factory=training.OptimizerSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     ema: training.EmaSection = Field(default_factory=training.EmaSection)
     schedule: ScheduleSection = Field(default_factory=ScheduleSection)
     batch: training.BatchSection = Field(default_factory=training.BatchSection)
@@ -146,6 +147,22 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "model.trust_remote_code: is about model.source, and that is null; set model.source, or leave "
     "model.trust_remote_code out": lambda c: c.model.trust_remote_code and c.model.source is None,
+    "model.lora.options: {0} are keys of model.lora: rank, alpha, dropout and targets; give them there": lambda c: (
+        c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
+    ),
+    "model.lora and model.adapters are both given; name all adapters in model.adapters, or leave it out": lambda c: (
+        c.model.lora is not None and c.model.adapters is not None
+    ),
+    "model.adapters: {0} are no names; give letters, digits, _ and -": lambda c: (
+        [name for name in c.model.adapters or {} if not re.fullmatch(r"[\w-]+", name)]
+    ),
+    "model.adapters.default is not the adapter that is trained, whose place in a directory it would have; rename it": lambda c: (
+        "default" in c.model.wanted_adapters
+        and (c.model.trained_adapter or next(iter(c.model.wanted_adapters))) != "default"
+    ),
+    "model.trained_adapter is {c.model.trained_adapter!r}, and the adapters are {0}": lambda c: (
+        c.model.trained_adapter not in (None, *c.model.wanted_adapters) and [*c.model.wanted_adapters]
+    ),
     "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
     "raise the other": _positions,
     "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them": lambda c: (
@@ -179,12 +196,21 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
     "precision.compute is; set both to float32, or both to float64": lambda c: (
         c.precision.reduce != "bfloat16"
+        and c.precision.master != "none"
         and (c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master)
     ),
     "precision.reduce: bfloat16 goes with precision.master float32 and precision.compute bfloat16 or float32, and not with "
     "{c.precision.master} and {c.precision.compute}; set precision.reduce to {c.precision.master}": lambda c: (
         c.precision.reduce == "bfloat16"
+        and c.precision.master != "none"
         and (c.precision.master != "float32" or c.precision.compute not in ("bfloat16", "float32"))
+    ),
+    "precision.master: none goes with precision.compute bfloat16 and precision.reduce float32, and not with "
+    "{c.precision.compute} and {c.precision.reduce}; set these, or precision.master to float32": lambda c: (
+        c.precision.master == "none" and (c.precision.compute, c.precision.reduce) != ("bfloat16", "float32")
+    ),
+    "precision.master: none does not go with ema.decay {c.ema.decay}, whose averages bfloat16 would round; leave one of them out": (
+        lambda c: c.precision.master == "none" and c.ema.decay
     ),
     "precision.linear: float8 is for precision.compute bfloat16, not {c.precision.compute}; set one of them": lambda c: (
         c.precision.linear is not None and c.precision.compute != "bfloat16"

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Self
 
+import torch
 import xxhash
 from transformers import GenerationConfig
 
@@ -43,14 +44,14 @@ from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.generation.settings import ModelSettings, ServedModel, check_arguments, decoder_positions
 from zeromesh.trainer.loop.trained_model import is_out_of_memory
 from zeromesh.trainer.model_on_mesh import ModelOnMesh
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, add_adapters, saved_with_base
 from zeromesh.trainer.models.build import build_model, directory_of, pin_sources, read_configuration
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_attention
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf32
-from zeromesh.trainer.setup.engine_options import engine_options, require_directories
+from zeromesh.trainer.setup.engine_options import adapters_spared, engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
@@ -72,8 +73,7 @@ class Generated:
     tokens: list[int]
     """The new tokens, including the end token."""
     logprobs: list[float] | None
-    """The log-probability of each token under the model, before temperature and the like. None for decoding methods that choose
-        tokens in hindsight, such as beam search."""
+    """The log-probability of each token before temperature and the like; None where they are chosen in hindsight (beam search)."""
     prompt_tokens: int
     new_tokens: int
     finish: str
@@ -400,20 +400,31 @@ def layout_of(
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
     directory = find_source(source)
+    run = Path(directory).parent.parent / _RESOLVED
+    in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
+    values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run)) if in_checkpoint else {}
+    of_run = {name: each for name, each in (values or {}).items() if isinstance(each, dict)}
     model = merged.get("model", {})
     # Fields of the same kind of model are kept; a configuration of another model is dropped.
     fields = model.get("config") if "model_type" not in (model.get("config") or {}) else None
-    merged["model"] = {**model, "source": directory, "config": fields}
-    # Generation reads no data, only the tokenizer.
-    merged["data"] = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
-    run = Path(directory).parent.parent / _RESOLVED
-    in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
-    if not merged["data"] and in_checkpoint and not has_tokenizer(Path(directory)):
-        # The checkpoint has no tokenizer itself.
-        values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run))
-        data = values.get("data") if isinstance(values, dict) else None
-        if isinstance(data, dict) and data.get("tokenizer"):
-            merged["data"] = {"tokenizer": data["tokenizer"]}
+    found: dict[str, Any] = {"source": directory}
+    if adapted := Path(directory, ADAPTER_CONFIG).is_file():
+        # The run says what its base was; an adapter alone, where it lies.
+        names = {"head", "revision", "weights"} & of_run.get("model", {}).keys()
+        found = {name: of_run["model"][name] for name in names} | saved_with_base(Path(directory))
+        if "source" not in found and not any(word.startswith("model.source=") for word in overrides):
+            raise ConfigError(
+                f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY, or for a run "
+                f"merge it: zeromesh checkpoint export {source} OUT --merge"
+            )
+    given = {name: value for name, value in model.items() if name != "source"}
+    merged["model"] = {**found, **given, "config": fields}
+    # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
+    own = of_run.get("data", {}).get("tokenizer")
+    if has_tokenizer(Path(directory)):
+        own = directory if adapted else None
+    data = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
+    merged["data"] = data or ({"tokenizer": own} if own else {})
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
     layout = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
@@ -421,6 +432,11 @@ def layout_of(
         f"{key} is for {what}, and nothing is trained here; leave it out"
         for key, what in _TRAINING_ONLY_KEYS.items()
         if attrgetter(key)(layout) is not None
+    ]
+    problems += [
+        f"model.adapters.{name} has settings of a new adapter, and nothing is trained here; give the directory of a saved one"
+        for name, each in (layout.model.adapters or {}).items()
+        if not isinstance(each, str)
     ]
     if problems:
         raise ConfigError(problems)
@@ -437,19 +453,21 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
     console.status("building the model")
+    compute = getattr(torch, config.precision.compute)
     built = build_model(config.model, config.run.seed)
+    built = add_adapters(built, config.model, config.run.seed, compute, inside=True)
     model = built.model.requires_grad_(False)
     check_arguments(model, {}, None)
     require_directories(config.offload)
-    options = engine_options(config, 1)
+    options = adapters_spared(engine_options(config, 1), model)
     # Nothing but parameters is kept. On the file tier they are read from the model's files, without a directory or checksums.
     in_place = config.offload.directory is None and not config.offload.checksums
-    dtype = options.precision.compute
-    roles = Precision(compute=dtype, master=dtype, reduce=dtype)
+    sums = torch.float32 if compute is torch.bfloat16 else compute  # Which weights in bfloat16 alone go with.
+    roles = Precision(compute=compute, master=compute, reduce=sums)
     offload = replace(options.offload, in_place=in_place)
     options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
-        use_attention(model, config.model.attention, dtype, mesh.device)
+        use_attention(model, config.model.attention, compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
     console.note(*synchronize_initial_values(built, mesh, config.run.seed))
     console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))

@@ -28,6 +28,7 @@ from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
@@ -90,8 +91,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._prepared: dict[int, PreparedOptimizer] = {}
         self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine scales the loss.
-        problems = self._problems()
-        if problems:
+        if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
         self._tensor = self._config.parallel.tensor
         if self._tensor > 1:
@@ -202,6 +202,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
+        make_plain(model)
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
         _replace(model, "save_pretrained", _make_save_pretrained, self)
@@ -220,7 +221,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def make_whole(self, model: nn.Module) -> None:
         """Restore a prepared model to its state before `prepare`; its optimizer cannot be used afterwards. All ranks call it."""
-        unshard(model)
+        unshard(model, keep_codes=True)
         for name, each in model.named_parameters():
             dtype, trained = _ORIGINALS.get(model, {}).get(name, (each.dtype, each.requires_grad))
             each.data = each.data.to(dtype)
@@ -245,8 +246,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks. Raises
-        `ConfigError` for some of a model's parameters, those of several models, other norms than the Euclidean, and before the
-        last backward of a step."""
+        `ConfigError` unless these are all parameters of one model, for other norms, and before the last backward of a step."""
         if not self.sync_gradients:
             raise ConfigError(
                 "clip_grad_norm_ was called before a step's last backward; call it if accelerator.sync_gradients"
@@ -270,8 +270,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Run the block, as even batches need no joining. Raises `ConfigError` for uneven ones: all ranks gather in each
-        forward."""
+        """Run the block, as even batches need no joining. Raises `ConfigError` for uneven ones: all ranks gather together."""
         if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
             raise ConfigError(
                 "even_batches is False, and all ranks have to call the model equally often; leave it True"
@@ -314,8 +313,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def save_state(
         self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
     ) -> Any:
-        """Write models and optimizers as checkpoints of zeromesh, which any number of ranks can load, beside accelerate's files;
-        returns the directory."""
+        """Write models and optimizers as checkpoints for any number of ranks, beside accelerate's files; returns the directory."""
         with self._without_models():
             location = super().save_state(output_dir, safe_serialization, **named)
         for directory, model, optimizer in self._model_folders(Path(location)):

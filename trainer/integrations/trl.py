@@ -6,25 +6,18 @@ from typing import Any
 
 import tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    TrainerState,
-    set_seed,
-)
-from transformers.trainer_utils import get_last_checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, TrainerState
+from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
+from zeromesh.trainer.config.sections.base import find_object
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
-from zeromesh.trainer.models.adapters import import_peft
-from zeromesh.trainer.setup.named_objects import find_object
+from zeromesh.trainer.models.adapters import adapter_configs
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 _SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
@@ -39,8 +32,7 @@ _FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
-    """Return the arguments of TRL's configuration class of a method, for a launch of `ranks` ranks. Raises `ConfigError` with
-    all keys that TRL has no argument for."""
+    """Return the arguments of TRL's configuration class for `ranks` ranks. Raises `ConfigError` with all keys that it lacks."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
     known = (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS)
@@ -96,7 +88,7 @@ def train(config: TrainerConfig) -> None:
         ) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
-    rewards = [find_object(each, "train.rewards", config.folders) for each in config.train.rewards]
+    rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with trl_config.main_process_first(local=False):
         tokenizer = _tokenizer(
@@ -112,14 +104,10 @@ def train(config: TrainerConfig) -> None:
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
     trl_config.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
     named: dict[str, Any] = {f"{name}_dataset": dataset for name, dataset in rows.items()}
-    if (lora := config.model.lora) is not None:
-        named["peft_config"] = import_peft().LoraConfig(
-            r=lora.rank,
-            lora_alpha=lora.alpha or 2 * lora.rank,
-            lora_dropout=lora.dropout,
-            task_type="SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM",
-            target_modules=lora.targets or "all-linear",
-        )
+    if config.model.lora is not None:
+        named["peft_config"] = adapter = adapter_configs(config.model)["default"]
+        adapter.task_type = "SEQ_CLS" if config.train.method == "reward" else "CAUSAL_LM"
+        adapter.target_modules = adapter.target_modules or "all-linear"
     named |= {"reward_funcs": rewards} if rewards else {}
     sections = {name: value for name in _SECTIONS if (value := getattr(config, name).model_dump(exclude_unset=True))}
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
@@ -152,10 +140,8 @@ def _tokenizer(spec: str | None) -> Any:
         bytewise = tokenizers.Tokenizer(tokenizers.models.BPE(alphabet, []))
         bytewise.pre_tokenizer, bytewise.decoder = ByteLevel(add_prefix_space=False), tokenizers.decoders.ByteLevel()
         return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="</s>", pad_token="<pad>")
-    try:
+    with library_errors("data.tokenizer", f"{spec!r} cannot be loaded: "):
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.tokenizer: {spec!r} cannot be loaded: {error}") from error
 
 
 def _rows(spec: Any) -> Any:
@@ -165,7 +151,6 @@ def _rows(spec: Any) -> Any:
     kinds = {_FILES.get(Path(each).suffix) for each in files}
     if None in kinds or len(kinds) > 1:
         raise ConfigError(f"data.train and data.eval: {files} are not files of one of {', '.join(_FILES)}")
-    missing = [each for each in files if not Path(each).expanduser().is_file()]
-    if missing:
+    if missing := [each for each in files if not Path(each).expanduser().is_file()]:
         raise ConfigError(f"data.train and data.eval: {missing[0]!r} does not exist")
     return load_dataset(kinds.pop(), data_files=[str(Path(each).expanduser()) for each in files], split="train")

@@ -119,7 +119,7 @@ def run_dataset(
         run.events.call("on_prediction_step", done, total)
         return not stop()
 
-    averaged = run.model.averaged() if run.config.ema.evaluate else nullcontext()
+    averaged = run.model.averaged() if run.model.evaluates_average else nullcontext()
     with averaged, run.loader(feed, last=1) as loader:
         result = run.model.stepper.evaluate(loader, should_continue, collector)
     if result is None:
@@ -154,7 +154,7 @@ def _named_metrics(metrics: Any, prefix: str) -> Values:
 def evaluation_line(run: RunContext, values: Mapping[str, float]) -> str:
     loss, targets = values["eval_loss"], run.progress.evaluated_targets
     text = f"step {run.progress.step}: evaluation loss {loss:.4f}"
-    text += " with averaged weights" if run.config.ema.evaluate else ""
+    text += " with averaged weights" if run.model.evaluates_average else ""
     text += f" over {human_count(targets)} targets" if targets is not None else ""
     if (entropy := run.data.byte_pair_entropy) is not None:
         text += f", {'below' if loss < entropy else 'above'} the byte-pair entropy {entropy:.4f}"

@@ -90,8 +90,7 @@ class TrainedModel(PlacedModel):
             found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
         found["purposes"] = purposes
         text = f"rank {mesh.rank} ran out of memory after {counted(step, 'whole step')} ({what})"
-        largest = sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]
-        if largest:
+        if largest := sorted(purposes.get("device", {}).items(), key=lambda item: -item[1])[:3]:
             text += f"; it holds {', '.join(f'{human_bytes(nbytes)} {purpose}' for purpose, nbytes in largest)}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -136,10 +135,10 @@ class TrainedModel(PlacedModel):
             self.console.note("parameters rest on another tier, and the model stays partitioned; use save()")
             return
         master = engine.options.precision.master
-        state = engine.state
+        state = self.state()
         nbytes = state.numel * master.itemsize
         free = least_free_bytes(self.mesh)
-        averaged = engine.optimizer_step.averages is not None
+        averaged = engine.optimizer_step.averages is not None and not self.saves_average
         if free and (3 if averaged else 2) * nbytes > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import ConfigError, DataError, NonFiniteError, counted, some
+from zeromesh.errors import DataError, NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
@@ -116,11 +116,6 @@ class TrainingLoop:
         feed = run.model.feeds.train()
         if feed is None:
             raise DataError("there is no train_dataset; give one to Trainer, or name text in data.train")
-        model = run.model.module
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            frozen = any(True for _ in model.parameters())
-            why = "has only frozen parameters (requires_grad is False)" if frozen else "has no parameters"
-            raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
         run.start_times.begin()
         with run.model.guarded("trainer.fit()"), stop_requests(run.console.note) as self._request:
             if run.data.eval is not None:
@@ -444,7 +439,7 @@ class TrainingLoop:
     def _sample(self) -> None:
         if self.samples is None:
             return
-        with self.run.model.averaged() if self.run.config.ema.evaluate else nullcontext():
+        with self.run.model.averaged() if self.run.model.evaluates_average else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
         self._tracking.log_samples(self.run.progress.step, lines)

@@ -1,18 +1,32 @@
 """Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection by attributes, so that PEFT is imported only to make
 adapters, and their addition to a model whose weights may still be in files."""
 
-import re
+import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
 
-from zeromesh.errors import ConfigError, some
-from zeromesh.trainer.config.sections.model import Head, LoraSection
+from zeromesh.checkpoint.format.safetensors_layout import parse_json
+from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.errors import ConfigError, counted, library_errors, some
+from zeromesh.files import read_whole
+from zeromesh.flat.codec import CODECS, Codec
+from zeromesh.options import EncodedWeights
+from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSection
+from zeromesh.trainer.formatting import human_bytes
+from zeromesh.trainer.models.unread_weights import unread_weights
+from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import (
     INITIALISER_ERRORS,
     BuiltModel,
@@ -21,6 +35,9 @@ from zeromesh.weight_init.weight_sources import (
     is_pretrained_model,
     seeded_cpu,
 )
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -32,10 +49,9 @@ def is_adapted(model: nn.Module) -> bool:
     return is_peft_model(model) or bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def pretrained_of(model: nn.Module) -> Any | None:
-    """Return the Hugging Face model that `model` is or wraps with adapters; None for any other module."""
-    wrapper: Any = model
-    inside = wrapper.get_base_model() if is_peft_model(model) else model
+def pretrained_of(model: Any) -> Any | None:
+    """Return the Hugging Face model that a module is or wraps with adapters; None for any other module."""
+    inside = model.get_base_model() if is_peft_model(model) else model
     return inside if is_pretrained_model(inside) else None
 
 
@@ -70,6 +86,18 @@ def description_of_adapters(model: Any) -> dict[str, Any]:
     }
 
 
+def require_adapters_fit(model: Any, stages: int) -> None:
+    """Raise `ConfigError` for adapters whose layers share what one of several pipeline stages would have."""
+    if stages == 1 or not is_adapted(model):
+        return
+    methods = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()}
+    if shared := sorted(methods & _SHARED):
+        raise ConfigError(
+            f"the layers of {some(shared)} share tensors, and each stage has but its own; set it to 1, or use LORA",
+            where="parallel.pipeline",
+        )
+
+
 _TASKS: Mapping[Head, str] = {
     "causal_lm": "CAUSAL_LM",
     "seq2seq_lm": "SEQ_2_SEQ_LM",
@@ -79,64 +107,291 @@ _TASKS: Mapping[Head, str] = {
     "base": "FEATURE_EXTRACTION",
 }
 """PEFT's task types, by head; PEFT also trains the heads of classification and question answering."""
+_METHODS = frozenset(
+    """
+    LORA IA3 LOHA LOKR OFT BOFT VERA LN_TUNING TRAINABLE_TOKENS HRA C3A ROAD MISS SHIRA DELORA RANDLORA VBLORA WAVEFT GRALORA
+    HIRA BEFT DEFT FROD GLORA PEANUT SUPERTUNING TINYLORA UNILORA PROMPT_TUNING PREFIX_TUNING P_TUNING
+    """.split()  # noqa: SIM905 - a table of words
+)
+"""The methods of PEFT that tests compare with PEFT alone."""
+_SHARED = frozenset("VERA RANDLORA SHIRA TINYLORA UNILORA VBLORA".split())  # noqa: SIM905 - a table of words
+"""Methods whose layers share tensors, or keep some where they are not divided among pipeline stages."""
+_ADALORA = "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do"
+_BATCHES = (
+    "it is computed from batches by a function of PEFT; call that in a script, save the adapter, and name its directory"
+)
+_INITIALISATIONS = {
+    **dict.fromkeys(("eva", "corda", "lora_ga"), _BATCHES),
+    "loftq": "it encodes the base by its own rules; set model.weights: nf4, and another initialisation",
+}
+"""Values of `init_lora_weights` that are refused, and why."""
+_UNTRIED = (
+    *("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"),
+    *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
+)
+"""Fields of PEFT's LoraConfig that are refused: they change more than what is trained."""
+_CHANGING = ("pissa", "olora")
+"""The beginnings of initialisations that subtract the adapters from the base, of which the rest is then encoded."""
+
+
 _BASE_HEADS: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
 """Tasks whose head is pretrained, so that it is not trained whole beside the adapters."""
 
 
-def add_lora(built: BuiltModel, section: LoraSection, head: Head, seed: int) -> BuiltModel:
-    """Return `built` with LoRA adapters drawn from `seed`; only they and a classifier's head are trained. Raises `ConfigError`
-    without PEFT, for a model that is not of transformers or has adapters, and for targets that it lacks."""
-    peft = import_peft()
+def adapter_configs(section: ModelSection) -> dict[str, Any]:
+    """Return PEFT's configuration of each adapter that a `model` section asks for, by name, the trained one first. Raises
+    `ConfigError` without PEFT, for methods that are not trained here, and for settings that PEFT does not have or take."""
+    names = sorted(wanted := section.wanted_adapters, key=lambda name: name != section.trained_adapter)
+    return {name: _config_of(wanted[name], adapters_key(section, name)) for name in names}
+
+
+def adapters_key(section: ModelSection, name: str) -> str:
+    return "model.lora" if section.lora is not None else f"model.adapters.{name}"
+
+
+def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
+    peft = import_peft(where)
+    with library_errors(where), warnings.catch_warnings(action="ignore"):
+        settings = settings_of_saved(wanted, where) if isinstance(wanted, str) else {"peft_type": "LORA", **wanted}
+        method = str(settings["peft_type"]).upper()
+        if method not in _METHODS or method not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
+            why = _ADALORA if method == "ADALORA" else "nothing shows that it is trained here as by PEFT alone"
+            raise ConfigError(f"peft_type {method}: {why}; there are {', '.join(sorted(_METHODS))}", where=where)
+        kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[method]
+        if not isinstance(wanted, str):
+            _check_settings(kind, wanted, where)
+        made = peft.PeftConfig.from_peft_type(**{**settings, "peft_type": method})
+    start = getattr(made, "init_lora_weights", None)
+    refused = {f"init_lora_weights: {start}": _INITIALISATIONS[start]} if start in _INITIALISATIONS else {}
+    refused |= {
+        each: "it changes more than what is trained; leave it out" for each in _UNTRIED if getattr(made, each, None)
+    }
+    if refused:
+        raise ConfigError([f"{name} is refused, as {why}" for name, why in refused.items()], where=where)
+    return made
+
+
+def _check_settings(kind: Any, wanted: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` for settings that PEFT's class has not, or not of this type; PEFT itself would ignore or keep them."""
+    types, problems = get_type_hints(kind) | {"peft_type": str}, []
+    for name, value in wanted.items():
+        if name not in types:
+            near = get_close_matches(name, types)
+            problems.append(f"{name} is not a field of {kind.__name__}{f'; nearest: {some(near)}' if near else ''}")
+            continue
+        try:  # Files have lists where PEFT has tuples.
+            TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)
+        except ValidationError as error:
+            problems.append(f"{name}: got {value!r:.60}; {error.errors()[0]['msg']}")
+    if problems:
+        raise ConfigError(problems, where=where)
+
+
+def adapter_directory(path: str, where: str) -> Path:
+    """Return the directory of a saved adapter: `path`, or the newest checkpoint of a run. Raises `ConfigError` without one."""
+    found = Path(path).expanduser()
+    stores = (CheckpointStore(found / "checkpoints"), CheckpointStore(found))
+    newest = next((store.path(step) for store in stores for step in store.steps()), found)
+    for each in (found, newest):
+        if (each / ADAPTER_CONFIG).is_file():
+            if not (each / ADAPTER_WEIGHTS).is_file():
+                raise ConfigError(f"{each} has no {ADAPTER_WEIGHTS}; save the adapter again", where=where)
+            return each
+    raise ConfigError(f"{path!r} is no directory with {ADAPTER_CONFIG}, and no run with adapters", where=where)
+
+
+def saved_with_base(directory: Path) -> dict[str, Any]:
+    """Return the keys of `model` by which a saved adapter is opened with its base; no `source` if it names none."""
+    settings = parse_json(directory / ADAPTER_CONFIG, read_whole(directory / ADAPTER_CONFIG))
+    base = {"source": settings.get("base_model_name_or_path"), "revision": settings.get("revision")}
+    named = sorted(path.parent for path in directory.glob(f"*/{ADAPTER_CONFIG}"))
+    adapters = {"default": str(directory)} | {path.name: str(path) for path in named}
+    return {name: each for name, each in base.items() if each} | {"adapters": adapters}
+
+
+def settings_of_saved(path: str, where: str) -> dict[str, Any]:
+    """Return PEFT's settings of a saved adapter, as `model.adapters` takes them."""
+    file = adapter_directory(path, where) / ADAPTER_CONFIG
+    settings = {name: each for name, each in parse_json(file, read_whole(file)).items() if each is not None}
+    return {**settings, "inference_mode": False}
+
+
+def add_adapters(
+    built: BuiltModel, section: ModelSection, seed: int, compute: torch.dtype = torch.float32, *, inside: bool = False
+) -> BuiltModel:
+    """Return `built` with the adapters of a `model` section, drawn from `seed` or read from their directories; only the trained one
+    and a classifier's head are trained. An initialisation that reads frozen weights reads them from the source of `built`, one at a
+    time, with the values that they have once they are encoded in the dtype `compute`, which the adapters' buffers get. With
+    `inside`, the model stays one of transformers, without PEFT's wrapper, as by its `add_adapter`. Raises `ConfigError` without
+    PEFT, for a model that is not of transformers or has adapters, for targets that it lacks, and for adapters of another base."""
+    if not section.wanted_adapters:
+        return built
+    configs = adapter_configs(section)
     base: Any = built.model
+    where = "model.lora" if section.lora is not None else "model.adapters"
     if is_adapted(base):
         problem = "the model has adapters already; leave this out, or give the model without them"
-        raise ConfigError(problem, where="model.lora")
+        raise ConfigError(problem, where=where)
     if not is_pretrained_model(base):
         problem = f"adapters are for models of transformers, and this is a {type(base).__name__}"
-        raise ConfigError(problem, where="model.lora")
+        raise ConfigError(problem, where=where)
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
-    left_out = _excluded_modules(base) if section.targets == "all-linear" else []
+    left_out = _complete(configs, base, section.head)
+    base.requires_grad_(False)
+    changing = any(str(getattr(each, "init_lora_weights", "")).startswith(_CHANGING) for each in configs.values())
+    read = _frozen_values(base, built.source, compute, None if changing else encoded_weights(section.weights))
+    with unread_weights(base, read) as weights:
+        model = _with_adapters(base, configs, seed, section)
+    for buffer in model.buffers():
+        if id(buffer) not in names and buffer.is_floating_point():  # PEFT gives them the base's dtype.
+            buffer.data = buffer.data.to(compute)
+    changed = [each.changed for each in weights.values() if each.changed is not None]
+    _check_layers(model, where)
+    for name, wanted in section.wanted_adapters.items():
+        if isinstance(wanted, str):
+            _load_adapter(model, name, wanted, adapters_key(section, name), read)
+    alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
+    notes = [f"no adapters on {some(alone)}"] if alone else []
+    if changed:
+        size = sum(each.nbytes for each in changed)
+        notes.append(
+            f"the adapters' initialisation changes {counted(len(changed), 'weight')} of the base, which each rank holds "
+            f"({human_bytes(size)}) until it has its part"
+        )
+    if inside:
+        if learns_prompts(model):
+            problem = "adapters that learn prompts are no part of the model itself; load them with PEFT (PeftModel.from_pretrained)"
+            raise ConfigError(problem, where=where)
+        base._hf_peft_config_loaded, model = True, base
+    return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=(*built.notes, *notes))
+
+
+def _complete(configs: Mapping[str, Any], base: Any, head: Head) -> list[str]:
+    """Complete PEFT's configurations: the task, a head that is trained whole, and layers without adapters, which are returned."""
     heads = [
         name
         for name, each in base.named_children()
         if name != base.base_model_prefix and not is_pretrained_model(each) and [*each.parameters()]
     ]
-    settings = peft.LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha or 2 * section.rank,
-        lora_dropout=section.dropout,
-        target_modules=list(section.targets) if isinstance(section.targets, tuple) else section.targets,
-        task_type=_TASKS.get(head),
-        exclude_modules=left_out or None,
-        modules_to_save=None if head in _BASE_HEADS else heads,
-    )
+    left_out: list[str] = []
+    for each in configs.values():
+        each.task_type = each.task_type or _TASKS.get(head)
+        if head not in _BASE_HEADS and getattr(each, "modules_to_save", "") is None:
+            each.modules_to_save = heads
+        if getattr(each, "target_modules", None) == "all-linear" and getattr(each, "exclude_modules", "") is None:
+            left_out = _excluded_modules(base)
+            each.exclude_modules = left_out or None
+    return left_out
+
+
+def _with_adapters(base: Any, configs: Mapping[str, Any], seed: int, section: ModelSection) -> Any:
+    peft, (first, *others) = import_peft("model.lora"), configs
+    name = first
     try:
         with seeded_cpu(seed, "adapters"), warnings.catch_warnings(action="ignore", category=FutureWarning):
-            model = peft.get_peft_model(base, settings, autocast_adapter_dtype=False)
-    except INITIALISER_ERRORS as error:
-        reason = str(error).splitlines()[0]
+            # PEFT may overwrite an adapter with such a name when it loads it.
+            warnings.filterwarnings("error", message="Adapter name .* should not be contained")
+            model = peft.get_peft_model(base, configs[first], adapter_name=first, autocast_adapter_dtype=False)
+            for name in others:
+                model.add_adapter(name, configs[name], autocast_adapter_dtype=False)
+            if others:
+                model.set_adapter(first)
+    except (*INITIALISER_ERRORS, UserWarning) as error:
+        reason, targets = str(error).splitlines()[0], getattr(configs[name], "target_modules", None)
         if reason.startswith("No modules were targeted"):
-            reason = f"no module that {section.targets} means is in {type(base).__name__}, beside a head that is trained whole"
-        hint = "; name modules in model.lora.targets that can have them" if "module" in reason else ""
-        raise ConfigError(f"no adapters can be added: {reason}{hint}", where="model.lora") from error
+            reason = f"no module that {targets} means is in {type(base).__name__}, beside a head that is trained whole"
+        key = adapters_key(section, name)
+        named = f"{key}.targets" if key == "model.lora" else f"{key}.target_modules"
+        hint = f"; name modules in {named} that can have them" if "module" in reason else ""
+        raise ConfigError(f"no adapters can be added: {reason}{hint}", where=key) from error
+    return model
+
+
+def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
+    """Return the engine's option of a section `model.weights`, None for none."""
+    if section is None:
+        return None
+    row = CODECS[section.codec]
+    codec = Codec(name=section.codec, block=section.block or row.block, nested=section.nested and row.nests)
+    return EncodedWeights(codec=codec, skip=section.skip)
+
+
+def _frozen_values(
+    base: nn.Module, source: ParameterSource, compute: torch.dtype, encoded: EncodedWeights | None
+) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads a parameter of the base model in its dtype, which may be written to. Those that are `encoded`
+    once PEFT has put a layer around theirs have the values that the run computes with in the dtype `compute`."""
+    parameters, decoded = dict(base.named_parameters()), set[str]()
+    for name in () if encoded is None else encoded_names(base, replace(encoded, skip=())):
+        later = f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"
+        if encoded is not None and not any(fnmatchcase(later, pattern) for pattern in encoded.skip):
+            decoded.add(name)
+
+    def read(name: str) -> torch.Tensor:
+        like = parameters[name]
+
+        def part(start: int, end: int) -> torch.Tensor:
+            return source.read(name, start, end).to(device="cpu", dtype=compute)
+
+        if encoded is None or name not in decoded:
+            return source.read(name, 0, like.numel()).to(device="cpu", dtype=like.dtype, copy=True).view(like.shape)
+        found = source.encoded(name, encoded.codec, compute) or encoded.codec.encode(part, like.numel())
+        # A copy has been written to by nobody.
+        return encoded.codec.decoded(found, like.shape, compute).to(like.dtype, copy=True)
+
+    return read
+
+
+def _check_layers(model: Any, where: str) -> None:
+    """Raise `ConfigError` for adapters on layers that do more than to multiply by their weight."""
     for name, layer in model.named_modules():
-        if isinstance(layer, peft.tuners.lora.LoraLayer):
-            plain: Any = layer.get_base_layer()
-            if not _maps_last_dim(plain):
-                raise ConfigError(
-                    f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
-                    "to multiply by its weight; name other layers",
-                    where="model.lora.targets",
-                )
-            for adapters in (layer.lora_A, layer.lora_B, layer.lora_embedding_A, layer.lora_embedding_B):
-                if any(parameter.is_meta for parameter in adapters.parameters()):
-                    adapters.to_empty(device="cpu")
-            with seeded_cpu(seed, name):
-                for adapter in layer.active_adapters:
-                    layer.reset_lora_parameters(adapter, True)
-    alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
-    notes = (*built.notes, *([f"no adapters on {some(alone)}"] if alone else []))
-    return BuiltModel(model=model, source=AdaptedSource(built.source, model, names), notes=notes)
+        is_wrapped = hasattr(layer, "get_base_layer") and hasattr(layer, "base_layer")
+        if is_wrapped and not _maps_last_dim(plain := layer.get_base_layer()):
+            raise ConfigError(
+                f"{name.removeprefix('base_model.model.')} cannot have adapters, as a {type(plain).__name__} does more than "
+                "to multiply by its weight; name other layers",
+                where=f"{where}.targets" if where == "model.lora" else where,
+            )
+
+
+def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[[str], torch.Tensor]) -> None:
+    """Give an adapter the values of a saved one; `read` reads the base. Raises `ConfigError` for an adapter of another base."""
+    peft, directory = import_peft(where), adapter_directory(saved, where)
+    path = directory / ADAPTER_WEIGHTS
+    own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    with library_errors(where, f"{path}: "):
+        stored = load_file(path)
+    base: Any = pretrained_of(model)
+    of = f"{type(base).__name__} {getattr(base, 'name_or_path', '')}".rstrip()
+    problems = []
+    for key in sorted(own.keys() | stored.keys()):
+        # PEFT saves an embedding of the base beside adapters of it.
+        inside = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        if key not in stored:
+            problems.append(f"no {key}, which {of} needs")
+        elif key in own and own[key].shape != stored[key].shape:
+            problems.append(f"{key} of {list(stored[key].shape)}, and {of} needs {list(own[key].shape)}")
+        elif key not in own and not _is_same(stored[key], read, inside):
+            problems.append(f"{key}, for which {of} has no place, or other values")
+    if problems:
+        raise ConfigError(f"{directory} is an adapter of another base: it has {some(problems, 2)}", where=where)
+    # A copy of a module of the base has its values in the source, so that it takes no memory; these are others.
+    for key, parameter in [*model.named_parameters()]:
+        if parameter.is_meta and f".{name}." in key:
+            owner, _, leaf = key.rpartition(".")
+            copy = nn.Parameter(torch.empty(parameter.shape), requires_grad=parameter.requires_grad)
+            model.get_submodule(owner)._parameters[leaf] = copy
+    with library_errors(where, f"{path}: "):
+        peft.set_peft_model_state_dict(model, {key: stored[key] for key in own}, adapter_name=name)
+
+
+def _is_same(stored: torch.Tensor, read: Callable[[str], torch.Tensor], name: str) -> bool:
+    """Return True if a parameter of the base has the values that are stored."""
+    try:
+        values = read(name)
+    except KeyError:
+        return False
+    return values.shape == stored.shape and torch.equal(values.to(stored.dtype), stored)
 
 
 def _excluded_modules(base: nn.Module) -> list[str]:
@@ -163,29 +418,26 @@ def _maps_last_dim(layer: nn.Module) -> bool:
     return isinstance(out, torch.Tensor) and out.shape == (1, 1, layer.out_features)
 
 
-def import_peft() -> Any:
+def import_peft(where: str = "model.lora") -> Any:
     try:
         import peft
         import peft.tuners.lora
     except ImportError as error:
-        raise ConfigError("adapters need the package peft: pip install peft", where="model.lora") from error
+        raise ConfigError("adapters need the package peft: pip install peft", where=where) from error
     return peft
 
 
 class AdaptedSource(ParameterSource):
-    """The parameter values of a model with adapters, which are kept here; other values come from the base model's source. `names`
-    maps ids of tensors to their names in the base model."""
+    """The values of adapters, which are kept here, and of their base from its `source`; `names` are those there, by their ids."""
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
-        self._source, self._adapters = source, BuiltSource(model)
+        self._source = source
         parameters = dict(model.named_parameters(remove_duplicate=False))
         tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
-        self._inside = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
         # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
-        for name in [each for each, tensor in parameters.items() if each not in self._inside and tensor.is_meta]:
-            self._inside[name] = self._inside[re.sub(r"\.modules_to_save\.[^.]*\.", ".original_module.", name, count=1)]
-        for name in self._inside:
-            self._adapters.release(name)
+        origins = {name: getattr(each, "copied_from", each) if each.is_meta else each for name, each in tensors.items()}
+        self._inside = {name: names[id(each)] for name, each in origins.items() if id(each) in names}
+        self._adapters = BuiltSource(model, without=self._inside)
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
     def origin(self, fqn: str) -> tuple[ParameterSource, str]:

@@ -2,13 +2,13 @@
 are fetched once per host before a run begins, at one commit on all ranks."""
 
 import dataclasses
-import difflib
 import inspect
 import re
 import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSect
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG
 from zeromesh.trainer.models.user_model import integer, text_part
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles, open_files
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
@@ -85,7 +85,7 @@ def pin_sources(
 
 def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:
     """Return the section with the codec of a directory in 4 bits whose matrices are frozen, unless `weights` names another."""
-    if model.weights is not None or (trains and model.lora is None):
+    if model.weights is not None or (trains and not model.wanted_adapters):
         return model
     directory = directory_of(model.source or "", model.revision)
     if not (directory / "config.json").is_file():
@@ -313,7 +313,7 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
     if kind is None:
         raise ConfigError("model_type is missing, and model.source gives no config.json", where=where)
     if kind not in transformers.CONFIG_MAPPING:
-        near = _nearest(str(kind), known, 0.5)
+        near = get_close_matches(str(kind), known, cutoff=0.5)
         hint = f"nearest: {', '.join(near)}" if near else f"there are {len(known)}, such as llama, gpt2, bert"
         raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
@@ -366,8 +366,7 @@ _CONFIG_READS = re.compile(r"""\bconfig\.([a-z]\w*)|\bgetattr\(\s*[\w.]*config,\
 
 
 def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = ()) -> None:
-    """Raise `ConfigError` for settings that neither the configuration class, the modeling code nor the `stored` values know. A
-    whole float becomes an integer where the class declares one."""
+    """Raise `ConfigError` for settings that neither class, modeling code nor `stored` values know; whole floats become integers."""
     declared, problems = _fields(cls), []
     # The modeling code may read attributes that the class does not declare.
     code = [path.read_text(encoding="utf-8") for path in Path(inspect.getfile(cls)).parent.glob("*.py")]
@@ -375,7 +374,7 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
     known = declared.keys() | {name for name in reads if not callable(getattr(cls, name, None))}
     for name, value in settings.items():
         if name not in known and name not in stored:
-            near = _nearest(name, sorted(known), 0.6)
+            near = get_close_matches(name, sorted(known))
             hint = f"; nearest: {', '.join(near)}" if near else ""
             problems.append(f"{name} is not a field of {cls.__name__}{hint}")
         elif declared.get(name) in (int, int | None):
@@ -411,7 +410,7 @@ def _check_values(made: Any) -> None:
     for name in ("hidden_act", "activation_function"):
         value = getattr(text, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            near = _nearest(value, list(ACT2FN), 0.5) or ["gelu", "relu", "silu"]
+            near = get_close_matches(value, ACT2FN, cutoff=0.5) or ["gelu", "relu", "silu"]
             problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
     if problems:
         raise ConfigError(problems, where="model.config")
@@ -423,7 +422,3 @@ def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
         if type(value) is int:
             yield f"{path}{name}", value
         yield from _numbers(value, f"{path}{name}.")
-
-
-def _nearest(name: str, known: list[str], cutoff: float) -> list[str]:
-    return difflib.get_close_matches(name, known, n=3, cutoff=cutoff)

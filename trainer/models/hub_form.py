@@ -5,7 +5,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -123,6 +123,9 @@ class HubForm:
                 "adapters that put tokens before the inputs, or keys and values before theirs, are no part of any weight of the "
                 "model; save them with trainer.save"
             )
+        for name, each in model.named_modules():
+            if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
+                self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"
         inside = pretrained_of(model)
         # The list of modules is kept, since pipeline stages lose modules before `hub_names` looks conversions up, which is
         # slow and thus lazy.
@@ -236,9 +239,8 @@ def _merge(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterable[t
         # Merging writes into these containers, which must not be the model's.
         own = {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict | list | set)}
         vars(part).update(own)
-    widest = torch.float32
-    for tensor in tensors.values():
-        widest = torch.promote_types(widest, tensor.dtype) if tensor.is_floating_point() else widest
+    floating = (each.dtype for each in tensors.values() if each.is_floating_point())
+    widest = reduce(torch.promote_types, floating, torch.float32)
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
         part = layer.get_submodule(parent)

@@ -17,12 +17,17 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.trainer.models.adapters import adapter_names, is_adapted, is_peft_model, pretrained_of
+from zeromesh.trainer.models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapter_names,
+    is_adapted,
+    is_peft_model,
+    pretrained_of,
+)
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 BASE_MODEL = "base_model"
 """The folder in a checkpoint with adapters that holds the base model's configuration."""
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
@@ -90,15 +95,18 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
     # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
     own = {"save_embedding_layers": False} if is_peft_model(model) else {}
     with stubs_removed(model):
-        ties = {name: adapter[first] for name, first in canonical_names(model).items() if first in adapter}
+        shared = {id(each): name for name, each in model.named_buffers()}
+        firsts = canonical_names(model) | {
+            n: shared[id(each)] for n, each in model.named_buffers(remove_duplicate=False)
+        }
+        ties = {name: adapter[first] for name, first in firsts.items() if first in adapter}
         with peft_reading(model, tensors := adapter | ties):
             model.save_pretrained(directory, state_dict=tensors, **own)
 
 
 @contextmanager
 def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Make PEFT read `tensors` instead of parameters inside the block: in the `state_dict` of modules that it trains whole
-    (`modules_to_save`), and in encoders of learnt prompts."""
+    """Make PEFT read `tensors` for parameters inside the block, of modules that it trains whole and of encoders of prompts."""
     copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
     for prefix, each in copies.items():
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
@@ -147,6 +155,13 @@ def save_configuration(
         config.dtype = str(dtype).removeprefix("torch.")
     if adapter is not None:
         _write_adapter(model, adapter, directory)
+        # The adapter that is trained is that of the directory, whatever its name is; PEFT would put it beside the others.
+        if not (directory / ADAPTER_CONFIG).is_file():
+            active: Any = model.active_adapters
+            trained = directory / active[0]
+            for path in trained.iterdir():
+                path.rename(directory / path.name)
+            trained.rmdir()
     for part in (config, getattr(inside, "generation_config", None)):
         _save_part(part, directory if adapter is None else directory / BASE_MODEL)
     _save_part(processing_class, directory)

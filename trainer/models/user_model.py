@@ -1,7 +1,5 @@
 """The user's model: unwrapping, checks against the layout, and the fields that its forward accepts."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.adapters import pretrained_of, require_adapters_fit
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
@@ -58,6 +56,7 @@ def _is_compiled(model: Any) -> bool:
 def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> None:
     """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
     one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
+    require_adapters_fit(model, mesh.pipeline)
     divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
     if divides and (hooked := hooked_parameters(model)):
         raise ConfigError(
@@ -100,7 +99,7 @@ class ForwardInputs:
     """The most tokens of a sequence (`max_position_embeddings`); None if unlimited or unknown."""
 
     @classmethod
-    def of(cls, model: nn.Module, *, users_loss: bool) -> ForwardInputs:
+    def of(cls, model: nn.Module, *, users_loss: bool) -> "ForwardInputs":
         """Read the fields that `model` accepts; with a user's loss function, all fields pass."""
         pretrained = pretrained_of(model)
         model = model if pretrained is None else pretrained  # Adapters pass their inputs to the base model.
@@ -168,8 +167,5 @@ def integer(config: Any, name: str) -> int | None:
 
 def positive(config: Any, *names: str) -> int:
     """Return the first of these attributes that is a positive integer, else 0."""
-    for name in names:
-        value = integer(config, name)
-        if value is not None and value > 0:
-            return value
-    return 0
+    values = (integer(config, name) or 0 for name in names)
+    return next((value for value in values if value > 0), 0)

@@ -14,7 +14,7 @@ from itertools import accumulate
 import torch
 
 from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
-from zeromesh.optim.fused_optimizer import moment_names
+from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
@@ -415,7 +415,7 @@ class _LayoutCosts:
         machine, options, ranks = self._machine, self._options, self._ranks_on_host
         whole = options.placements.optimizer is Placement.REPLICATED
         own = sum(each[0 if whole else 1] for each in memory.trained.values())
-        moments = len(moment_names(options.optimizer))
+        moments = len(moment_dtypes(options.optimizer, options.precision.sums))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer
         away = choice.fraction * own if choice.leaves_device(self._device) else 0.0

@@ -19,6 +19,7 @@ from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
+from zeromesh.trainer.config.sections.optimizer import make_optimizer
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
@@ -129,7 +130,9 @@ def build_run(
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
     config, plan = _with_data_size(config, plan, data, console)
     made = inputs.lr_scheduler
-    schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer) if made else schedule_of(config)
+    schedule: LRSchedule | TorchSchedule = (
+        TorchSchedule(made, config.optimizer, config.folders) if made else schedule_of(config)
+    )
     described = data.description(shuffle=config.data.shuffle)
     mesh.wait_for_all_ranks("comparison of data")
     decided_by_data = {f"data.{name}": value for name, value in described.items()}
@@ -180,6 +183,7 @@ def _plan_settings(
     sizes = config.batch.model_dump(include={"global_size", "micro_size", "average"})
     plan = BatchPlan(**sizes, data_ranks=mesh.data.size)
     require_directories(config.offload)
+    make_optimizer(config.optimizer, None, folders=config.folders)  # Before data and model are read.
     options = engine_options(config, plan.accumulation)
     shape, device = mesh.shape, mesh.device.type.upper()
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
@@ -193,7 +197,7 @@ def _plan_settings(
         *picture,
         Detail(f"batch: {plan.equation()}"),
         f"layout   {layout}; batch {plan.global_size} = {batch}",
-        Detail(options.precision.table(config.optimizer.name)),
+        Detail(options.precision.table(config.optimizer.name, config.optimizer.states)),
     )
     if inputs.model is None:
         check_model(config.model)

@@ -1,6 +1,8 @@
-"""The options of the engine that follow from a configuration, and the parameters without weight decay."""
+"""The options of the engine that follow from a configuration, and the parameters that are trained or without weight decay."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,39 @@ from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from zeromesh.errors import ConfigError
-from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.offload import FileSettings, TierChoice
-from zeromesh.options import EncodedWeights, OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
-from zeromesh.settings.keys import OptimizerKeys, PrecisionKeys, StepKeys
-from zeromesh.trainer.config.sections.model import WeightsSection
+from zeromesh.optim.fused_optimizer import OPTIMIZERS as FUSED
+from zeromesh.optim.fused_optimizer import hyperparameters
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
+from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups, require_matches
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.models.adapters import adapter_names, encoded_weights, is_adapted
+from zeromesh.trainer.models.quantized_layers import codec_of_layers
 from zeromesh.units.plan import encoded_names
+from zeromesh.zero.sharded_optimizer import settings_of
+
+
+def choose_trained(model: nn.Module, patterns: Sequence[str] | None) -> None:
+    """Train the parameters of `model` that a pattern matches and freeze all others, by their first names; a later pattern counts
+    more than an earlier one, and one that begins with ! freezes. None changes nothing. Raises `ConfigError` for a pattern that
+    matches none, and for weights beside adapters that no file of adapters would have."""
+    if patterns is None:
+        return
+    where = "model.train"
+    parameters, beside = dict(model.named_parameters()), adapter_names(model) if is_adapted(model) else None
+    require_matches([each.removeprefix("!") for each in patterns], parameters, where)
+    for name, parameter in parameters.items():
+        matching = [each for each in patterns if fnmatchcase(name, each.removeprefix("!"))]
+        trained = bool(matching) and not matching[-1].startswith("!")
+        if trained and beside is not None and name not in beside:
+            problem = f"{name} is of the base, and saved adapters do not have it; name its module in modules_to_save"
+            raise ConfigError(problem, where=where)
+        if trained and not parameter.is_floating_point():
+            raise ConfigError(f"{name} has {parameter.dtype} numbers, which have no gradients", where=where)
+        parameter.requires_grad_(trained)
+
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
 _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
@@ -32,6 +59,8 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """Return the engine's options; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, offload = config.precision, config.optimizer, config.offload
+    # Without master weights (none), weights are in bfloat16.
+    roles = {each.name: getattr(torch, getattr(precision, each.name), torch.bfloat16) for each in fields(PrecisionKeys)}
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
     named = offload.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
@@ -40,10 +69,12 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         **dict(config.zero),
         transport=config.parallel.transport,
         precision=Precision(
-            **{each.name: getattr(torch, getattr(precision, each.name)) for each in fields(PrecisionKeys)},
+            **roles,
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
-        optimizer=OptimizerSettings(**optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)})),
+        optimizer=OptimizerSettings(
+            **optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)}, exclude_none=True)
+        ),
         offload=OffloadOptions(
             **tiers,
             files=FileSettings(directories=tuple(directories), label=config.run.name, checksums=offload.checksums),
@@ -58,28 +89,43 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     )
 
 
-def encoded_weights(section: WeightsSection | None) -> EncodedWeights | None:
-    """Return the engine's option of a section, None for none."""
-    if section is None:
-        return None
-    row = CODECS[section.codec]
-    codec = Codec(name=section.codec, block=section.block or row.block, nested=section.nested and row.nests)
-    return EncodedWeights(codec=codec, skip=section.skip)
+def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
+    """Return the options by which no parameter of an adapter is encoded, also where it is frozen."""
+    if options.weights is None or not is_adapted(model):
+        return options
+    skip = (*options.weights.skip, *sorted(adapter_names(model)))
+    return replace(options, weights=replace(options.weights, skip=skip))
 
 
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
-    """Return the options with the names of parameters that `optimizer.exempt` excludes from weight decay. Raises `ConfigError` if
-    `model.weights` encodes none of the model's parameters."""
-    if options.weights is not None and not encoded_names(model, options.weights):
+    """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
+    the groups of `optimizer.groups` and `optimizer.exempt`, or the class of `optimizer.name`. Raises `ConfigError` for patterns
+    that match nothing, if `model.weights` encodes no parameter of the model, and for an optimizer that cannot be sharded."""
+    options = adapters_spared(options, model)
+    if options.weights is None:
+        options = replace(options, weights=codec_of_layers(model))
+    elif not encoded_names(model, options.weights):
         raise ConfigError(
             f"{options.weights.codec.name} is for frozen matrices of linear layers, and this model has none; set model.lora, or "
             "freeze what is not trained (requires_grad_(False)), or set this to null",
             where="model.weights",
         )
-    if config.optimizer.exempt == "none":
-        return options
-    names = tuple(biases_and_norms(model))
-    return replace(options, optimizer=replace(options.optimizer, no_decay=options.optimizer.no_decay + names))
+    section, settings = config.optimizer, options.optimizer
+    exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
+    if section.name in FUSED and not section.options and section.states != "int8":
+        if not section.groups:
+            return replace(options, optimizer=replace(settings, no_decay=section.no_decay + exempt))
+        found = parameter_groups(section, dict(model.named_parameters()), exempt)
+        common = hyperparameters(settings)[0]
+        groups = tuple({**common, "lr": section.lr * factor, "weight_decay": decay} for factor, decay in found)
+        return replace(options, optimizer=replace(settings, groups=groups, members=tuple(map(tuple, found.values()))))
+    optimizer = make_optimizer(section, model, exempt, config.folders)
+    try:
+        settings = settings_of(optimizer, model.named_parameters(), takes_modes=True)
+    except ConfigError as error:
+        raise ConfigError(str(error), where="optimizer.name") from error
+    options = replace(options, optimizer=replace(settings, no_decay=section.no_decay, states=section.states))
+    return replace(options, average=AverageSettings()) if options.evaluates_average else options
 
 
 def require_directories(section: OffloadSection) -> None:

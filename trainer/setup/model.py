@@ -38,16 +38,17 @@ from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
-from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
+from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
-from zeromesh.trainer.setup.engine_options import options_for_model
+from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.encoded_cache import keep_encoded
 from zeromesh.units.build import open_tiers
@@ -121,7 +122,10 @@ def build_trained_model(
 
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
-    """Add the data's end tokens to the generation settings. Raises `ConfigError` if it lacks the data's tokens or classes."""
+    """Add the data's end tokens to the generation settings. Raises `ConfigError` for a model that the data cannot train."""
+    if data.train is not None and not any(each.requires_grad and each.numel() for each in model.parameters()):
+        why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
+        raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
         raise ConfigError(
@@ -214,6 +218,8 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         )
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
+    for layer in codes_of(model).values():
+        tensors |= {f"parameter {name}": each for name, each in layer.tensors().items()}
     kinds = {True: "trained", False: "frozen"}
     plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"
@@ -319,6 +325,7 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
                 f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
             )
         inside, compile_ = unwrap(made)
+        make_plain(inside)
         return inside
 
     if model is None:
@@ -334,7 +341,9 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
             "in the configuration: model.source"
         )
     built = replace(built, compile=compile_)
-    return built if config.model.lora is None else add_lora(built, config.model.lora, config.model.head, seed)
+    built = add_adapters(built, config.model, seed, getattr(torch, config.precision.compute))
+    choose_trained(built.model, config.model.train)
+    return built
 
 
 def _check_first_batches(

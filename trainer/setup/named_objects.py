@@ -1,23 +1,17 @@
 """Python code that a configuration names (`python: package.module:function`), which is imported and called. Consent to run it
 was given when the configuration was read (`Consent`)."""
 
-import difflib
 import functools
-import importlib
 import inspect
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 from transformers import DataCollatorWithPadding, PreTrainedTokenizerBase
 
-from zeromesh.errors import ConfigError, summary
-from zeromesh.trainer.config.sections.base import NamedFunction
+from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.base import NamedFunction, find_object
 from zeromesh.trainer.config.sections.training import EVAL
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.streaming import is_stream
@@ -34,43 +28,9 @@ class _RestartableGenerator:
         return self.call()
 
 
-def find_object(named: NamedFunction, where: str, folders: Sequence[str] = ()) -> Any:
-    """Import the object of a name, from `folders`, the current folder or the import path. Raises `ConfigError` for key `where`."""
-    module, _, path = named.python.partition(":")
-    places = list(dict.fromkeys((*folders, os.getcwd())))
-    sys.path[:0] = places
-    try:
-        found: Any = importlib.import_module(module)
-    except Exception as error:
-        text = f"{named.python}: {module} cannot be imported ({summary(error)}"
-        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
-            names = [each.stem for place in places for each in Path(place).glob("*.py")]
-            text += f"); it was looked for in {', '.join(places)} and on the import path{_suggestion(str(error.name), names)}"
-        else:
-            *_, last = traceback.extract_tb(error.__traceback__)
-            text += ")" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno})"
-        raise ConfigError(text, where=where) from error
-    finally:
-        for place in places:
-            sys.path.remove(place)
-        sys.path += [each for each in places if each not in sys.path]  # At the end of the path, for later imports.
-    for name in path.split("."):
-        if not hasattr(found, name):
-            file = getattr(sys.modules[module], "__file__", "built in")
-            own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{named.python}: {module} ({file}) has no {name}{_suggestion(name, own)}", where=where)
-        found = getattr(found, name)
-    return found
-
-
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:8]
-    return f"; nearest: {', '.join(near)}" if near else ""
-
-
 def _bind_arguments(named: NamedFunction, where: str, folders: Sequence[str], *, called: bool) -> Any:
     """Return a call without arguments (`called`), or a function or an instance of a class."""
-    found, arguments = find_object(named, where, folders), dict(named.model_extra or {})
+    found, arguments = find_object(named.python, where, folders), dict(named.model_extra or {})
     made = isinstance(found, type)
     if not made and not inspect.isroutine(found) and not isinstance(found, functools.partial):
         if arguments:
@@ -107,7 +67,7 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
     arguments that do not fit, and objects of other kinds."""
     data, folders, found = config.data, config.folders, dict[str, Any]()
     if inputs.model is None and config.model.named is not None:
-        key, model = "model.python", find_object(config.model.named, "model.python", folders)
+        key, model = "model.python", find_object(config.model.named.python, "model.python", folders)
         own = isinstance(model, nn.Module) and not config.model.config
         found["model"] = model if own else _bind_arguments(config.model.named, key, folders, called=True)
     for name, key, function in (
@@ -120,8 +80,7 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
                 raise ConfigError(f"{function.python} is a {type(found[name]).__name__}; give a function", where=key)
     if inputs.train_dataset is None and inputs.eval_dataset is None and isinstance(data.train, NamedFunction):
         found["train_dataset"] = _dataset(data.train, "data.train", folders, trained=True)
-        sets = {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}
-        if sets:
+        if sets := {key: _dataset(each, key, folders, trained=False) for key, each in data.eval_sets().items()}:
             named = {key.removeprefix(f"{EVAL}."): each for key, each in sets.items()}
             found["eval_dataset"] = named.get(EVAL, named)
     callbacks = [_bind_arguments(each, "run.callbacks", folders, called=True)() for each in config.run.callbacks]

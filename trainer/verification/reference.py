@@ -5,7 +5,6 @@ import copy
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Self
 
@@ -16,16 +15,16 @@ from torch.utils import _pytree as pytree
 from transformers import get_scheduler
 
 from zeromesh.errors import ConfigError
-from zeromesh.optim.fused_optimizer import torch_optimizer
+from zeromesh.trainer.config.sections.optimizer import make_optimizer
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.losses.losses import ComputeLoss
-from zeromesh.trainer.models.adapters import add_lora, pretrained_of
+from zeromesh.trainer.models.adapters import add_adapters, encoded_weights, pretrained_of
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
 from zeromesh.trainer.models.user_model import ForwardInputs
-from zeromesh.trainer.setup.engine_options import biases_and_norms, encoded_weights
+from zeromesh.trainer.setup.engine_options import biases_and_norms, choose_trained
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 from zeromesh.trainer.verification.shrink import SmallRun
 from zeromesh.units.plan import encoded_names
@@ -54,15 +53,13 @@ class PlainStep:
 
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
-    model = copy.deepcopy(subject.model)
-    if config.model.lora is None:
-        return model
-    seed = config.run.seed
-    built = add_lora(wrap_passed_model(model, seed), config.model.lora, config.model.head, seed)
-    for name, parameter in built.model.named_parameters():
+    seed, compute = config.run.seed, getattr(torch, config.precision.compute)
+    model = add_adapters(wrap_passed_model(copy.deepcopy(subject.model), seed), config.model, seed, compute).model
+    choose_trained(model, config.model.train)
+    for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ConfigError(f"{name} has no values", where="model.lora")
-    return built.model
+    return model
 
 
 class PlainRun:
@@ -71,7 +68,8 @@ class PlainRun:
     def __init__(self, subject: SmallRun, config: TrainerConfig, inputs: UserInputs) -> None:
         self.subject, self.config = subject, config
         self.model = model = whole_model(subject, config).train()
-        self.compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
+        self.compute = getattr(torch, config.precision.compute)
+        master = getattr(torch, config.precision.master, torch.bfloat16)  # As the engine's, where there is none.
         if config.model.attention is not None:
             use_attention(model, config.model.attention, self.compute, torch.device("cpu"))
         self.rounding = ""
@@ -94,7 +92,13 @@ class PlainRun:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self.compute)
         self.trained = {name: each for name, each in self.masters.items() if each.requires_grad}
-        self.optimizer = _optimizer(config, self.trained, biases_and_norms(model))
+        exempt = biases_and_norms(model) if config.optimizer.exempt != "none" else ()
+        self.optimizer = make_optimizer(config.optimizer, model, exempt, config.folders)
+        updated: dict[Tensor, Tensor] = {each: self.masters[name] for name, each in model.named_parameters()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [updated[each] for each in group["params"]]
+            group["initial_lr"] = float(group["lr"])
+        self.optimizer.state.update({updated[each]: state for each, state in [*self.optimizer.state.items()]})
         section, steps = config.schedule, config.run.max_steps
         options = section.model_dump(exclude={"name", "warmup_steps", "warmup_ratio"}, exclude_none=True)
         scheduler = inputs.lr_scheduler
@@ -102,12 +106,11 @@ class PlainRun:
             # The schedule of transformers is independent of the one under test.
             scheduler = lambda each: get_scheduler(section.name, each, section.warmup_of(steps), steps)  # noqa: E731
         self.schedule: LRSchedule | TorchSchedule = (
-            schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer)
+            schedule_of(config) if scheduler is None else TorchSchedule(scheduler, config.optimizer, config.folders)
         )
         self.users_loss = inputs.compute_loss
         self.loss = partial(loss_sum, compute_loss=self.users_loss, smoothing=config.run.label_smoothing)
-        scaled = config.precision.compute == "float16"
-        self.scale = config.precision.loss_scale.initial_scale if scaled else 1.0
+        self.scale = config.precision.loss_scale.initial_scale if config.precision.compute == "float16" else 1.0
         self.forward_order: dict[str, int] = {}
         """The position of each module in the order of finished forwards."""
         self.outputs: Outputs | None = None
@@ -120,7 +123,9 @@ class PlainRun:
         model = self.model
         end_watch = watch_outputs([each for each in model.named_modules() if each[0]], self._keep_outputs)
         with whole_passes_in_float64() if self.compute == torch.float64 else nullcontext():
+            getattr(self.optimizer, "train", dict)()  # Schedule-Free's trains other weights than it evaluates.
             self.steps = [self._step(number, watched) for number in range(self.config.run.max_steps)]
+            getattr(self.optimizer, "eval", dict)()
         end_watch()
         self.losses, self.norms = [step.loss for step in self.steps], [step.norm for step in self.steps]
         self.parameters = self.steps[-1].parameters
@@ -177,7 +182,8 @@ class PlainRun:
         step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), limit))
         factor, momentum = self.schedule.factor(number), self.schedule.momentum(number)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.optimizer.lr * factor
+            rate, lr = group["initial_lr"] * factor, group["lr"]
+            group["lr"] = lr.fill_(rate) if isinstance(lr, Tensor) else rate  # A class may insist on tensors.
             if momentum is not None:
                 group |= {"betas": (momentum, group["betas"][1])} if "betas" in group else {"momentum": momentum}
         if torch.isfinite(torch.tensor(step.norm)):
@@ -273,19 +279,7 @@ def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
-def _optimizer(config: TrainerConfig, trained: Mapping[str, nn.Parameter], exempt: list[str]) -> torch.optim.Optimizer:
-    section = config.optimizer
-    patterns = [*section.no_decay, *(exempt if section.exempt != "none" else ())]
-    groups: dict[float, list[nn.Parameter]] = {}
-    for name, parameter in trained.items():
-        plain = any(name == pattern or fnmatchcase(name, pattern) for pattern in patterns)
-        groups.setdefault(0.0 if plain else section.weight_decay, []).append(parameter)
-    listed: list[dict[str, Any]] = [{"params": each, "weight_decay": decay} for decay, each in groups.items()]
-    return torch_optimizer(section, listed)
-
-
 def tensors_of(output: Any) -> list[Tensor]:
     """Return copies of the floating-point tensors in a module's output, except losses."""
-    leaves = pytree.tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
     return [each.detach().clone() for each in tensors if each.dim()]

@@ -20,7 +20,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import read_table
 from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.adapters import pretrained_of, settings_of_saved
 from zeromesh.trainer.models.build import pin_sources, read_configuration
 from zeromesh.trainer.models.small_copy import InFloat64, first_copy, perturb
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
@@ -83,16 +83,25 @@ def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bo
     values["schedule"]["warmup_steps"] = min(schedule.warmup_of(config.run.max_steps), 1)
     values["schedule"]["decay_steps"] = schedule.decay_steps and min(schedule.decay_steps, 2)
     values["ema"] |= {"start_step": min(config.ema.start_step, 1), "every_steps": min(config.ema.every_steps, 2)}
+    for name, given in (values["model"]["adapters"] or {}).items():
+        # Saved adapters have the sizes of the whole model; the small one gets new ones like them.
+        settings = settings_of_saved(given, f"model.adapters.{name}") if isinstance(given, str) else given
+        values["model"]["adapters"][name] = settings if dropout else _without_dropout(settings)
     if config.model.lora is not None and not dropout:
-        values["model"]["lora"]["dropout"] = 0.0
+        values["model"]["lora"] = _without_dropout(values["model"]["lora"])
     return TrainerConfig.model_validate(values)
+
+
+def _without_dropout(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: 0.0 if name.endswith("dropout") else each for name, each in settings.items()}
 
 
 def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
     roles = dict.fromkeys(("compute", "master", "reduce"), "float64")
     precision = config.precision.model_copy(update={**roles, "linear": None})
-    optimizer = config.optimizer.model_copy(update={"eps": max(config.optimizer.eps, _EPSILON)})
+    eps = config.optimizer.eps
+    optimizer = config.optimizer.model_copy(update={} if eps is None else {"eps": max(eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
 

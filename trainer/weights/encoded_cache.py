@@ -56,7 +56,7 @@ def keep_encoded(
             say(f"encoding the weights: {number} of {len(share)} matrices")
             shape, read = source.shapes[name], partial(_read, source, name, dtype)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            form = stored_form(name, shape, dtype, codec, codec.encode(read, shape.numel()))
+            form = stored_form(name, shape, dtype, codec, codec.encode(read, shape.numel()), checked=True)
             write_whole(folder / _file(name), save(form))
             encoded += 1
             mesh.post(Activity.IDLE)

@@ -1,13 +1,14 @@
-"""Model directories that bitsandbytes has quantized: matrices in 4 bits as they lie or decoded by element range, and those of
-LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
+"""Tensors that bitsandbytes has quantized, of model directories and of layers: matrices in 4 bits as they lie or decoded by element
+range, and those of LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -22,25 +23,28 @@ from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_STATE_BYTES = 512
+"""Bytes of a description in JSON that is written, which ends in spaces, so that its size is known before the values."""
 _STEP = 7.874015718698502e-3
 """1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Encoded:
+class _Encoded(NamedTuple):
     codec: Codec
-    mean: float
-    """What was subtracted from the scales before they were quantized; 0 if they are not."""
+    mean: torch.Tensor
+    """What was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
     digest: str | None
     """xxh3 of codes, scales and tables, where this project wrote them."""
 
 
-class QuantizedFiles(TensorFiles):
-    """The tensors of a directory as they were before bitsandbytes quantized them: `entries` has their names, shapes and dtypes, and
-    what is read is decoded. Raises `ConfigError` for what is none of bitsandbytes' forms."""
+class QuantizedTensors(ABC):
+    """Tensors as before bitsandbytes quantized them, decoded from those of a subclass; `entries` has their shapes and dtypes."""
 
-    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
-        super().__init__(directory, manifest)
+    _specs: dict[str, TensorSpec]
+    entries: Mapping[str, TensorSpec]
+
+    def describe(self, what: str, where: str = "") -> None:
+        """Find what `_specs`, of `what`, stands for. Raises `ConfigError` of the key `where` for no form of bitsandbytes."""
         self._encoded: dict[str, _Encoded] = {}
         self._rows = {f"{name[:-4]}.weight": name for name in self._specs if name.endswith(".SCB")}
         parts = {name[:-4] + end for name in self._rows.values() for end in (".SCB", ".weight_format")}
@@ -48,66 +52,92 @@ class QuantizedFiles(TensorFiles):
         for name in self._specs:
             weight, mark, kind = name.partition(_STATE)
             if mark:
-                found[weight] = self._describe(weight, name, kind)
+                try:
+                    found[weight] = self._describe(weight, name, kind)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    raise ConfigError(
+                        f"{what}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
+                        "with that, or save it in 16 bits",
+                        where=where,
+                    ) from None
                 parts |= {name, *(weight + end for end in _PARTS)}
         self.entries = {name: spec for name, spec in found.items() if name not in parts}
 
     def _describe(self, weight: str, name: str, kind: str) -> TensorSpec:
-        try:
-            state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
-            nested = f"{weight}.nested_absmax" in self._specs
-            codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
-            if state["quant_type"] not in CODECS or (nested and state["nested_blocksize"] != GROUP):
-                raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
-            self._encoded[weight] = _Encoded(
-                codec=codec, mean=state["nested_offset"] if nested else 0.0, digest=state.get("xxh3")
-            )
-            spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
-            stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
-            for part, length in stored.items():
-                if (there := prod(self._specs[part].shape)) != length:
-                    raise ValueError(f"{part} has {there} elements, not {length}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"{self.directory}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
-                "with that, or save it in 16 bits",
-                where="model.source",
-            ) from None
+        state: dict[str, Any] = json.loads(self._stored(name).numpy().tobytes())
+        nested = f"{weight}.nested_absmax" in self._specs
+        codec = Codec(name=state["quant_type"], block=state["blocksize"], nested=nested)
+        if state["quant_type"] not in CODECS or (nested and state["nested_blocksize"] != GROUP):
+            raise ValueError(f"{kind} with {state['quant_type']!r} and groups of {state.get('nested_blocksize')}")
+        mean = torch.tensor([state["nested_offset"] if nested else 0.0])
+        self._encoded[weight] = _Encoded(codec=codec, mean=mean, digest=state.get("xxh3"))
+        spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
+        stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
+        for part, length in stored.items():
+            if (there := prod(self._specs[part].shape)) != length:
+                raise ValueError(f"{part} has {there} elements, not {length}")
         return spec
 
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements [start, end) of a flattened tensor, 1-D, on CPU, decoded into the dtype that it had. Raises as
-        `TensorFiles` does."""
-        if name in self._rows:
-            return self._decode_rows(name, start, self.entries[name].numel if end is None else end)
-        if name not in self._encoded:
+        """Return elements [start, end) of a flattened tensor, 1-D, on CPU, decoded. Raises as `TensorFiles` does."""
+        if name not in self._rows and name not in self._encoded:
             return self._stored(name, start, end)
-        entry, stored = self.entries[name], self._encoded[name]
-        codec, last = stored.codec, entry.numel if end is None else end
-        begin, stop = start // codec.block * codec.block, min(round_up(last, codec.block), entry.numel)
-        codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
-        scales = self._stored(f"{name}.absmax", codec.blocks(begin), codec.blocks(stop))
-        values = torch.empty(stop - begin, dtype=entry.dtype)
-        codec.decode(codes, codec.scale_values(scales, self._tables(name), begin // codec.block), values)
+        entry = self.entries[name]
+        last = entry.numel if end is None else end
+        block = entry.shape[-1] if name in self._rows else self._encoded[name].codec.block
+        begin, stop = start // block * block, min(round_up(last, block), entry.numel)
+        if name in self._rows:
+            scales = self._stored(self._rows[name], begin // block, stop // block)
+            values = (self._stored(name, begin, stop).view(-1, block).float() * scales[:, None] * _STEP).view(-1)
+        else:
+            codec = self._encoded[name].codec
+            codes = self._stored(name, codec.code_bytes(begin), codec.code_bytes(stop))
+            scales = self._stored(f"{name}.absmax", codec.blocks(begin), codec.blocks(stop))
+            values = torch.empty(stop - begin, dtype=entry.dtype)
+            codec.decode(codes, codec.scale_values(scales, self._tables(name), begin // block), values)
         return values[start - begin : last - begin]
 
+    @abstractmethod
     def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Return elements of a tensor as they lie in a file."""
-        return super().elements(name, start, end)
+        """Return elements [start, end) of a tensor as they lie, 1-D, on CPU."""
 
     def _tables(self, name: str) -> torch.Tensor:
         stored = self._encoded[name]
         if not stored.codec.nested:
             return torch.empty(0)
-        return torch.cat([self._stored(f"{name}.nested_absmax"), torch.tensor([stored.mean])])
+        return torch.cat([self._stored(f"{name}.nested_absmax"), stored.mean])
 
-    def _decode_rows(self, name: str, start: int, end: int) -> torch.Tensor:
-        width = self.entries[name].shape[-1]
-        first, last = start // width, -(-end // width)
-        scales = self._stored(self._rows[name], first, last)
-        codes = self._stored(name, first * width, last * width)
-        values = codes.view(-1, width).float() * scales[:, None] * _STEP
-        return values.view(-1)[start - first * width : end - first * width]
+    def has_encoded(self, name: str, codec: Codec) -> bool:
+        return name in self._encoded and self._encoded[name].codec == codec
+
+    def encoded(self, name: str) -> EncodedParameter:
+        """Return a tensor that was encoded as it lies."""
+        codes, scales = self._stored(name), self._stored(f"{name}.absmax")
+        return EncodedParameter(codes=codes, scales=scales, tables=self._tables(name))
+
+    def section(self) -> dict[str, Any] | None:
+        """Return `model.weights` for the form that the matrices in 4 bits have; None without any, or if they have several."""
+        codecs = {each.codec for each in self._encoded.values()}
+        if len(codecs) != 1:
+            return None
+        (codec,) = codecs
+        skip = tuple(
+            f"*{name.removesuffix('weight')}*weight"
+            for name, spec in self.entries.items()
+            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._encoded
+        )
+        return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+
+
+class QuantizedFiles(QuantizedTensors, TensorFiles):
+    """The tensors of a directory that bitsandbytes has quantized. Raises `ConfigError` for what is none of its forms."""
+
+    def __init__(self, directory: str | os.PathLike[str], manifest: Manifest | None = None) -> None:
+        TensorFiles.__init__(self, directory, manifest)
+        self.describe(str(self.directory), "model.source")
+
+    def _stored(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
+        return TensorFiles.elements(self, name, start, end)
 
     def is_stored_as(self, name: str, dtype: torch.dtype) -> bool:
         return name not in self._encoded and name not in self._rows and super().is_stored_as(name, dtype)
@@ -121,14 +151,9 @@ class QuantizedFiles(TensorFiles):
 
         super().expect(codes())
 
-    def has_encoded(self, name: str, codec: Codec) -> bool:
-        return name in self._encoded and self._encoded[name].codec == codec
-
     def encoded(self, name: str) -> EncodedParameter:
         """Return a tensor that was encoded as it lies. Raises `StorageError` for damaged codes."""
-        found = EncodedParameter(
-            codes=self._stored(name), scales=self._stored(f"{name}.absmax"), tables=self._tables(name)
-        )
+        found = super().encoded(name)
         if self._encoded[name].digest not in (None, _digest(found)):
             path = self.path_of(self._specs[name].path)
             path.unlink(missing_ok=True)
@@ -137,22 +162,9 @@ class QuantizedFiles(TensorFiles):
 
     def place_of(self, name: str) -> EncodedPlace:
         """Return where the codes and the scales of a tensor that was encoded lie."""
-        places = [(self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"])]
-        return EncodedPlace(codes=places[0], scales=places[1], tables=self._tables(name))
-
-    def section(self) -> dict[str, Any] | None:
-        """Return `model.weights` for the form that the matrices in 4 bits have; None without any, or if they have several."""
-        codecs = {each.codec for each in self._encoded.values()}
-        if len(codecs) != 1:
-            return None
-        (codec,) = codecs
-        plain = [
-            name.removesuffix("weight")
-            for name, spec in self.entries.items()
-            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._encoded
-        ]
-        skip = tuple(f"*{name}*weight" for name in plain)
-        return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+        specs = self._specs[name], self._specs[f"{name}.absmax"]
+        codes, scales = ((self.path_of(spec.path), spec.begin) for spec in specs)
+        return EncodedPlace(codes=codes, scales=scales, tables=self._tables(name))
 
 
 def _digest(parameter: EncodedParameter) -> str:
@@ -163,15 +175,11 @@ def _digest(parameter: EncodedParameter) -> str:
 
 
 def stored_form(
-    name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter
+    name: str, shape: torch.Size, dtype: torch.dtype, codec: Codec, parameter: EncodedParameter, *, checked: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors by which bitsandbytes stores a parameter of 4 bits, and this project those of 8 too, with a checksum."""
-    state: dict[str, Any] = {
-        "quant_type": codec.name,
-        "blocksize": codec.block,
-        "dtype": str(dtype)[6:],
-        "shape": list(shape),
-    }
+    """Return bitsandbytes' tensors of a parameter; those of 8 bits, or with a checksum (`checked`), only this project reads."""
+    state: dict[str, Any] = {"quant_type": codec.name, "blocksize": codec.block}
+    state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
     if codec.nested:
         found |= {
@@ -179,7 +187,8 @@ def stored_form(
             f"{name}.nested_quant_map": Codec(name="int8", block=GROUP).values(),
         }
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
-    text = json.dumps({**state, "xxh3": _digest(parameter)}).encode()
+    state |= {"xxh3": _digest(parameter)} if checked else {}
+    text = json.dumps(state).ljust(_STATE_BYTES).encode()
     return {**found, f"{name}{_STATE}{codec.name}": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
 
 
@@ -190,8 +199,7 @@ def quantization_of(directory: Path) -> Mapping[str, Any] | None:
 
 
 def open_files(directory: Path) -> tuple[TensorFiles, Any]:
-    """Open the files of a model directory; where transformers decodes them, with its quantizer. Raises `ConfigError` for forms that
-    neither reads."""
+    """Open a model directory's files, with transformers' quantizer if that decodes them. Raises `ConfigError` for other forms."""
     quantization = quantization_of(directory)
     if quantization is None:
         return TensorFiles(directory), None

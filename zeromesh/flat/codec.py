@@ -139,10 +139,19 @@ class Codec:
     @in_own_dtypes()
     def rounded(self, values: torch.Tensor) -> torch.Tensor:
         """Return a parameter as it is after encoding and decoding, of the same shape and dtype."""
+        return self.decoded(self.encode_whole(values), values.shape, values.dtype)
+
+    def encode_whole(self, values: torch.Tensor) -> EncodedParameter:
+        """Encode a parameter of any shape that is in memory."""
         flat = values.detach().cpu().reshape(-1)
-        parameter, out = self.encode(lambda start, end: flat[start:end], flat.numel()), torch.empty_like(flat)
-        self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), out)
-        return out.view(values.shape)
+        return self.encode(lambda start, end: flat[start:end], flat.numel())
+
+    @in_own_dtypes()
+    def decoded(self, parameter: EncodedParameter, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return the values of a whole parameter."""
+        values = torch.empty(shape, dtype=dtype)
+        self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), values.view(-1))
+        return values
 
     def scale_values(self, scales: torch.Tensor, tables: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the float32 scales of consecutive blocks of one parameter, of which the first is block `first`."""

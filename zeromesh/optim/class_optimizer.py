@@ -5,10 +5,12 @@ whole tensors         each parameter has one owner, which holds its whole states
                       gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
 A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
-that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored; their blocks are those of whole
-tensors, so these are updated whole, and their layout is found by a step on the meta device with the parameter's shape.
+that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored, and of other objects, such as
+GaLore's projectors, the tensors and numbers among the attributes. What depends on a tensor's size is updated whole; its layout is
+found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter.
 """
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,7 +27,7 @@ from zeromesh.flat.layout import ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, UnshardedState
+from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, UnshardedState, state_dtype
 from zeromesh.options import NO_GROUP, OptimizerClass, StatePlan, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -41,6 +43,8 @@ _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
 _UpdateInputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
 """The tensors of one parameter for an update: values, gradient and states by name."""
+_GROUP = "group_"
+"""The prefix of the names of states that stand for a number in the group of their parameter."""
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -71,16 +75,17 @@ def make_optimizers(
 
 class PieceOptimizer(BucketOptimizer):
     """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that it keeps for each parameter,
-    such as a step count, are float64 tensors `[parameters of the bucket]` on the CPU of each rank."""
+    such as a step count, are float64 or int64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
         self._class = own_class
         self._blank = blank_copy_of(own_class.optimizer)
-        count, names = len(bucket.layout.slots), {name for each in own_class.plans.values() for name in each.scalars}
-        self._scalars = {name: torch.zeros(count, dtype=torch.float64) for name in sorted(names)}
+        count = len(bucket.layout.slots)
+        examples = {name: each for plan in own_class.plans.values() for name, each in plan.scalars.items()}
+        self._scalars = {name: torch.zeros(count, dtype=_scalar_dtype(examples[name])) for name in sorted(examples)}
         self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
-        nothing = StatePlan(tensors={}, scalars={})
+        nothing = StatePlan(tensors={}, scalars={}, objects={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
         self._examples: dict[int, dict[str, torch.Tensor]] = {}
         """The state tensors of each parameter that is updated whole, by its number and their names, on the meta device."""
@@ -92,7 +97,8 @@ class PieceOptimizer(BucketOptimizer):
         pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
         groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
         # Each parameter has its own step count, so that each is updated by a separate call.
-        self._segments = [(at.start, at.end, groups[n], n) for at, n in pieces if updated[n] and groups[n] != NO_GROUP]
+        self._pieces = [(at.start, at.end, groups[n], n) for at, n in pieces if groups[n] != NO_GROUP]
+        self._segments = [each for each in self._pieces if updated[each[-1]]]
 
     def begin(self) -> None:
         super().begin()
@@ -102,30 +108,51 @@ class PieceOptimizer(BucketOptimizer):
         for name, values in self._scalars.items():
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
+    def evaluated(
+        self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
+    ) -> torch.Tensor:
+        found = weights.clone() if self._class.has_modes else weights
+        for piece_start, piece_end, group, number in self._pieces if self._class.has_modes else ():
+            first, last = max(start, piece_start), min(start + len(weights), piece_end)
+            if first < last and self.steps[number]:
+                part, *given = (each[first - start : last - start] for each in (found, *moments))
+                plan = self._plans[number]
+                state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
+                _run_step(self._blank, groups[group], [(part, part, state)], dict(plan.objects), call="eval")
+        return found
+
+    def _state_of(
+        self, number: int, states: Mapping[str, torch.Tensor], scalars: Mapping[str, torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return the states of a parameter, as its class has them, from the tensors and numbers that are kept."""
+        plan = self._plans[number]
+        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
+        return {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()} | {
+            name: _to_type(each, scalars[name][number].item()) for name, each in plan.scalars.items()
+        }
+
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
         states = dict(zip(self._examples[number] if self.whole else self.moments, given, strict=True))
-        plan, state = self._plans[number], dict[str, Any]()
+        plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
+        state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
         kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
-            state |= {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()}
-            state |= {
-                name: _to_type(each, float(self._scalars_before[name][number])) for name, each in plan.scalars.items()
-            }
-        (state,) = _run_step(self._blank, group, [(master, grad, state)])
+            state = self._state_of(number, states, self._scalars_before)
+        (state,) = _run_step(self._blank, group, [(master, grad, state)], dict(plan.objects), plan.scalars)
         after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
             raise PhaseError(
-                f"optimizer {type(self._class.optimizer).__name__} keeps {shapes} of {self._bucket.layout.slots[number].spec.fqn}, "
+                f"optimizer {type(self._class.optimizer).__name__} keeps {shapes} of {spec.fqn}, "
                 f"and {expected} by its trial: what it keeps must not depend on sizes, nor on what is changed after shard()"
             )
         for name, each in kept.items():
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
         for name in plan.scalars:
-            self._scalars[name][number] = float(after[name])
+            self._scalars[name][number] = _number(after[name])
 
 
 class WholeOptimizer(PieceOptimizer):
@@ -161,22 +188,33 @@ class WholeOptimizer(PieceOptimizer):
         shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
         if not tried.by_size:
             sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
-            real = {name: [sizes.get(size, size) for size in each.shape] for name, each in tried.tensors.items()}
-            return replace(
-                tried, tensors={name: torch.empty(each, dtype=dtype, device="meta") for name, each in real.items()}
-            )
+            tensors = {
+                name: torch.empty(
+                    [sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype), device="meta"
+                )
+                for name, each in tried.tensors.items()
+            }
+            return replace(tried, tensors=tensors)
         key, optimizer = (spec.group, shape), self._class.optimizer
         if key not in self._class.sized:
-            value, gradient = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(2))
+            name = type(optimizer).__name__
+            # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
+            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.tensors.values())
+            value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
+            gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+            objects: dict[str, Any] = {}
             try:
+                inputs = [(value, gradient, self._class.initial.get(spec.fqn, {}))]
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(self._blank, optimizer.param_groups[spec.group], [(value, gradient, {})])
+                    (state,) = _run_step(
+                        self._blank, optimizer.param_groups[spec.group], inputs, objects, tried.scalars
+                    )
             except Exception as error:
                 raise ConfigError(
-                    f"optimizer {type(optimizer).__name__} keeps tensor subclasses, and which it keeps of {spec.fqn} is not known: "
-                    f"a step on the meta device failed: {summary(error)}"
+                    f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
+                    f"a step with its shape failed: {summary(error)}"
                 ) from error
-            self._class.sized[key] = _state_plan(type(optimizer).__name__, state, dtype)
+            self._class.sized[key] = _state_plan(name, state, objects)
         return self._class.sized[key]
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
@@ -222,8 +260,57 @@ class WholeOptimizer(PieceOptimizer):
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
 
 
+def _own_names(state: Mapping[str, Any]) -> set[str]:
+    return {name for name in state if not name.startswith(_GROUP)}
+
+
 def _to_type(example: Any, number: float) -> Any:
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+
+
+def _number(value: Any) -> int | float:
+    number: int | float = value.item() if isinstance(value, torch.Tensor) else value
+    return number
+
+
+def _scalar_dtype(example: Any) -> torch.dtype:
+    """Return the dtype in which a number is kept: seeds are integers that a float64 does not hold."""
+    return torch.int64 if isinstance(_number(example), int) else torch.float64
+
+
+def _without_objects(state: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
+    """Return a state in which tensors and numbers of an object stand under `name.attribute`. What a new plan needs to make such an
+    object, or None, again is added to `objects`."""
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if str(name).startswith(_GROUP):
+            raise ValueError(f"it has a state {name!r}, which is no name of its own")
+        if isinstance(value, torch.Tensor) or type(value) in (bool, int, float):
+            flat[name] = value
+        elif value is None or hasattr(value, "__dict__"):
+            objects.setdefault(name, copy.copy(value))
+            for each, inner in vars(value).items() if value is not None else ():
+                if isinstance(inner, torch.Tensor) or type(inner) in (int, float):
+                    flat[f"{name}.{each}"] = inner
+                elif not isinstance(inner, bool | str | None):
+                    raise ValueError(f"it keeps a {type(inner).__name__} as {name}.{each}")
+        else:
+            raise ValueError(f"it keeps a {type(value).__name__} as {name!r}")
+    return flat
+
+
+def _with_objects(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Reverse `_without_objects`. A parameter without states gets no objects either: its class makes them."""
+    whole = {name: value for name, value in state.items() if not name.startswith(_GROUP)}
+    for name, example in objects.items():
+        inner = [each for each in whole if each.startswith(f"{name}.")]
+        if example is not None and inner:
+            made = copy.copy(example)
+            vars(made).update({each.partition(".")[2]: whole.pop(each) for each in inner})
+            whole[name] = made
+        elif example is None and whole:
+            whole[name] = None
+    return whole
 
 
 def _plain_tensors(name: str, state: Any) -> dict[str, Any]:
@@ -252,20 +339,34 @@ def blank_copy_of(optimizer: Optimizer) -> Optimizer:
     return blank
 
 
-def _run_step(blank: Optimizer, group: Mapping[str, Any], tensors: Iterable[_UpdateInputs]) -> list[dict[str, Any]]:
-    """Update values in place, from their gradients and states; returns the states after the update."""
+def _run_step(
+    blank: Optimizer,
+    group: Mapping[str, Any],
+    tensors: Iterable[_UpdateInputs],
+    objects: dict[str, Any],
+    kept: Iterable[str] = (),
+    call: str = "step",
+) -> list[dict[str, Any]]:
+    """Update values in place, from their gradients and states, by the method `call`; returns the states after the update, and among
+    them the numbers of the group that are in a given state, in `kept`, or changed. `objects` are those of the states' plan."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    blank.param_groups = [{"params": parameters, **plain_group(group)}]
-    blank.state = defaultdict(dict, zip(parameters, map(dict, states), strict=True))
-    blank.step()
+    own = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
+    blank.param_groups = [{"params": parameters, **plain_group(group), **own}]
+    blank.state = defaultdict(dict, zip(parameters, [_with_objects(each, objects) for each in states], strict=True))
+    getattr(blank, call)()
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
             value.copy_(parameter.detach())
-    kept = [blank.state[parameter] for parameter in parameters]
-    return [{name: value for name, value in state.items() if value is not None} for state in kept]
+    before, after = plain_group(group), plain_group(blank.param_groups[0])
+    numbers = {
+        f"{_GROUP}{name}": value
+        for name, value in after.items()
+        if name in own or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
+    }
+    return [_without_objects(blank.state[parameter], objects) | numbers for parameter in parameters]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,9 +389,14 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
-            by_size = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
+            kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (trial.plan, larger.plan)]
+            subclasses = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
+            by_size = (
+                subclasses or kinds[0] != kinds[1] or any(each is not None for each in larger.plan.objects.values())
+            )
             scalars = trial.plan.scalars | larger.plan.scalars
-            plans[number, dims] = replace(trial.plan, scalars=scalars, by_size=by_size)
+            tried = larger.plan if subclasses else trial.plan
+            plans[number, dims] = replace(tried, scalars=scalars, by_size=by_size)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
@@ -299,9 +405,12 @@ class _Trial:
     """Runs a class's updates on two tensors, the first of `shape`: `plan` has its states, `element_wise` if pieces suffice."""
 
     def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
-        self._optimizer = optimizer
+        self._blank = blank_copy_of(optimizer)
+        """It runs all updates, so that what one of them leaves in it would change the others."""
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
+        self._objects: dict[str, Any] = {}
+        self._initial = next((dict(optimizer.state[each]) for each in group["params"] if each in optimizer.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
         random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _TRIAL_SIZES[1:2])
@@ -318,7 +427,7 @@ class _Trial:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
-        self.plan = _state_plan(self._name, states[0], torch.float64)
+        self.plan = _state_plan(self._name, states[0], self._objects)
         if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
@@ -345,16 +454,21 @@ class _Trial:
                 [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
             )
 
-        blank, values = blank_copy_of(self._optimizer), parts(self._values)
-        before, states = _attribute_marks(blank), [dict[str, Any]() for _ in values]
+        values = parts(self._values)
+        states = [dict(self._initial) for _ in values]
         for step, gradients in enumerate(self._gradients):
-            names = [set(state) for state in states]
-            states = _run_step(blank, self._group, zip(values, parts(gradients), states, strict=True))
-            if step and names != [set(state) for state in states]:
+            names = [_own_names(state) for state in states]
+            states = _run_step(
+                self._blank, self._group, zip(values, parts(gradients), states, strict=True), self._objects
+            )
+            if step and names != [_own_names(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
-            if {name: value for name, value in blank.param_groups[0].items() if name != "params"} != self._group:
-                raise ValueError("it changes values of its groups")
-        changed = [name for name, mark in _attribute_marks(blank).items() if before.get(name) != mark]
+            for name in states[0]:
+                if name == f"{_GROUP}lr" or (name.startswith(_GROUP) and not _is_number(states[0][name])):
+                    raise ValueError(f"it changes {name.removeprefix(_GROUP)} of its groups")
+            if not step:  # A class may prepare itself in its first update.
+                before = _attribute_marks(self._blank)
+        changed = [name for name, mark in _attribute_marks(self._blank).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
@@ -362,7 +476,8 @@ class _Trial:
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
         flat, scalars = [], []
         for values, states in runs:
-            kept = [_plain_tensors(name, state[name]).values() for name in self.plan.tensors for state in states]
+            tensors = dict.fromkeys(n for state in states for n, each in state.items() if not _is_number(each))
+            kept = [_plain_tensors(n, state[n]).values() for n in tensors for state in states if n in state]
             flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
             rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
@@ -370,28 +485,38 @@ class _Trial:
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
 
 
-def _state_plan(optimizer: str, state: Mapping[str, Any], dtype: torch.dtype) -> StatePlan:
-    """Plan the states that a class keeps of a parameter of `dtype`. Raises `ConfigError` for what no checkpoint can store."""
-    plan = StatePlan(tensors={}, scalars={})
+def _state_plan(optimizer: str, state: Mapping[str, Any], objects: Mapping[str, Any]) -> StatePlan:
+    """Plan the states that a class keeps of a parameter. Raises `ConfigError` for what no checkpoint can store."""
+    plan = StatePlan(tensors={}, scalars={}, objects={})
     for name, value in state.items():
-        if not str(name).isidentifier() or name in _RESERVED_NAMES:
+        holder, _, inner = str(name).partition(".")
+        known = inner.isidentifier() and objects.get(holder) is not None if inner else holder not in _RESERVED_NAMES
+        if not (holder.isidentifier() and known):
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
         parts = _plain_tensors(name, value)
-        storable = all(
+        if _is_number(value):
+            plan.scalars[name] = value
+        elif all(
             isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
-        )
-        if isinstance(value, torch.Tensor) and value.dtype == dtype and storable:
+        ):
             empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
             plan.tensors[name] = _from_plain_tensors(name, value, empty)
-        elif type(value) in (int, float) or _is_scalar(value):
-            plan.scalars[name] = value
         else:
             kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
             raise ConfigError(
-                f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors of the parameter's dtype, subclasses of them "
+                f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects "
                 "made of plain tensors, and numbers. "
                 'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
             )
+    for name, each in objects.items():
+        # Its tensors are states of their own, and are not kept twice.
+        plan.objects[name] = each = copy.copy(each)
+        for inner in (
+            [inner for inner, value in vars(each).items() if isinstance(value, torch.Tensor)]
+            if each is not None
+            else ()
+        ):
+            vars(each)[inner] = None
     return plan
 
 
@@ -408,6 +533,10 @@ def _value_mark(value: Any) -> Any:
     if isinstance(value, Mapping):
         return [(id(key), _value_mark(each)) for key, each in value.items()]
     return list(map(_value_mark, value)) if isinstance(value, list | tuple | set) else id(value)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (bool, int, float) or _is_scalar(value)
 
 
 def _is_scalar(value: Any) -> bool:

@@ -12,11 +12,15 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.optim.rounding import LANES, bits_of_shard, round_into
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
+_WIDENED_ELEMENTS = 1 << 20
+"""The elements that are widened at a time."""
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -43,55 +47,61 @@ class GroupRules:
 
 
 class OptimizerRow(NamedTuple):
-    """An element-wise optimizer: torch's class, and torch's names of its moments and settings beside `lr` and `weight_decay`."""
+    """An element-wise optimizer: torch's class, and torch's names of its moments."""
 
     kind: type[Optimizer]
-    settings: tuple[str, ...]
     moments: tuple[str, ...]
 
 
 OPTIMIZERS = {
-    "adamw": OptimizerRow(AdamW, ("betas", "eps"), ("exp_avg", "exp_avg_sq")),
-    "adam": OptimizerRow(Adam, ("betas", "eps"), ("exp_avg", "exp_avg_sq")),
-    "sgd": OptimizerRow(SGD, ("momentum",), ()),
-    "adagrad": OptimizerRow(Adagrad, ("eps",), ("sum",)),
+    "adamw": OptimizerRow(AdamW, ("exp_avg", "exp_avg_sq")),
+    "adam": OptimizerRow(Adam, ("exp_avg", "exp_avg_sq")),
+    "sgd": OptimizerRow(SGD, ()),
+    "adagrad": OptimizerRow(Adagrad, ("sum",)),
 }
-"""The optimizers that `optimizer.name` may name; `fused_update` computes their updates."""
-
-
-def torch_optimizer(settings: Any, parameters: Iterable[Any]) -> Optimizer:
-    """Make torch's optimizer of `parameters` or groups of them, of the name and the values of `settings` without weight decay."""
-    row = OPTIMIZERS[settings.name]
-    values: Any = {name: getattr(settings, name) for name in ("lr", *row.settings)}
-    return row.kind(parameters, **values)
+"""The optimizers whose updates `fused_update` computes."""
 
 
 def hyperparameters(
     settings: OptimizerSettings, lr_factor: float = 1.0, momentum: float | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of decayed parameters and of the others for a step whose schedule multiplies the learning rate by
-    `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
-    common = {
-        "lr": settings.lr * lr_factor,
-        "betas": settings.betas if momentum is None else (momentum, settings.betas[1]),
-        "eps": settings.eps,
-        "momentum": settings.momentum if momentum is None else momentum,
-    }
-    return {**common, "weight_decay": settings.weight_decay}, {**common, "weight_decay": 0.0}
+) -> list[dict[str, Any]]:
+    """Return the settings of each group, or else of decayed parameters and of the others, for a step whose schedule multiplies the
+    learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
+    common = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "momentum")}
+    groups = settings.groups or [{**common, "weight_decay": decay} for decay in (settings.weight_decay, 0.0)]
+    found = [{**group, "lr": group["lr"] * lr_factor} for group in groups]
+    for group in found if momentum is not None else ():
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        if "momentum" in group:
+            group["momentum"] = momentum
+    return found
 
 
-def moment_names(settings: OptimizerSettings) -> tuple[str, ...]:
-    """Return torch's names of the moments, each with one element per parameter element."""
+def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
+    """Return the dtype of a class's state for weights that are updated in dtype `wide`: that of the trial's `example`, unless it is
+    the trial's own, float64."""
+    return wide if example.dtype == torch.float64 else example.dtype
+
+
+def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one element per
+    weight."""
+    found = _moment_dtypes(settings, wide)
+    narrow = settings.states == "bfloat16"
+    return {name: torch.bfloat16 if narrow and each.is_floating_point else each for name, each in found.items()}
+
+
+def _moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
-        return tuple(dict.fromkeys(name for plan in plans for name in plan.tensors))
+        return {name: state_dtype(each, wide) for plan in plans for name, each in plan.tensors.items()}
     if settings.name not in OPTIMIZERS:
         raise ConfigError(
-            f"optimizer.name is {settings.name!r}; element-wise shards take {', '.join(OPTIMIZERS)}. "
-            "Muon and Adafactor need whole matrices"
+            f"optimizer.name is {settings.name!r}, and the engine has updates of {', '.join(OPTIMIZERS)}; give own_class"
         )
     momentum = ("momentum_buffer",) if settings.name == "sgd" and settings.momentum else ()
-    return (*OPTIMIZERS[settings.name].moments, *momentum)
+    return dict.fromkeys((*OPTIMIZERS[settings.name].moments, *momentum), wide)
 
 
 UnshardedState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
@@ -107,11 +117,12 @@ class BucketOptimizer:
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         master, at = bucket.master, options.offload.optimizer
-        self._settings = options.optimizer
+        self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
         self._bucket = bucket
+        self._dtypes = _moment_dtypes(self._settings, self._wide)
         self.moments = {
-            name: tiers.allocate(master.numel, master.dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
-            for name in moment_names(self._settings)
+            name: tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
+            for name, dtype in moment_dtypes(self._settings, self._wide).items()
         }
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
@@ -141,11 +152,33 @@ class BucketOptimizer:
             self.update_segments()
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
-        """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`."""
+        """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
+        Those in bfloat16 are updated in the dtype of gradients' sums, and rounded at random."""
+        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
+        if all(each.dtype == dtype for each, dtype in zip(tensors, dtypes, strict=True)):
+            self._step(start, tensors, groups)
+            return
+        for first in range(0, len(tensors[0]), _WIDENED_ELEMENTS):
+            parts = [each[first : first + _WIDENED_ELEMENTS] for each in tensors]
+            wide = [each.to(dtype) for each, dtype in zip(parts, dtypes, strict=True)]
+            self._step(start + first, wide, groups)
+            where = Interval(start=start + first, end=start + first + len(parts[0]))
+            bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
+            narrow = [pair for pair in zip(parts, wide, strict=True) if pair[0] is not pair[1]]
+            for lane, (part, value) in enumerate(narrow):
+                round_into(part, value, bits, lane % LANES)
+
+    def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment_start, segment_end, group, number in self._segments:
             first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
             if first < last:
                 self._update_part(number, groups[group], [each[first - start : last - start] for each in tensors])
+
+    def evaluated(
+        self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
+    ) -> torch.Tensor:
+        """Return the weights to evaluate with, of elements of the shard from `start` on: those that are trained, here."""
+        return weights
 
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         """Update in place elements of parameters that all have the group and the step count of parameter `number`."""

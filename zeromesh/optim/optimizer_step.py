@@ -21,7 +21,13 @@ from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, Wai
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
 from zeromesh.optim.class_optimizer import make_optimizers
-from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, fused_update, hyperparameters, moment_names
+from zeromesh.optim.fused_optimizer import (
+    BucketOptimizer,
+    Hyperparameters,
+    fused_update,
+    hyperparameters,
+    moment_dtypes,
+)
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.options import Placement, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, UpdateOn
@@ -136,7 +142,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     """Return the seconds for a billion elements of an update on `device`, tried with `most` elements in host memory."""
     elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
-    names = ("master", "gradient", *moment_names(settings))
+    names = ("master", "gradient", *moment_dtypes(settings, dtype))
     memory = [tiers.buffer(elements * dtype.itemsize, _CPU).view(dtype) for _ in names]
     uses = [
         StreamOperand(
@@ -343,7 +349,7 @@ class OptimizerStep:
             return
         if (averages := self._due_averages) is not None:
             for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
-                if bucket.average is not None and not any(bucket.training):
+                if bucket.average is not None and not any(bucket.training) and not self._options.evaluates_average:
                     self.before_change(bucket)
                     modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
                     uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
@@ -431,7 +437,7 @@ class OptimizerStep:
             if copy is not None:
                 copy.copy_(master)
             if averages is not None and average is not None:
-                averages.blend(average, master)
+                averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
 
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()

@@ -133,8 +133,8 @@ class PrecisionKeys:
 
     compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Dtype of forward and backward, and of the parameters that they read."""
-    master: Literal["float32", "float64"] = "float32"
-    """Dtype of master weights and optimizer state."""
+    master: Literal["float32", "float64", "none"] = "float32"
+    """Dtype of master weights and optimizer state. none: weights are in bfloat16 alone, and updates are rounded at random."""
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
     """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""
@@ -165,21 +165,24 @@ class StepKeys:
 class OptimizerKeys:
     """The optimizer and its hyperparameters, under torch's names."""
 
-    name: Literal["adamw", "adam", "sgd", "adagrad"] = "adamw"
-    """The optimizer."""
+    name: Annotated[Text, Allowed("a name of an optimizer, or of its class such as package.module:Class")] = "adamw"
+    """The optimizer: a name of zeromesh's table, one that transformers' Trainer takes as `optim`, or a class such as
+    package.module:Class."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
-    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] = (
-        0.9,
-        0.95,
+    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] | None = (
+        None
     )
-    """Decay rates of the two moments of adamw and adam."""
-    eps: NotNegative = 1.0e-8
-    """Added to the denominator of adamw, adam and adagrad."""
+    """Decay rates of the two moments; null: [0.9, 0.95] for adamw and adam, else the class's own."""
+    eps: NotNegative | None = None
+    """Added to the denominator; null: 1e-8 for adamw, adam and adagrad, else the class's own."""
     weight_decay: NotNegative = 0.1
     """Weight decay of all parameters that `no_decay` does not match; adamw decouples it from the gradient."""
+    states: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of the moments: float32, which stands for that of master weights; bfloat16, rounded at random, for classes that work
+    element by element; int8, bitsandbytes' blocks, for adamw and lion."""
     momentum: Fraction = 0.0
-    """Momentum of sgd."""
+    """Momentum of sgd and of other classes that have one; 0: the class's own."""
     no_decay: Names = ()
     """Patterns such as '*.bias' of the names of parameters without weight decay."""
 

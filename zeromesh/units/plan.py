@@ -161,14 +161,19 @@ def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]
     return list(names.values())
 
 
+def main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
+    """Return the floating-point dtype of most elements; float32 without any."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in parameters:
+        if parameter.is_floating_point():
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else torch.float32
+
+
 def _dtypes(
     model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
 ) -> dict[str, torch.dtype]:
-    counts: Counter[torch.dtype] = Counter()
-    for parameter, _ in names:
-        if parameter.is_floating_point():
-            counts[parameter.dtype] += parameter.numel()
-    main = counts.most_common(1)[0][0] if counts else torch.float32
+    main = main_dtype(parameter for parameter, _ in names)
     # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
     # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.
     attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

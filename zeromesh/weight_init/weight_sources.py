@@ -7,7 +7,7 @@ scales the residual projections of each attention, `nn.Transformer` redraws all 
 where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -265,12 +265,33 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class BuiltSource(ParameterSource):
-    """The current parameters of `model`. Later replacements of `param.data` do not matter; in-place changes would."""
+class StoredValues(Protocol):
+    """The values of a parameter on the meta device that lie in another form: what its attribute `stored` is until they are
+    released."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Return elements [start, end) of the flattened parameter, 1-D."""
+        ...
+
+    def encoded_by(self, codec: Codec) -> EncodedParameter | None:
+        """Return the whole parameter as `codec` encodes it, if it lies so."""
+        ...
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Return what decides the values, by name; writing to it changes them."""
+        ...
+
+
+class BuiltSource(ParameterSource):
+    """The current parameters of `model`, but those `without`. Later replacements of `param.data` do not matter; in-place changes
+    would."""
+
+    def __init__(self, model: nn.Module, without: Container[str] = ()) -> None:
         self._canonical = canonical_names(model)
-        self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        named = [(name, parameter) for name, parameter in model.named_parameters() if name not in without]
+        self._values = {name: parameter.detach() for name, parameter in named}
+        self._elsewhere: dict[str, Any] = {name: each for name, each in named if hasattr(each, "stored")}
+        """The parameters with `StoredValues`."""
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval,
@@ -280,16 +301,27 @@ class BuiltSource(ParameterSource):
         if value is None:
             raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
         check_interval(fqn, start, end, value.numel())
+        if name in self._elsewhere:
+            values: torch.Tensor = self._elsewhere[name].stored.read(start, end)
+            return values
         return (self._draw(name) if value.is_meta else value).reshape(-1)[start:end]
 
     def _draw(self, name: str) -> torch.Tensor:
         raise LostValuesError((name,), "it is on the meta device")
 
+    def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
+        parameter = self._elsewhere.get(self._canonical[fqn])
+        return None if parameter is None else parameter.stored.encoded_by(codec)
+
     def release(self, fqn: str) -> None:
-        self._values.pop(self._canonical.get(fqn, ""), None)
+        name = self._canonical.get(fqn, "")
+        self._values.pop(name, None)
+        if (parameter := self._elsewhere.pop(name, None)) is not None:
+            del parameter.stored
 
     def close(self) -> None:
-        self._values.clear()
+        for name in tuple(self._values):
+            self.release(name)
 
 
 class SeededSource(BuiltSource):
@@ -303,7 +335,7 @@ class SeededSource(BuiltSource):
         self._owned: dict[str, list[str]] = {}
         """The names of each module's own parameters on meta."""
         for name, value in self._values.items():
-            if value.is_meta:
+            if value.is_meta and name not in self._elsewhere:
                 owner, _, leaf = name.rpartition(".")
                 self._owned.setdefault(owner, []).append(leaf)
         self._drawn: dict[str, Mapping[str, torch.Tensor]] = {}
@@ -447,10 +479,11 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     """Wrap a model that the user has passed: built, or on the meta device (partly or wholly), with a note that says how its weights
     are redrawn. Raises `LostValuesError` if no initialiser would compute some of the parameters on meta; `LayoutError` if such
     parameters have hooks on their gradients, which may refer to tensors without values."""
-    owners = dict.fromkeys(name.rpartition(".")[0] for name, p in model.named_parameters() if p.is_meta)
+    drawn = [name for name, p in model.named_parameters() if p.is_meta and not hasattr(p, "stored")]
+    owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn)
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
-    hooked = [name for name in hooked_parameters(model) if model.get_parameter(name).is_meta]
+    hooked = [name for name in hooked_parameters(model) if name in drawn]
     if hooked:
         raise LayoutError(
             f"{some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
@@ -460,11 +493,11 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     lost = source.unset_parameters()
     if lost:
         raise LostValuesError(lost, "nothing sets them again")
-    drawn = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
+    reset = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     note = (
-        f"the model was passed on the meta device: weights of {some(drawn)} are drawn by `reset_parameters`, and what "
+        f"the model was passed on the meta device: weights of {some(reset)} are drawn by `reset_parameters`, and what "
         "`__init__` may have set otherwise is lost; a callable that builds the model keeps it"
-        if drawn
+        if reset
         else "the model was passed on the meta device, where it has no values: its weights are drawn anew, and a model that was "
         "loaded before it was moved there has lost its own; pass that as it was loaded"
     )

@@ -1,7 +1,7 @@
 """A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from math import prod
@@ -447,10 +447,10 @@ class FullState:
                     if each is not None and not each.is_meta:
                         given[name] = each.detach()
 
-    def make_whole(self, restore: Callable[[], None]) -> None:
-        """Give the model ordinary whole parameters in the master dtype; the engine cannot be used afterwards. `restore` puts the
-        modules that were replaced back into the model."""
-        values = {name: tensor.clone() for name, tensor in self.parameters()}
+    def make_whole(self, restore: Callable[[], None], without: Collection[str] = ()) -> None:
+        """Give the model ordinary whole parameters in the master dtype, but those `without`; the engine cannot be used afterwards.
+        `restore` puts the modules that were replaced back into the model."""
+        values = {name: tensor.clone() for name, tensor in self.parameters(set(self._specs) - set(without))}
         foreign = self.buffers() if self._mesh.shape.divides("blocks") else ()
         buffers = {name: tensor.clone() for name, tensor in foreign}
         restore()

@@ -14,7 +14,7 @@ from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
-from zeromesh.optim.fused_optimizer import moment_names
+from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import kept_buckets, ring_bytes, slot_bytes
@@ -141,8 +141,8 @@ class MemoryModel:
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
         if spec.requires_grad:
-            for _ in moment_names(options.optimizer):
-                yield Purpose.MOMENTS, options.precision.master, offload.optimizer
+            for kept in moment_dtypes(options.optimizer, options.precision.sums).values():
+                yield Purpose.MOMENTS, kept, offload.optimizer
             if options.average is not None:
                 yield Purpose.AVERAGES, options.precision.master, offload.optimizer
             if not options.gradients_pass_through:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -155,8 +156,14 @@ def _refuse_step(*_: Any, **__: Any) -> None:
     raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
 
 
-def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]]) -> OptimizerSettings:
-    """Return the settings of a torch optimizer over parameters of these names. Raises `ConfigError` if it cannot be sharded."""
+def settings_of(
+    optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False
+) -> OptimizerSettings:
+    """Return the settings of a torch optimizer over parameters of these names; with `takes_modes` also of one that has train() and
+    eval(). Raises `ConfigError` if it cannot be sharded."""
+    modes: list[Any] = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
+    if has_modes := takes_modes and all(map(callable, modes)):
+        modes[0]()
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
     unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]
@@ -166,7 +173,14 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
         )
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
     is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
-    used = [state for state in optimizer.state.values() if not is_adagrad or state["step"] > 0]
+    # Numbers are no trace of an update: APOLLO's constructor gives each parameter a seed.
+    initial = {
+        by_id[id(each)]: state
+        for each, state in optimizer.state.items()
+        if all(type(value) in (int, float) for value in state.values())
+    }
+    states = [state for each, state in optimizer.state.items() if by_id[id(each)] not in initial]
+    used = [state for state in states if not is_adagrad or state["step"] > 0]
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
             group.get("differentiable") for group in groups
@@ -175,8 +189,8 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
             optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
         ),
         f"optimizer {kind} has train() and eval(), which change parameters outside of its steps; take another, and for averaged "
-        "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)": any(
-            callable(getattr(optimizer, mode, None)) for mode in ("train", "eval")
+        "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model), or give it to zeromesh.Trainer as optimizer.name": (
+            not has_modes and any(map(callable, modes))
         ),
         "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated here "
         "are in float32; leave it out": any(getattr(each, "bf16_stochastic_round", False) for each in parts),
@@ -186,13 +200,19 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]])
     }
     if wrong := [problem for problem, holds in problems.items() if holds]:
         raise ConfigError(wrong[0])
+    values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
     name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
-        return OptimizerSettings(own_class=classify(optimizer), members=members)
+        own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)
+        if has_modes and own_class.whole:
+            raise ConfigError(
+                f"optimizer {kind} has train() and eval(), and does not work element by element; take another"
+            )
+        return OptimizerSettings(own_class=own_class, groups=values, members=members)
     momentum = max((group.get("momentum", 0.0) for group in groups), default=0.0)
-    return OptimizerSettings(name=name, members=members, momentum=momentum)
+    return OptimizerSettings(name=name, groups=values, members=members, momentum=momentum)
 
 
 _NOT_FUSED = ("amsgrad", "dampening")

@@ -231,7 +231,7 @@ def test_those_of_torchao(workers: Workers, tmp_path: Path, name: str) -> None:
     ("name", "said"),
     [
         ("ChanceAdam", "depends on others, or on chance"),
-        ("ReadingAdam", "keeps tensor subclasses, and which it keeps of rows.1.weight is not known"),
+        ("ReadingAdam", "keeps states that depend on sizes, and which it keeps of rows.1.weight is not known"),
         ("RoundingAdam", "has bf16_stochastic_round=True"),
     ],
 )
@@ -317,7 +317,7 @@ class NarrowState(Lion):
         super().step()
         for group in self.param_groups:
             for each in group["params"]:
-                self.state[each]["codes"] = each.to(torch.int8)
+                self.state[each]["codes"] = each.to(torch.complex64)
 
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
@@ -568,7 +568,7 @@ def test_states_of_another_optimizer_are_refused(
         ("own count", "keeps count outside"),
         ("slow weights", "keeps slow outside"),
         ("two modes", "has train() and eval()"),
-        ("narrow", "keeps torch.int8 as 'codes'"),
+        ("narrow", "keeps torch.complex64 as 'codes'"),
         ("filled", "initial_accumulator_value"),
         ("differentiable", "differentiable"),
         ("used", "before the first update"),

@@ -15,6 +15,8 @@ from tests.support.workers import Workers
 
 FULL = pytest.mark.full
 LIGHTNING = pytest.mark.skipif(find_spec("lightning") is None, reason="Lightning is not installed")
+TRL = pytest.mark.skipif(find_spec("trl") is None, reason="TRL is not installed")
+QUANTIZED = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 STAGES = [{"zero": {"stage": stage}} for stage in range(4)]
 
 
@@ -44,6 +46,19 @@ test_over_transformers = tried(
         row(2, "weights_alone", FULL, zeromesh={"parallel": {"tensor": 2}}),
         row(1, "alike", FULL, stage=1),
         row(1, "alike", FULL, stage=3),
+    ],
+)
+test_of_bitsandbytes = tried(
+    "quantized_cases",
+    [
+        row(2, "as_original", QUANTIZED, stage=3),
+        row(2, "over_trl", QUANTIZED, TRL, kind="SFT", stage=3),
+        row(2, "over_trl", QUANTIZED, TRL, kind="DPO", stage=1),
+        row(3, "in_layout", QUANTIZED, stage=3),
+        row(4, "in_layout", QUANTIZED, FULL, stage=1, axes={"replicate": 2}),
+        row(2, "in_layout", QUANTIZED, stage=2, axes={"tensor": 2}),
+        row(2, "in_layout", QUANTIZED, stage=0, axes={"pipeline": 2}),
+        row(2, "other_values_elsewhere", QUANTIZED),
     ],
 )
 test_over_lightning = tried(

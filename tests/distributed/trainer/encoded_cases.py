@@ -4,18 +4,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers as tf
 
-from tests.distributed.trainer.lora_cases import adapted, base_of
+from tests.distributed.trainer.lora_cases import adapted, base_of, in_peft, logits, require_like
 from tests.support.architecture_cases import differences
-from tests.support.plain import error_of
+from tests.support.plain import compare, error_of, plain_fit
 from tests.support.trainer_cases import digest, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.settings.keys import CodecName
+
+OPTIONS = {"use_dora": True, "use_rslora": True, "modules_to_save": ["embed_tokens"]}
 
 
 def rounded(model: Any, name: CodecName, *, nested: bool = True) -> Any:
@@ -56,7 +59,7 @@ def moved(
     base = base_of(mesh, folder, torch.bfloat16)
     config = settings(
         folder,
-        model={"source": str(base), "weights": "nf4", "lora": {"rank": 2}},
+        model={"source": str(base), "weights": "nf4", "lora": {"rank": 2, "options": OPTIONS}},
         run={"name": "moved", "max_steps": steps},
         schedule={"name": "constant_with_warmup"},
         checkpoint={"every_steps": 2, "resume": "auto", "frozen": frozen},
@@ -78,3 +81,40 @@ def another_base(mesh: Mesh, folder: str) -> str:
         model.save_pretrained(Path(folder) / "base")
     mesh.world.barrier("other base")
     return error_of(lambda: moved(mesh, folder, 6, 3, frozen="whole"), ZeromeshError)
+
+
+def alike(
+    mesh: Mesh,
+    folder: str,
+    stage: int,
+    adapter: Mapping[str, Any],
+    axes: Mapping[str, int] | None = None,
+    weights: CodecName | None = "nf4",
+) -> None:
+    """Adapters by configuration over a directory, and PEFT's own of the same settings over the values of the codec."""
+    base, start, end = base_of(mesh, folder), Path(folder) / "start", Path(folder) / "end"
+    sections = {"zero": {"stage": stage, "gathered_budget": 0}, "parallel": axes or {}}
+    config = settings(
+        folder, model={"source": str(base), "adapters": {"default": adapter}, "weights": weights}, **sections
+    )
+    with Trainer(None, {**config, "run": {**config["run"], "name": "start"}}, sentences()) as trainer:
+        trainer.save(start)
+        drawn = {name: each.clone() for name, each in trainer.state_dict()}
+
+    changing = adapter.get("init_lora_weights") in ("pissa", "olora")
+
+    def plain() -> Any:
+        model = tf.AutoModelForCausalLM.from_pretrained(base)
+        return model if weights is None or changing else rounded(model.requires_grad_(False), weights)
+
+    own = peft.get_peft_model(plain(), peft.LoraConfig(**adapter))
+    loaded = peft.PeftModel.from_pretrained(plain(), start, is_trainable=True)
+    if weights is not None and changing:  # What is left of the base is encoded.
+        own, loaded = rounded(own, weights), rounded(loaded, weights)
+    for name, each in loaded.named_parameters():
+        assert (drawn[name] - each).norm() <= 1e-6 * each.norm(), name
+        assert not (changing or "magnitude" in name) or torch.allclose(own.get_parameter(name), each, rtol=1e-6), name
+    found, _ = compare(None, config, sentences(), plain_fit(loaded, sentences(), config), after=lambda t: t.save(end))
+    assert all(value <= (1e-6 if changing else 1e-9) for value in found.values()), found
+    if weights is None or not changing:
+        require_like(in_peft(plain(), end, logits(loaded.double())), near=1e-6)

@@ -16,9 +16,12 @@ from tests.support.architectures import SIZES
 from tests.support.input_cases import command
 from tests.support.plain import after_steps, error_of, fitted
 from tests.support.trainer_cases import LLAMA, digest, llama, seeded, sentences, settings
-from zeromesh import Callback, Trainer
+from zeromesh import Callback, Generator, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.models.adapters import add_adapters
+from zeromesh.weight_init.weight_sources import wrap_passed_model
 
 TARGETS = ["q_proj", "down_proj"]
 RANK = 3
@@ -103,6 +106,44 @@ def variant(
     plain = seeded(lambda: llama(**base)).double()
     assert all(value <= 1e-9 for value in training.values()), training
     require_like(in_peft(plain, path, logits(mine.double())))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    **{key: {"r": 4} for key in ("LORA", "HRA", "MISS", "DELORA", "GRALORA", "HIRA", "GLORA", "PEANUT")},
+    **{key: {"r": 4} for key in ("LOHA", "LOKR", "VERA", "RANDLORA", "SHIRA", "DEFT", "TINYLORA")},
+    **{key: {} for key in ("BEFT", "FROD", "SUPERTUNING", "UNILORA")},
+    "IA3": {"feedforward_modules": ["down_proj"]},
+    "OFT": {"oft_block_size": 4, "r": 0},
+    "BOFT": {"boft_block_size": 4},
+    "C3A": {"block_size": 8},
+    "ROAD": {"group_size": 4},
+    "VBLORA": {"vector_length": 16, "num_vectors": 8},
+    "WAVEFT": {"n_frequency": 50},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]},
+    "TRAINABLE_TOKENS": {"token_indices": IDS[0, :2].tolist(), "target_modules": ["embed_tokens"]},
+}
+"""Settings of PEFT's methods that suit a tiny model."""
+
+
+def method(mesh: Mesh, folder: str, name: str, stage: int, axes: Mapping[str, int] | None = None) -> None:
+    """One of PEFT's methods by configuration against a plain loop, and what plain PEFT makes of what is saved."""
+    given = {"peft_type": name, "target_modules": TARGETS, **METHODS[name]}
+    section, path = (
+        ModelSection(config={"model_type": "llama", **LLAMA}, adapters={"default": given}),
+        Path(folder, "a"),
+    )
+    pair = []
+    for _ in range(2):
+        made = add_adapters(wrap_passed_model(seeded(llama), 3), section, 3, torch.float64).model
+        torch.manual_seed(12)
+        for parameter in made.parameters():
+            if parameter.requires_grad:
+                parameter.data.add_(torch.randn(parameter.shape), alpha=0.05)
+        pair.append(made)
+    sections = {"zero": {"stage": stage, "gathered_budget": 0}, "parallel": axes or {}}
+    found = differences(folder, "method", (pair[0], pair[1]), sentences(), after=lambda t: t.save(path), **sections)
+    assert all(value <= 1e-9 for value in found.values()), found
+    require_like(in_peft(seeded(llama).double(), path, logits(pair[0].double())), far=1e-9)
 
 
 class Look(Callback):
@@ -352,3 +393,47 @@ def resumed(mesh: Mesh, folder: str) -> None:
     assert error_of(lambda: tf.AutoModelForCausalLM.from_pretrained(checkpoint), (OSError, ValueError))
     assert not (checkpoint / "config.json").exists()
     assert (checkpoint / "adapter_config.json").exists()
+
+
+def several(mesh: Mesh, folder: str, steps: int, stage: int, axes: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Two adapters over a directory, of which the second is trained and the first, a saved one, stays as it is."""
+    base, style = base_of(mesh, folder), Path(folder) / "style"
+    if mesh.rank == 0 and not style.exists():
+        adapted(target_modules=["v_proj"]).save_pretrained(style)
+    mesh.world.barrier("style")
+    adapters = {"style": str(style), "task": {"r": 2, "target_modules": TARGETS, "use_dora": True}}
+    config = settings(
+        folder,
+        model={"source": str(base), "adapters": adapters, "trained_adapter": "task", "weights": "nf4"},
+        run={"name": "several", "max_steps": steps},
+        schedule={"name": "constant", "warmup_steps": 0},
+        checkpoint={"every_steps": 2},
+        zero={"stage": stage},
+        parallel=axes or {},
+    )
+    with Trainer(None, config, sentences()) as trainer:
+        losses = trainer.fit().losses
+        state = {name: tensor.clone() for name, tensor in trainer.state_dict()}
+        found = {"losses": losses, "logits": logits(trainer.model)[0, -1].tolist()}
+    saved = load_file(style / "adapter_model.safetensors")
+    kept = {name.replace(".weight", ".style.weight"): each for name, each in saved.items()}
+    assert kept
+    assert all(torch.equal(state[name].float(), each) for name, each in kept.items())
+    return found
+
+
+def generated(mesh: Mesh, folder: str, axes: Mapping[str, int], **sections: Mapping[str, Any]) -> None:
+    """What a base with a saved adapter generates in a layout, as PEFT's model in one process does."""
+    base, path, prompt = base_of(mesh, folder), Path(folder) / "saved", IDS[0, :4].tolist()
+    wanted = adapted(use_dora=True)
+    if mesh.rank == 0:
+        wanted.save_pretrained(path)
+    mesh.world.barrier("saved")
+    keys = [f"model.source={base}", "precision.compute=float64"]
+    with Generator(path, overrides=keys, parallel=axes, **sections) as made:
+        (found,) = made.generate([prompt], max_new_tokens=6)
+    tokens = list(prompt)
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(wanted.double().eval()(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert found.tokens == tokens[4:]

@@ -13,23 +13,33 @@ import transformers as tf
 from torch import nn
 
 import zeromesh
-from tests.distributed.trainer.lora_cases import TARGETS, adapted
+from tests.distributed.trainer.lora_cases import METHODS, TARGETS, adapted
 from tests.support.tables import row, tried
-from tests.support.trainer_cases import LLAMA, llama, sentences, settings
+from tests.support.trainer_cases import LLAMA, llama, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
-from zeromesh.trainer.config.sections.model import LoraSection, ModelSection
+from zeromesh.trainer.config.sections.model import LoraSection, ModelSection, WeightsSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models.adapters import _excluded_modules, adapter_names, add_lora, is_adapted, pretrained_of
+from zeromesh.trainer.models.adapters import (
+    _METHODS,
+    _SHARED,
+    _excluded_modules,
+    adapter_names,
+    add_adapters,
+    is_adapted,
+    pretrained_of,
+    require_adapters_fit,
+)
 from zeromesh.trainer.models.build import build_model
 from zeromesh.trainer.models.small_copy import InFloat64
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 from zeromesh.weight_init.weight_sources import BuiltModel, wrap_passed_model
 
+FULL = pytest.mark.full
 TIED = {"tie_word_embeddings": True}
 
 
@@ -46,6 +56,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens of a tied head": ({"trainable_token_indices": [1, 2]}, TIED),
     "biases": ({"bias": "lora_only"}, {"attention_bias": True}),
     "all biases": ({"bias": "all"}, {"attention_bias": True, "mlp_bias": True}),
+    "one layer": ({"layers_to_transform": [1]}, {}),
     "rank-stabilised": ({"use_rslora": True, "rank_pattern": {"q_proj": 2}}, {}),
 }
 """Changes of adapters, and of the model below them."""
@@ -54,7 +65,7 @@ SHORT = ("linear layers", "whole tied embedding")
 
 def variant(name: str, stage: int, **axes: int) -> Any:
     changes, base = VARIANTS[name]
-    marks = () if name in SHORT and stage == 3 else (pytest.mark.full,)
+    marks = () if name in SHORT and stage == 3 else (FULL,)
     given = {"stage": stage, "base": base, "changes": changes, "axes": axes}
     words = [f"{axis} {size}" for axis, size in axes.items()]
     return pytest.param(
@@ -78,6 +89,9 @@ test_adapters_on_ranks = tried(
         row(2, "of_experts", stage=3),
         *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
         row(2, "prompted", stage=3),
+        *(row(2, "generated", axes=axes, zero={"stage": 3}) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
+        *(row(2, "method", *([] if name == "VERA" else [FULL]), name=name, stage=3) for name in METHODS),
+        *(row(2, "method", FULL, name=n, stage=1, axes={"pipeline": 2}) for n in METHODS if n not in _SHARED),
         *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
     ],
 )
@@ -183,10 +197,14 @@ def built(**changes: Any) -> BuiltModel:
     return build_model(ModelSection(config={"model_type": "llama", **LLAMA, **changes}), 3)
 
 
+def lora(**settings: Any) -> ModelSection:
+    return ModelSection(lora=LoraSection(**settings))
+
+
 def test_adapters_over_weights_that_are_nowhere_yet() -> None:
     plain = built()
     values = {name: plain.source.read(name, 3, 30).clone() for name, _ in plain.model.named_parameters()}
-    made = add_lora(built(), LoraSection(rank=2, targets=("o_proj",)), "causal_lm", 3)
+    made = add_adapters(built(), lora(rank=2, targets=("o_proj",)), 3)
     inside = [name for name, parameter in made.model.named_parameters() if parameter.is_meta]
     assert len(inside) == len(values)
     for name in inside:
@@ -198,6 +216,17 @@ def test_adapters_over_weights_that_are_nowhere_yet() -> None:
         assert torch.equal(made.source.read(name, 0, parameter.numel()), parameter.detach().reshape(-1))
         assert bool(parameter.eq(0).all()) == ("lora_B" in name)
     assert adapter_names(made.model) == set(trained)
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_weights_that_are_read_are_not_changed_ones(compute: torch.dtype) -> None:
+    given, codes = {"use_dora": True, "target_modules": ["q_proj"]}, WeightsSection(codec="nf4")
+    made = add_adapters(built(), ModelSection(adapters={"default": given}, weights=codes), 3, compute)
+    assert not made.notes
+    assert all(each.is_meta or "lora_" in name for name, each in made.model.named_parameters())
+    given = {"init_lora_weights": "pissa", "r": 2, "target_modules": ["q_proj"]}
+    (note,) = add_adapters(built(), ModelSection(adapters={"default": given}, weights=codes), 3, compute).notes
+    assert "changes 2 weights of the base" in note
 
 
 class Router(nn.Linear):
@@ -213,7 +242,7 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     model.model.layers[0].mlp.up_proj = Router(32, 48)
     model.model.extra = nn.Sequential(nn.Linear(32, 32))
     assert _excluded_modules(model) == ["model.layers.0", "model.layers.0.mlp.up_proj"]
-    made = add_lora(wrap_passed_model(model, 3), LoraSection(rank=2, targets="all-linear"), "causal_lm", 3)
+    made = add_adapters(wrap_passed_model(model, 3), lora(rank=2, targets="all-linear"), 3)
     adapted_layers = {name.partition(".lora_")[0] for name in adapter_names(made.model)}
     assert "base_model.model.model.extra.0" in adapted_layers
     assert "base_model.model.model.layers.0.mlp.up_proj" not in adapted_layers
@@ -221,17 +250,17 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     assert "no adapters on model.layers.0.mlp.up_proj" in made.notes
     model = llama()
     model.model.layers[0].mlp.up_proj = Router(32, 48)
-    section = LoraSection(rank=2, targets=("up_proj",))
+    section = lora(rank=2, targets=("up_proj",))
     with pytest.raises(
         ConfigError, match=r"model\.layers\.0\.mlp\.up_proj cannot have adapters, as a Router does more"
     ):
-        add_lora(wrap_passed_model(model, 3), section, "causal_lm", 3)
+        add_adapters(wrap_passed_model(model, 3), section, 3)
 
 
 def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:
-    section = LoraSection(rank=2, targets="all-linear")
-    deferred = add_lora(built(), section, "causal_lm", 3).model
-    whole = add_lora(wrap_passed_model(llama(), 3), section, "causal_lm", 3).model
+    section = lora(rank=2, targets="all-linear")
+    deferred = add_adapters(built(), section, 3).model
+    whole = add_adapters(wrap_passed_model(llama(), 3), section, 3).model
     found = {name: p for name, p in deferred.named_parameters() if p.requires_grad}
     wanted = {name: p for name, p in whole.named_parameters() if p.requires_grad}
     assert found.keys() == wanted.keys()
@@ -289,23 +318,129 @@ def test_the_loss_is_that_of_the_adapted_head(name: str, chunked: bool) -> None:
     torch.testing.assert_close(gradients, wanted, rtol=1e-9, atol=1e-12)
 
 
+def from_directory(path: Path, **others: Any) -> ModelSection:
+    return ModelSection(config={"model_type": "llama", **LLAMA}, adapters={"default": str(path), **others})
+
+
+@pytest.mark.parametrize("name", ["linear layers", "whole modules", "magnitudes", "tokens", "biases"])
+def test_an_adapter_is_gone_on_from(name: str, tmp_path: Path) -> None:
+    changes, base = VARIANTS[name]
+    model = adapted(base, **changes)
+    wanted = {name: each.detach().clone() for name, each in model.named_parameters()}
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    model.save_pretrained(tmp_path / "saved")
+    plain = seeded(lambda: llama(**base))
+    # PEFT saves an adapted head's own weights too, which are not those of another base.
+    for base_model in (wrap_passed_model(plain, 3), *([built(**base)] if name != "magnitudes" else [])):
+        made = add_adapters(base_model, from_directory(tmp_path / "saved"), 3)
+        found = dict(made.model.named_parameters())
+        assert {name for name, each in found.items() if each.requires_grad} == trained
+        for key in trained:
+            assert torch.equal(made.source.read(key, 0, found[key].numel()), wanted[key].reshape(-1)), key
+
+
+def test_several_adapters_of_which_one_is_trained(tmp_path: Path) -> None:
+    adapted().save_pretrained(tmp_path / "saved")
+    for trained in ("default", "new"):
+        section = from_directory(tmp_path / "saved", new={"r": 2, "target_modules": ["q_proj"]})
+        model = add_adapters(built(), section.model_copy(update={"trained_adapter": trained}), 3).model
+        learnt = [name for name, each in model.named_parameters() if each.requires_grad]
+        assert learnt
+        assert all(f".{trained}." in name for name in learnt)
+        assert model.active_adapters == [trained]
+    with pytest.raises(ConfigError, match=r"trained_adapter is 'x', and the adapters are \['a', 'b'\]"):
+        load_config({"model": {"adapters": {"a": {}, "b": {}}, "trained_adapter": "x"}})
+
+
+def test_one_of_several_adapters_is_trained_resumed_generated_with_and_merged(workers: Workers, tmp_path: Path) -> None:
+    whole = workers.run(1, "lora_cases:several", folder=str(tmp_path / "whole"), steps=4, stage=0)[0]
+    parts = {"folder": str(tmp_path / "parts")}
+    first = workers.run(2, "lora_cases:several", steps=2, stage=1, axes={"tensor": 2}, **parts)[0]
+    second = workers.run(2, "lora_cases:several", steps=4, stage=3, **parts)[0]
+    assert [*first["losses"], *second["losses"]] == pytest.approx(whole["losses"], rel=1e-9)
+    checkpoint = tmp_path / "parts/several/checkpoints/step-00000004"
+    assert (checkpoint / "style/adapter_config.json").is_file()
+    ids = sentences()[1]["input_ids"][None]
+    wanted = torch.tensor(second["logits"], dtype=torch.float64)
+    with zeromesh.Generator(tmp_path / "parts/several", precision={"compute": "float64"}) as made, torch.no_grad():
+        torch.testing.assert_close(made.engine.model(input_ids=ids).logits[0, -1], wanted)
+    export_checkpoint(checkpoint, tmp_path / "merged", "keep", Console(), merge=True, decoded=True)
+    with torch.no_grad():
+        merged = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64).eval()
+        torch.testing.assert_close(merged(input_ids=ids).logits[0, -1], wanted)
+
+
+def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
+    adapted({"hidden_size": 64}).save_pretrained(tmp_path / "wide")
+    with pytest.raises(
+        ConfigError, match=r"another base: it has .*lora_A.weight of \[3, 64\], and LlamaForCausalLM.* \[3, 32\]"
+    ):
+        add_adapters(built(), from_directory(tmp_path / "wide"), 3)
+    adapted({"num_hidden_layers": 3}).save_pretrained(tmp_path / "deep")
+    with pytest.raises(ConfigError, match=r"it has .*layers\.2.*, for which LlamaForCausalLM has no place"):
+        add_adapters(built(), from_directory(tmp_path / "deep"), 3)
+    adapted(target_modules=["lm_head"]).save_pretrained(tmp_path / "head")
+    with pytest.raises(ConfigError, match=r"lm_head\.base_layer\.weight, for which .* has no place, or other values"):
+        add_adapters(built(), from_directory(tmp_path / "head"), 3)
+    with pytest.raises(ConfigError, match=r"model\.adapters\.default: .* is no directory with adapter_config\.json"):
+        add_adapters(built(), from_directory(tmp_path), 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"use_dorra": True}, r"use_dorra is not a field of LoraConfig; nearest: use_dora"),
+        ({"r": "8"}, r"r: got '8'; Input should be a valid integer"),
+        ({"r": 0}, r"model\.adapters\.default: .*r.* should be a positive integer"),
+        ({"peft_type": "ADALORA"}, r"peft_type ADALORA: its ranks are chosen anew after each step"),
+        ({"peft_type": "XLORA"}, r"peft_type XLORA: nothing shows that .* there are BEFT, BOFT"),
+        ({"peft_type": "LORRA"}, r"peft_type LORRA"),
+        ({"init_lora_weights": "eva"}, r"init_lora_weights: eva is refused, as it is computed from batches"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication is refused, as it changes more"),
+        ({"init_lora_weights": "corda"}, r"init_lora_weights: corda is refused"),
+        ({"peft_type": "IA3", "target_modules": ["x"], "feedforward_modules": ["y"]}, "feedforward_modules"),
+    ],
+)
+def test_settings_of_peft_are_checked(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(built(), ModelSection(adapters={"default": given}), 3)
+
+
+def test_a_name_that_peft_would_lose_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Adapter name 'lora' should not be contained in the prefix"):
+        add_adapters(built(), ModelSection(adapters={"lora": {"target_modules": TARGETS}}), 3)
+    with pytest.raises(ConfigError, match=r"model\.adapters: \['a\.b'\] are no names"):
+        load_config({"model": {"adapters": {"a.b": {}}}})
+    with pytest.raises(ConfigError, match=r"model\.adapters\.default is not the adapter that is trained"):
+        load_config({"model": {"adapters": {"x": {}, "default": {}}}})
+
+
+def test_methods_whose_layers_share_tensors_are_refused_on_a_pipeline() -> None:
+    assert METHODS.keys() | _SHARED <= _METHODS
+    section = ModelSection(adapters={"default": {"peft_type": "VERA", "r": 2, "target_modules": TARGETS}})
+    model = add_adapters(built(), section, 3).model
+    require_adapters_fit(model, 1)
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline: the layers of VERA share tensors"):
+        require_adapters_fit(model, 2)
+
+
 def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    section = LoraSection(targets=("no_such_layer",))
+    section = lora(targets=("no_such_layer",))
     with pytest.raises(ConfigError, match=r"model\.lora: no adapters can be added: .*no_such_layer"):
-        add_lora(built(), section, "causal_lm", 0)
+        add_adapters(built(), section, 0)
     with pytest.raises(ConfigError, match="adapters are for models of transformers, and this is a Linear"):
-        add_lora(wrap_passed_model(nn.Linear(2, 2), 0), section, "base", 0)
+        add_adapters(wrap_passed_model(nn.Linear(2, 2), 0), section, 0)
     twice = llama()
     twice.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
     for model in (adapted(), twice):
         with pytest.raises(ConfigError, match=r"model\.lora: the model has adapters already; leave this out"):
-            add_lora(wrap_passed_model(model, 0), LoraSection(rank=2), "causal_lm", 0)
+            add_adapters(wrap_passed_model(model, 0), lora(rank=2), 0)
     prompts = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     with pytest.raises(ConfigError, match="adapters that learn prompts make targets of their own"):
         make_loss(prompts)
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"adapters need the package peft: pip install peft"):
-        add_lora(built(), section, "causal_lm", 0)
+        add_adapters(built(), section, 0)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +450,7 @@ def test_what_cannot_have_adapters_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         ({"ranks": 4}, r"model\.lora\.ranks: unknown key \(got 4\); did you mean model\.lora\.rank\?"),
         ({"dropout": 1.0}, r"model\.lora\.dropout"),
         ({"targets": []}, r"model\.lora\.targets"),
+        ({"options": {"r": 4}}, r"model\.lora\.options: \['r'\] are keys of model\.lora"),
     ],
 )
 def test_settings_of_adapters_are_checked(section: dict[str, Any], message: str) -> None:

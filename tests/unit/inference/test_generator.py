@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
 import yaml
 
+from zeromesh import Trainer
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.inference.generator import Generator, find_source, layout_of
@@ -132,6 +134,56 @@ def test_a_model_with_an_encoder_is_built_with_its_head(tmp_path: Path) -> None:
             made.require_serving({})
         with pytest.raises(ConfigError, match="has an encoder, which requests that join a running batch cannot"):
             made.check_request([1], {})
+
+
+def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(model.eval()(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def adapter(base: Path, out: Path, seed: int = 1, **changes: Any) -> Any:
+    """PEFT's model of a base and an adapter, which is saved."""
+    torch.manual_seed(seed)
+    settings = {"r": 4, "target_modules": ["q_proj", "down_proj", "lm_head"], "init_lora_weights": False, **changes}
+    made = peft.get_peft_model(tf.AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    made.save_pretrained(out)
+    return made
+
+
+def test_an_adapter_and_a_run_with_adapters_generate(folder: Path, tmp_path: Path) -> None:
+    wanted = adapter(folder, tmp_path / "adapter", use_dora=True)
+    plain = greedy(tf.AutoModelForCausalLM.from_pretrained(folder), [5, 6], 12)
+    assert plain != (expected := greedy(wanted, [5, 6], 12))
+    for source, keys in ((tmp_path / "adapter", []), (folder, [f"model.adapters={tmp_path / 'adapter'}"])):
+        with Generator(source, overrides=[*keys, "zero.stage=3"]) as made:
+            assert made.generate([[5, 6]], max_new_tokens=12)[0].tokens == expected
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+    model = {"source": str(folder), "weights": "nf4", "lora": {"rank": 2, "targets": "all-linear"}}
+    sections: dict[str, Any] = {"run": {"name": "r", "output_dir": str(tmp_path), "max_steps": 2}, "model": model}
+    sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "schedule": {"name": "constant"}}
+    with Trainer(None, {**sections, "checkpoint": {"every_steps": 2}}, rows) as trainer:
+        trainer.fit()
+        trained = greedy(trainer.model, [5, 6], 12)
+    with Generator(tmp_path / "r") as made:
+        assert made.config.model.weights is not None
+        assert made.generate([[5, 6]], max_new_tokens=12)[0].tokens == trained
+    assert trained not in (plain, expected)
+
+
+def test_an_adapter_without_a_base_is_refused(folder: Path, tmp_path: Path) -> None:
+    adapter(folder, tmp_path / "adapter")
+    path = tmp_path / "adapter/adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": None}))
+    with pytest.raises(ConfigError, match=r"names no directory of its base; give it as model\.source=DIRECTORY"):
+        layout_of(tmp_path / "adapter", None, {})
+    assert layout_of(tmp_path / "adapter", None, {}, [f"model.source={folder}"]).model.source == str(folder)
+    with pytest.raises(
+        ConfigError, match=r"model\.adapters\.a has settings of a new adapter, and nothing is trained here"
+    ):
+        layout_of(folder, None, {"model": {"adapters": {"a": {"r": 2}}}})
 
 
 def test_seeds_of_prompts_and_of_calls(generator: Generator, folder: Path) -> None:

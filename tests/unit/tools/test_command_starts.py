@@ -179,6 +179,11 @@ def test_sources_of_an_evaluation(copied: Copied, tmp_path: Path) -> None:
     first, last = (run / "checkpoints" / f"step-0000000{step}" for step in (1, 2))
     assert resolve_source(str(run)) == (run / "config.resolved.yaml", auto, last)
     assert resolve_source(str(first)) == (run / "config.resolved.yaml", auto, first)
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"base_model_name_or_path": "base", "revision": null}')
+    keys = ('run.name="adapter"', 'model.source="base"', f'model.adapters={{"default": "{adapter}"}}')
+    assert resolve_source(str(adapter)) == (None, keys, None)
     (tmp_path / "config.json").write_text("{}")
     assert resolve_source(str(tmp_path)) == (None, (f"model.source={tmp_path}", f"run.name={tmp_path.name}"), None)
     assert resolve_source("some.yaml") == (Path("some.yaml"), (), None)

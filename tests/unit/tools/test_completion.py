@@ -23,7 +23,7 @@ _COMPLETED = [
     ("evaluate c.yaml zero.st", {"zero.stage="}),
     ("checkpoint ", {"list", "inspect", "verify", "export", "merge", "diff"}),
     ("checkpoint export --d", {"--dtype"}),
-    ("checkpoint export --dtype ", {"float32", "bfloat16", "float16", "keep"}),
+    ("checkpoint export --dtype ", {"float32", "bfloat16", "float16", "keep", "nf4", "fp4"}),
     ("completion ", set(SHELLS)),
     ("train --nn", {"--nnodes"}),
     ("train --nproc 2 c.yaml zero.st", {"zero.stage="}),

@@ -112,10 +112,11 @@ class Evaluated:
         self.feed = SimpleNamespace(plan=SimpleNamespace(global_size=8, accumulation=4))
         stepper = SimpleNamespace(evaluate=self._evaluate)
         feeds = SimpleNamespace(evaluation=lambda dataset: self.feed)
-        self.model = SimpleNamespace(module=None, feeds=feeds, stepper=stepper, averaged=self._averaged)
+        self.model = SimpleNamespace(
+            module=None, feeds=feeds, stepper=stepper, averaged=self._averaged, evaluates_average=ema
+        )
         self.console = SimpleNamespace(show_evaluation=lambda *_: None, note=self.notes.append)
         self.events = SimpleNamespace(call=lambda *event: self.events_seen.append(event))
-        self.config = SimpleNamespace(ema=SimpleNamespace(evaluate=ema))
         self.inputs = SimpleNamespace(compute_metrics=metrics, preprocess_logits_for_metrics=None)
         self.mesh, self.collector = None, None
 

@@ -11,8 +11,8 @@ from transformers import TrainerState
 from zeromesh.errors import ConfigError
 from zeromesh.trainer import Trainer
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.base import find_object
 from zeromesh.trainer.integrations import trl
-from zeromesh.trainer.setup.named_objects import find_object
 
 DPO: dict[str, Any] = {"train": {"method": "dpo", "options": {"beta": 0.3}}, "data": {"tokenizer": "bytes"}}
 
@@ -113,9 +113,9 @@ def test_a_reward_is_a_function_of_a_module() -> None:
     import math
 
     config = load_config({"train": {"method": "grpo", "rewards": [{"python": "math:sqrt"}, {"python": "math:none"}]}})
-    assert find_object(config.train.rewards[0], "train.rewards") is math.sqrt
+    assert find_object(config.train.rewards[0].python, "train.rewards") is math.sqrt
     with pytest.raises(ConfigError, match=r"train.rewards: math:none"):
-        find_object(config.train.rewards[1], "train.rewards")
+        find_object(config.train.rewards[1].python, "train.rewards")
 
 
 def test_rows_and_tokens(tmp_path: Path) -> None:

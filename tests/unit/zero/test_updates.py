@@ -15,7 +15,7 @@ from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TierChoice, TieredTensor, Tiers
 from zeromesh.optim.class_optimizer import WholeOptimizer, classify, make_optimizers, plain_group
-from zeromesh.optim.fused_optimizer import OPTIMIZERS, BucketOptimizer, fused_update, moment_names, torch_optimizer
+from zeromesh.optim.fused_optimizer import BucketOptimizer, fused_update, moment_dtypes
 from zeromesh.optim.optimizer_step import WeightAverage, clip_factor
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
@@ -43,32 +43,20 @@ def test_an_update_has_all_settings_of_its_group(name: str, make: Any, settings:
     parameter = nn.Parameter(values.clone())
     optimizer = make([parameter], **settings)
     found = OptimizerSettings(name=name, momentum=settings.get("momentum", 0.0))  # type: ignore[arg-type]
-    moments = [torch.zeros(5, dtype=torch.float64) for _ in moment_names(found)]
+    moments = [torch.zeros(5, dtype=torch.float64) for _ in moment_dtypes(found, torch.float64)]
     for step, gradient in enumerate(gradients):
         parameter.grad = gradient.clone()
         optimizer.step()
         group = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
         fused_update(name, group, values, gradient.clone(), moments, step)
         assert torch.allclose(values, parameter.detach(), rtol=1e-12)
-    for key, moment in zip(moment_names(found), moments, strict=True):
+    for key, moment in zip(moment_dtypes(found, torch.float64), moments, strict=True):
         assert torch.allclose(moment, optimizer.state[parameter][key], rtol=1e-12)
 
 
 def test_momentum_does_not_begin_later() -> None:
     with pytest.raises(PhaseError, match="SGD has momentum now and had none at first"):
         fused_update("sgd", {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.5}, *torch.ones(2, 3), (), 1)
-
-
-def test_the_optimizers_that_a_name_makes() -> None:
-    settings = SimpleNamespace(lr=0.5, betas=(0.25, 0.5), eps=0.125, momentum=0.75)
-    wanted = {"adamw": (AdamW, ("betas", "eps")), "adam": (Adam, ("betas", "eps")), "sgd": (SGD, ("momentum",)),
-              "adagrad": (Adagrad, ("eps",))}  # fmt: skip
-    assert set(OPTIMIZERS) == set(wanted)
-    for name, (kind, keys) in wanted.items():
-        optimizer = torch_optimizer(SimpleNamespace(name=name, **vars(settings)), [nn.Parameter(torch.zeros(1))])
-        assert type(optimizer) is kind
-        (group,) = optimizer.param_groups
-        assert {key: group[key] for key in ("lr", *keys)} == {key: getattr(settings, key) for key in ("lr", *keys)}
 
 
 def bucket_of(groups: list[int], trained: list[bool], sizes: tuple[int, ...] = (64, 64, 64)) -> Bucket:
@@ -213,6 +201,7 @@ def kept(state: Callable[[nn.Parameter], dict[str, Any]], *shape: int) -> Optimi
         (lambda each: {"sum": torch.zeros_like(each), "step": 1}, False, {"sum"}, {"step"}),
         (lambda each: {"step": torch.tensor(1.0), "rate": 0.5, "none": None}, False, set(), {"step", "rate"}),
         (lambda each: {"rows": each.new_zeros(len(each))}, True, {"rows"}, set()),
+        (lambda each: {"half": each.half(), "flag": True}, False, {"half"}, {"flag"}),
     ],
 )
 def test_a_trial_finds_states_and_whether_pieces_suffice(
@@ -230,9 +219,10 @@ def test_a_trial_finds_states_and_whether_pieces_suffice(
     [
         (lambda each: {"model": torch.zeros_like(each)}, (), "has a state 'model', which is no name"),
         (lambda each: {"a.b": 1}, (), "has a state 'a.b', which is no name"),
-        (lambda each: {"list": [1]}, (), "keeps list as 'list'"),
-        (lambda each: {"flag": True}, (), "keeps bool as 'flag'"),
-        (lambda each: {"half": each.half()}, (), "keeps torch.float16 as 'half'"),
+        (lambda each: {"group_k": 1}, (), "has a state 'group_k', which is no name of its own"),
+        (lambda each: {"list": [1]}, (), "keeps a list as 'list'"),
+        (lambda each: {"made": SimpleNamespace(parts=[each])}, (), r"keeps a list as made\.parts"),
+        (lambda each: {"complex": each.to(torch.complex64)}, (), "keeps torch.complex64 as 'complex'"),
         (lambda _: {}, (1,) * 6, "has a parameter of 6 dimensions; allowed are 5"),
     ],
 )

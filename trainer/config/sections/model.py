@@ -58,6 +58,16 @@ class LoraSection(Section):
     """Dropout of the adapters' inputs."""
     targets: Literal["all-linear"] | Texts | None = None
     """Suffixes of the names of layers that get adapters, or all-linear; null: PEFT's defaults for the architecture."""
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of PEFT's LoraConfig, such as `{use_rslora: true, modules_to_save: [embed_tokens]}`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of PEFT's LoraConfig."""
+        targets = list(self.targets) if isinstance(self.targets, tuple) else self.targets
+        alpha = self.alpha or 2 * self.rank
+        own = {"r": self.rank, "lora_alpha": alpha, "lora_dropout": self.dropout, "target_modules": targets}
+        return {"peft_type": "LORA", **own, **self.options}
 
 
 class WeightsSection(Section):
@@ -102,6 +112,17 @@ class ModelSection(Section):
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
     """Train low-rank adapters of linear layers (LoRA, by PEFT) and freeze the rest; null: none."""
+    adapters: Annotated[
+        dict[Text, Text | dict[str, JsonValue]] | None,
+        Allowed("null, a directory, or a mapping of names to directories and settings of PEFT"),
+    ] = None
+    """Adapters of PEFT by name, such as `{default: {peft_type: IA3}}`: the fields of an adapter_config.json, or a directory with a
+    saved adapter, or a run, from which training goes on. A directory alone is the adapter `default`. null: none."""
+    trained_adapter: Text | None = None
+    """The name of the one of several `adapters` that is active and trained; null: the first."""
+    train: Annotated[Texts | None, Allowed("null, or a list of patterns")] = None
+    """Patterns of the names of the parameters that are trained, such as `["*.layers.3.*", "!*norm*"]`, of which a later one counts
+    more and ! freezes; null: all, or the adapters."""
     weights: Annotated[
         WeightsSection | None, Allowed("null, nf4, fp4, int8, fp8, or a mapping such as {codec: nf4}")
     ] = None
@@ -121,9 +142,18 @@ class ModelSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _source_replaces_the_default(cls, data: Any) -> Any:
-        given = isinstance(data, dict) and (data.get("source") is not None or data.get("python") is not None)
-        return {**data, "config": None} if given and "config" not in data else data
+    def _complete(cls, data: Any) -> Any:
+        """Let a source replace the default model, and name a single adapter."""
+        if not isinstance(data, dict):
+            return data
+        replaced = {} if data.get("source") is data.get("python") is None else {"config": None}
+        named = {"adapters": {"default": data["adapters"]}} if isinstance(data.get("adapters"), str) else {}
+        return {**replaced, **data, **named}
+
+    @property
+    def wanted_adapters(self) -> dict[str, Any]:
+        """The directory or the settings of each adapter, by name."""
+        return {"default": self.lora.settings} if self.lora is not None else dict(self.adapters or {})
 
     @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:

@@ -1,4 +1,4 @@
-"""The sections `data`, `batch`, `optimizer` and `ema`."""
+"""The sections `data`, `batch`, `train` and `ema`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -172,16 +172,6 @@ class DataSection(Section):
     def formats(self) -> list[RowFormat]:
         """The row formats of all parts of the mixture."""
         return [part.rows for part in self.parts().values()]
-
-
-class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # pydantic freezes it too
-    """The optimizer, one of torch's fused optimizers, on flat shards."""
-
-    exempt: Literal["none", "biases_and_norms"] = "none"
-    """Further parameters without weight decay: none, or the biases and normalisations that transformers' Trainer exempts."""
-    in_backward: bool = False
-    """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
-    float16."""
 
 
 class TrainSection(Section):

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,18 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
+from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
+from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
-from zeromesh.trainer.models.adapters import import_peft
+from zeromesh.trainer.config.load import Consent, load_config
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
-from zeromesh.trainer.models.save_pretrained import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BASE_MODEL
+from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
+from zeromesh.trainer.weights.quantized_files import stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
+from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -33,13 +38,26 @@ _ChosenTensors = dict[str, tuple[TensorSpec, torch.dtype]]
 
 
 def export_checkpoint(
-    directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, ema: bool = False
+    directory: Path,
+    out: Path,
+    dtype: str,
+    console: Console,
+    *,
+    merge: bool = False,
+    decoded: bool = False,
+    ema: bool = False,
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
-    the model with merged weights. `ema` exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight;
-    `CheckpointError` when the checkpoint is damaged, and as `write_directory` does."""
+    the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
+    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does. `ema` exports averaged weights.
+    Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as `write_directory` does."""
     reader = CheckpointReader(directory)
+    rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
+    codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)
+    if (codec or decoded) and not merge:
+        raise ConfigError(f"{f'--dtype {dtype}' if codec else '--base decoded'} is for merged models; give --merge too")
+    dtype = "keep" if codec else dtype
     chosen = _choose_tensors(reader, dtype, ema=ema)
     adapted = ADAPTER_CONFIG in reader.manifest.files
     if merge and not adapted:
@@ -57,18 +75,20 @@ def export_checkpoint(
             _convert_adapter(folder, _DTYPES.get(dtype))
             what = "the adapter alone"
         else:
-            write = _merged_tensors if merge else _hub_tensors
-            tensors, values = write(reader, chosen, folder, dtype, moved, console)
+            if merge:
+                tensors, values = _merged_tensors(reader, chosen, folder, dtype, moved, decoded=decoded)
+            else:
+                tensors, values = _hub_tensors(reader, chosen, folder, moved, console)
             if dtype != "keep" and (folder / "config.json").is_file():
                 # `from_pretrained` loads the weights in this dtype.
-                content = {**parse_json(folder / "config.json", read_whole(folder / "config.json")), "dtype": dtype}
-                _replace_dtype(content, dtype)
-                write_whole(folder / "config.json", json.dumps(content, indent=2).encode() + b"\n")
+                _set_keys(folder / "config.json", dtype=dtype)
+            if codec is not None:
+                tensors, values = _in_four_bits(codec, folder, tensors, values)
             specs = [spec_of(name, each) for name, each in tensors.items()]
             written = write_weights(folder, specs, values, lambda: None)
             count = sum(path.endswith(".safetensors") for path in written)
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
-    console.note(f"{out}: step {reader.manifest.step}, {dtype}, {what}")
+    console.note(f"{out}: step {reader.manifest.step}, {codec.name if codec else dtype}, {what}")
 
 
 def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _ChosenTensors:
@@ -78,9 +98,11 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
     away = [t for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
-    if ema:
+    state = reader.document(state_file_of(reader.manifest.files))
+    # Averages without a decay are the optimizer's, which trains other weights than it evaluates.
+    if ema or (state.get("averages") and "ema.decay" not in state.get("settings", {})):
         kinds += ("ema",)
-        if not reader.document(state_file_of(reader.manifest.files)).get("averages"):
+        if not state.get("averages"):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
     found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
@@ -90,6 +112,49 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
         t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name])
         for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
     }
+
+
+def _in_four_bits(
+    codec: Codec, folder: Path, tensors: Mapping[str, torch.Tensor], values: Named
+) -> tuple[Mapping[str, torch.Tensor], Named]:
+    """Return the meta tensors, and names and values, of a model in `folder` with its linear layers in 4 bits as bitsandbytes writes
+    them, and mark its configuration. Raises `ConfigError` for a model that transformers cannot build."""
+    cls, config, reason = read_class(folder)
+    if cls is None:
+        raise ConfigError(f"{reason}; export the model in 16 bits", where="--dtype")
+    with torch.device("meta"):
+        model: Any = cls(config).requires_grad_(False)
+    chosen = encoded_names(model, EncodedWeights(codec=codec)) & tensors.keys()
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}
+    settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(config.dtype).removeprefix("torch.")}
+    _set_keys(folder / "config.json", quantization_config=settings)
+
+    def encoded(given: Iterable[tuple[str, torch.Tensor]]) -> Named:
+        for name, each in given:
+            yield from (_in_codes(name, each, codec) if name in chosen else {name: each}).items()
+
+    return dict(encoded(tensors.items())), encoded(values)
+
+
+def _in_codes(name: str, tensor: torch.Tensor, codec: Codec) -> dict[str, torch.Tensor]:
+    """Return the tensors by which one is stored, without values for one on the meta device."""
+    if tensor.is_meta:
+        numel, device = tensor.numel(), tensor.device
+        codes = torch.empty(codec.code_bytes(numel), dtype=torch.uint8, device=device)
+        scales = torch.empty(codec.blocks(numel), dtype=codec.scale_dtype, device=device)
+        tables = torch.zeros(-(-codec.blocks(numel) // GROUP) + 1)
+        parameter = EncodedParameter(codes=codes, scales=scales, tables=tables)
+    else:
+        parameter = codec.encode_whole(tensor)
+    return stored_form(name, tensor.shape, tensor.dtype, codec, parameter, checked=False)
+
+
+def _set_keys(path: Path, **keys: Any) -> None:
+    """Set keys of a model's configuration, a dtype also in the configurations of its parts."""
+    content = {**parse_json(path, read_whole(path)), **keys}
+    if "dtype" in keys:
+        _replace_dtype(content, keys["dtype"])
+    write_whole(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def _replace_dtype(content: dict[str, Any], dtype: str) -> None:
@@ -114,13 +179,12 @@ def _convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
 
 def _hub_tensors(
-    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, _dtype: str, moved: OnRead, console: Console
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the meta tensors of the model by their names on the Hub, and an iterator of names and values."""
     tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
     names = HubNames.of_directory(folder, tensors)
-    if names.note:
-        console.note(names.note)
+    console.note(names.note)
     if len(names.outputs) != sum(len(group.outputs) for group in names.groups):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")
     order = {name: place for place, name in enumerate(chosen)}
@@ -146,17 +210,23 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
 
 
 def _merged_tensors(
-    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, _console: Console
+    reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, dtype: str, moved: OnRead, *, decoded: bool
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
-    """Return the same as `_hub_tensors` with adapters merged into the weights; `folder` then has the model's configuration only."""
+    """Return what `_hub_tensors` does, with adapters merged into weights, `decoded` ones if asked; `folder` is then the model's."""
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
         raise ConfigError(
             f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
         )
+    others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
     with torch.device("meta"):
-        model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder))
+        trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
+        parts = ((given, part) for given in chosen for part in given.split(".")[1:-1])
+        own = next((part for given, part in parts if given.replace(f".{part}.", ".default.") in trained), "default")
+        model: Any = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder), adapter_name=own)
+        for name in others:
+            model.add_adapter(name, peft.PeftConfig.from_pretrained(folder / name))
     first, state = canonical_names(model), model.state_dict()
     missing = {first.get(name, name) for name, _ in model.named_parameters()}
     names = {given: given if given.startswith(_PREFIX) else f"{_PREFIX}{given}" for given in chosen}
@@ -171,6 +241,8 @@ def _merged_tensors(
         )
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
         (folder / name).unlink(missing_ok=True)
+    for name in others:
+        shutil.rmtree(folder / name)
     for path in (folder / BASE_MODEL).iterdir():
         path.rename(folder / path.name)
     (folder / BASE_MODEL).rmdir()
@@ -184,6 +256,24 @@ def _merged_tensors(
     order = sorted(chosen, key=lambda given: place[form.layer_of.get(names[given], names[given])])
     read = read_tensors(reader, [chosen[given][0] for given in order], moved)
     widest = max((to.dtype for to, _ in chosen.values() if to.dtype.is_floating_point), key=lambda each: each.itemsize)
-    pairs = ((names[stored.name], each) for stored, each in read)
+    base = _decoder(reader, model) if decoded else lambda stored, each: each
+    pairs = ((names[stored.name], base(stored, each)) for stored, each in read)
     weights = form.convert(pairs, torch.promote_types(torch.float32, widest), CheckpointError)
     return tensors, ((name, _convert(name, each, tensors[name].dtype)) for name, each in weights)
+
+
+def _decoder(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
+    """Return a function that gives tensors of the source the values that the run encoded. Raises `ConfigError` if it did not."""
+    resolved = reader.directory.parent.parent / "config.resolved.yaml"
+    section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
+    if (weights := encoded_weights(section)) is None:
+        raise ConfigError(f"--base decoded is for runs with model.weights, and {resolved} has none; leave it out")
+    encoded = {each.removeprefix(_PREFIX) for each in encoded_names(model, weights)}
+    compute = getattr(torch, str(reader.manifest.layout.get("compute")))
+
+    def decode(stored: TensorSpec, values: torch.Tensor) -> torch.Tensor:
+        if stored.name.removeprefix(_PREFIX) not in encoded or not reader.manifest.is_elsewhere(stored.path):
+            return values
+        return weights.codec.rounded(values.to(compute)).to(values.dtype)
+
+    return decode

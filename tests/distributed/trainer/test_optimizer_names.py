@@ -1,0 +1,95 @@
+"""Optimizers by the name in a configuration: each equals its class in plain PyTorch, or is refused before anything begins."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.trainer.optimizer_cases import MODES
+from tests.support.tables import tried
+from tests.support.workers import Workers
+
+FULL = pytest.mark.full
+CASES = "optimizer_cases"
+NARROW = {"within": 1e-6, "timeout": 240.0}
+"""Torchao's kernels compute in float32, and are slow to import."""
+WITHOUT = {
+    each: pytest.mark.skipif(find_spec(each) is None, reason=f"needs {each}")
+    for each in ("torchao", "galore_torch", "apollo_torch", "optimi", "schedulefree")
+}
+
+test_a_named_optimizer_is_its_class = tried(
+    CASES,
+    [
+        (1, "named", {"name": "nadam", "stage": 3}),
+        (2, "named", {"name": "rmsprop", "stage": 2}),
+        (2, "named", {"name": "torch.optim:Adamax", "stage": 3}),
+        (2, "named", {"name": "adamw", "stage": 3}),
+        (2, "named", {"name": "adamw_torch", "stage": 2}),
+        (2, "named", {"name": "adafactor", "stage": 3, "whole": True}),
+        (2, "named", {"name": "muon", "stage": 3, "whole": True}),
+        (2, "named", {"name": "lamb", "stage": 2, "whole": True}),
+        (2, "named", {"name": "lion_32bit", "stage": 3, "tier": "file"}),
+        (2, "named", {"name": "adamw_8bit", "stage": 3, "tier": "host", "whole": True}),
+        (1, "named", {"name": "ademamix_8bit", "stage": 2, "whole": True}),
+        (2, "named", {"name": MODES, "stage": 3}),
+        (1, "named", {"name": MODES, "stage": 2, "tier": "file"}),
+        pytest.param(
+            2,
+            "named",
+            {"name": "adamw_torch_8bit", "stage": 3, **NARROW},
+            marks=WITHOUT["torchao"],
+        ),
+        pytest.param(
+            1,
+            "named",
+            {"name": "adamw_torch_4bit", "stage": 2, **NARROW},
+            marks=WITHOUT["torchao"],
+        ),
+        pytest.param(2, "named", {"name": "galore_adamw", "stage": 3}, marks=WITHOUT["galore_torch"]),
+        pytest.param(2, "named", {"name": "apollo_adamw", "stage": 3}, marks=WITHOUT["apollo_torch"]),
+        pytest.param(2, "named", {"name": "stable_adamw", "stage": 3}, marks=WITHOUT["optimi"]),
+        pytest.param(2, "named", {"name": "schedule_free_adamw", "stage": 3}, marks=WITHOUT["schedulefree"]),
+        pytest.param(1, "named", {"name": "schedule_free_sgd", "stage": 2}, marks=WITHOUT["schedulefree"]),
+    ],
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "said"),
+    [
+        ("muon", {"parallel": {"tensor": 2}}, "needs whole tensors, and tensor parallelism divides"),
+        (MODES, {"ema": {"decay": 0.5}}, "ema.decay averages weights, and so does the optimizer itself"),
+        ("torch.optim:LBFGS", {"optimizer": {}}, "takes no weight_decay"),
+        ("torch.optim:Nothing", {}, "torch.optim .* has no Nothing"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused(
+    workers: Workers, tmp_path: Path, name: str, sections: dict[str, dict[str, object]], said: str
+) -> None:
+    given = {key: each for key, each in sections.items() if each}
+    found = workers.run(2, f"{CASES}:refused", folder=str(tmp_path), name=name, **given)
+    for each in found:
+        assert re.search(said, each)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [
+        ({"states": "bfloat16"}, {}),
+        ({"states": "int8"}, {}),
+        pytest.param({"name": "lion", "states": "int8"}, {}, marks=FULL),
+        pytest.param({"name": "rmsprop", "states": "bfloat16"}, {}, marks=FULL),
+        ({"states": "bfloat16"}, {"master": "none"}),
+    ],
+)
+def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(
+    workers: Workers, tmp_path: Path, optimizer: dict[str, str], precision: dict[str, str]
+) -> None:
+    given = {"folder": str(tmp_path), "precision": precision, **optimizer}
+    found = [
+        workers.run(ranks, f"{CASES}:narrow", **{**given, "folder": str(tmp_path / str(ranks))}) for ranks in (1, 2)
+    ]
+    wide = workers.run(1, f"{CASES}:narrow", folder=str(tmp_path / "wide"), precision={})
+    assert found[0][0] == found[1][0] == found[1][1] != wide[0]

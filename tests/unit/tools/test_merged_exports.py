@@ -1,0 +1,71 @@
+"""Merged exports of a run over an encoded base: from the original or the decoded weights, and into 4 bits again."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+
+from tests.support.trainer_cases import llama, seeded
+from zeromesh import Generator, Trainer
+from zeromesh.errors import ConfigError
+from zeromesh.flat.codec import Codec
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
+
+IDS = torch.arange(12)[None]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return found.clone()
+
+
+def rounded(values: torch.Tensor) -> torch.Tensor:
+    codec, flat, found = Codec(name="nf4", block=64, nested=True), values.reshape(-1), torch.empty_like(values)
+    codes = codec.encode(lambda start, end: flat[start:end], flat.numel())
+    codec.decode(codes.codes, codec.scale_values(codes.scales, codes.tables), found.view(-1))
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.Tensor, Any]]:
+    """A run's checkpoint, its logits, and its model: PEFT's, of the decoded base."""
+    folder = tmp_path_factory.mktemp("exports")
+    seeded(llama).save_pretrained(folder / "base")
+    model = {"source": str(folder / "base"), "weights": "nf4", "lora": {"rank": 2, "targets": "all-linear"}}
+    sections: dict[str, Any] = {"run": {"name": "r", "output_dir": str(folder), "max_steps": 2}, "model": model}
+    sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 2}}
+    with Trainer(None, sections, [{"input_ids": IDS[0], "labels": IDS[0]}] * 4) as trainer:
+        trainer.fit()
+        yield folder / "r/checkpoints/step-00000002", logits(trainer.model), trainer.model
+
+
+def test_a_model_is_merged_from_the_original_or_the_decoded_base(run: Any, tmp_path: Path) -> None:
+    checkpoint, wanted, _ = run
+    apart = []
+    for name, decoded in (("original", False), ("decoded", True)):
+        export_checkpoint(checkpoint, tmp_path / name, "float32", Console(), merge=True, decoded=decoded)
+        found = logits(tf.AutoModelForCausalLM.from_pretrained(tmp_path / name))
+        apart.append(float((found - wanted).norm() / wanted.norm()))
+    assert apart[1] <= 1e-5 < 1e-3 < apart[0]
+    for how, message in (({"decoded": True}, "--base decoded is for merged"), ({}, "--dtype nf4 is for merged models")):
+        with pytest.raises(ConfigError, match=message):
+            export_checkpoint(checkpoint, tmp_path / "x", "float32" if how else "nf4", Console(), **how)
+
+
+def test_a_merged_model_is_encoded_again(run: Any, tmp_path: Path) -> None:
+    checkpoint, *_ = run
+    export_checkpoint(checkpoint, tmp_path / "merged", "float32", Console(), merge=True)
+    export_checkpoint(checkpoint, tmp_path / "nf4", "nf4", Console(), merge=True)
+    plain = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    for name, each in plain.named_parameters():
+        if "_proj" in name:
+            each.data = rounded(each.data)
+    with Generator(tmp_path / "nf4", precision={"compute": "float32"}) as made:
+        assert (logits(made.engine.model) - logits(plain)).norm() <= 1e-6 * logits(plain).norm()
+    files = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", dtype=torch.float32)
+    assert type(files.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
