@@ -99,6 +99,10 @@ class OptimizerSettings(keys.OptimizerKeys):
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
+    def dtype_at_rest(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a moment is kept between updates, which compute it in `dtype`."""
+        return torch.bfloat16 if self.states == "bfloat16" and dtype.is_floating_point else dtype
+
 
 @dataclass(frozen=True, kw_only=True)
 class ScalerSettings(keys.ScalerKeys):

@@ -12,9 +12,10 @@ found by a step with the parameter's shape. Numbers of a group that a step chang
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -39,10 +40,10 @@ _TRIAL_STEPS = 24
 _LARGE_ELEMENTS = 1 << 13
 """Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
+_EACH = slice(0, 1), slice(1, 2)
+"""Each of the trial's two tensors."""
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
-_UpdateInputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
-"""The tensors of one parameter for an update: values, gradient and states by name."""
 _GROUP = "group_"
 """The prefix of the names of states that stand for a number in the group of their parameter."""
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -82,7 +83,11 @@ class PieceOptimizer(BucketOptimizer):
         self._blank = blank_copy_of(own_class.optimizer)
         count = len(bucket.layout.slots)
         examples = {name: each for plan in own_class.plans.values() for name, each in plan.scalars.items()}
-        self._scalars = {name: torch.zeros(count, dtype=_scalar_dtype(examples[name])) for name in sorted(examples)}
+        # Seeds are integers that a float64 does not hold.
+        floats = {name: torch.as_tensor(each).is_floating_point() for name, each in examples.items()}
+        self._scalars = {
+            name: torch.zeros(count, dtype=torch.float64 if floats[name] else torch.int64) for name in sorted(examples)
+        }
         self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
         nothing = StatePlan(tensors={}, scalars={}, objects={})
@@ -91,14 +96,9 @@ class PieceOptimizer(BucketOptimizer):
         """The state tensors of each parameter that is updated whole, by its number and their names, on the meta device."""
         super().__init__(bucket, options, tiers)
 
-    def update_segments(self) -> None:
-        super().update_segments()
-        numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
-        pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
-        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
+    def _segment_keys(self) -> Sequence[object]:
         # Each parameter has its own step count, so that each is updated by a separate call.
-        self._pieces = [(at.start, at.end, groups[n], n) for at, n in pieces if groups[n] != NO_GROUP]
-        self._segments = [each for each in self._pieces if updated[each[-1]]]
+        return range(len(self._plans))
 
     def begin(self) -> None:
         super().begin()
@@ -111,14 +111,14 @@ class PieceOptimizer(BucketOptimizer):
     def evaluated(
         self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
     ) -> torch.Tensor:
-        found = weights.clone() if self._class.has_modes else weights
-        for piece_start, piece_end, group, number in self._pieces if self._class.has_modes else ():
-            first, last = max(start, piece_start), min(start + len(weights), piece_end)
-            if first < last and self.steps[number]:
-                part, *given = (each[first - start : last - start] for each in (found, *moments))
-                plan = self._plans[number]
+        if not self._class.has_modes:
+            return weights
+        found = weights.clone()
+        for segment, (part, *given) in self._parts(start, [found, *moments]):
+            if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
-                _run_step(self._blank, groups[group], [(part, part, state)], dict(plan.objects), call="eval")
+                objects = dict(self._plans[number].objects)
+                _run_step(self._blank, groups[segment.group], [(part, part, state)], objects, call="eval")
         return found
 
     def _state_of(
@@ -126,8 +126,7 @@ class PieceOptimizer(BucketOptimizer):
     ) -> dict[str, Any]:
         """Return the states of a parameter, as its class has them, from the tensors and numbers that are kept."""
         plan = self._plans[number]
-        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
-        return {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()} | {
+        return {name: _from_plain_tensors(name, example, states) for name, example in plan.tensors.items()} | {
             name: _to_type(each, scalars[name][number].item()) for name, each in plan.scalars.items()
         }
 
@@ -136,11 +135,11 @@ class PieceOptimizer(BucketOptimizer):
         states = dict(zip(self._examples[number] if self.whole else self.moments, given, strict=True))
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
-        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
+        kept = {name: states[name] for name in _plain_tensors(plan.tensors)}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
         (state,) = _run_step(self._blank, group, [(master, grad, state)], dict(plan.objects), plan.scalars)
-        after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
+        after = _plain_tensors(state)
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
@@ -152,7 +151,7 @@ class PieceOptimizer(BucketOptimizer):
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
         for name in plan.scalars:
-            self._scalars[name][number] = _number(after[name])
+            self._scalars[name][number] = after[name]
 
 
 class WholeOptimizer(PieceOptimizer):
@@ -176,9 +175,7 @@ class WholeOptimizer(PieceOptimizer):
         for number in owners:
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
-            self._examples[number] = {
-                kept: part for name, state in plan.tensors.items() for kept, part in _plain_tensors(name, state).items()
-            }
+            self._examples[number] = _plain_tensors(plan.tensors)
             for name, each in self._examples[number].items() if owners[number] == group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
@@ -189,15 +186,13 @@ class WholeOptimizer(PieceOptimizer):
         if not tried.by_size:
             sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
             tensors = {
-                name: torch.empty(
-                    [sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype), device="meta"
-                )
+                name: each.new_empty([sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype))
                 for name, each in tried.tensors.items()
             }
             return replace(tried, tensors=tensors)
-        key, optimizer = (spec.group, shape), self._class.optimizer
+        key = spec.group, shape
         if key not in self._class.sized:
-            name = type(optimizer).__name__
+            name, group = type(self._class.optimizer).__name__, self._class.optimizer.param_groups[spec.group]
             # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
             codes = any(hasattr(each, "__tensor_flatten__") for each in tried.tensors.values())
             value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
@@ -206,9 +201,7 @@ class WholeOptimizer(PieceOptimizer):
             try:
                 inputs = [(value, gradient, self._class.initial.get(spec.fqn, {}))]
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(
-                        self._blank, optimizer.param_groups[spec.group], inputs, objects, tried.scalars
-                    )
+                    (state,) = _run_step(self._blank, group, inputs, objects, tried.scalars)
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
@@ -226,8 +219,8 @@ class WholeOptimizer(PieceOptimizer):
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
-        layout, updated, ranks = self._bucket.layout, self._update_flags(), self._group.size
-        numbers = [n for n in sorted(self._owners) if updated[n]]
+        layout, ranks = self._bucket.layout, self._group.size
+        numbers = [n for n in sorted(self._owners) if self._updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
         local = owned[self._group.index]
@@ -268,16 +261,6 @@ def _to_type(example: Any, number: float) -> Any:
     return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
-def _number(value: Any) -> int | float:
-    number: int | float = value.item() if isinstance(value, torch.Tensor) else value
-    return number
-
-
-def _scalar_dtype(example: Any) -> torch.dtype:
-    """Return the dtype in which a number is kept: seeds are integers that a float64 does not hold."""
-    return torch.int64 if isinstance(_number(example), int) else torch.float64
-
-
 def _without_objects(state: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
     """Return a state in which tensors and numbers of an object stand under `name.attribute`. What a new plan needs to make such an
     object, or None, again is added to `objects`."""
@@ -313,13 +296,16 @@ def _with_objects(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[
     return whole
 
 
-def _plain_tensors(name: str, state: Any) -> dict[str, Any]:
-    """Split a state into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
-    if hasattr(state, "__tensor_flatten__"):
-        inner = [(f"{name}.{each}", getattr(state, each)) for each in state.__tensor_flatten__()[0]]
-        return {part: value for each in inner for part, value in _plain_tensors(*each).items()}
-    bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
-    return {name: state.view(torch.uint8) if bits else state}
+def _plain_tensors(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Split states into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
+    plain: dict[str, Any] = {}
+    for name, state in states.items():
+        if hasattr(state, "__tensor_flatten__"):
+            plain |= _plain_tensors({f"{name}.{each}": getattr(state, each) for each in state.__tensor_flatten__()[0]})
+        else:
+            bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
+            plain[name] = state.view(torch.uint8) if bits else state
+    return plain
 
 
 def _from_plain_tensors(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
@@ -342,13 +328,14 @@ def blank_copy_of(optimizer: Optimizer) -> Optimizer:
 def _run_step(
     blank: Optimizer,
     group: Mapping[str, Any],
-    tensors: Iterable[_UpdateInputs],
+    tensors: Iterable[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]],
     objects: dict[str, Any],
     kept: Iterable[str] = (),
     call: str = "step",
 ) -> list[dict[str, Any]]:
-    """Update values in place, from their gradients and states, by the method `call`; returns the states after the update, and among
-    them the numbers of the group that are in a given state, in `kept`, or changed. `objects` are those of the states' plan."""
+    """Update values in place, by the method `call`; `tensors` are values, gradient and states of each parameter. Returns the states
+    after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed. `objects` are those
+    of the states' plan."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -389,14 +376,12 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
-            kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (trial.plan, larger.plan)]
-            subclasses = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
-            by_size = (
-                subclasses or kinds[0] != kinds[1] or any(each is not None for each in larger.plan.objects.values())
-            )
-            scalars = trial.plan.scalars | larger.plan.scalars
-            tried = larger.plan if subclasses else trial.plan
-            plans[number, dims] = replace(tried, scalars=scalars, by_size=by_size)
+            small, large = trial.plan, larger.plan
+            kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
+            subclasses = any(type(each) is not torch.Tensor for each in large.tensors.values())
+            by_size = subclasses or kinds[0] != kinds[1] or any(each is not None for each in large.objects.values())
+            scalars = small.scalars | large.scalars
+            plans[number, dims] = replace(large if subclasses else small, scalars=scalars, by_size=by_size)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
@@ -421,14 +406,14 @@ class _Trial:
         try:
             # A class may compile its step for each shape, which takes longer than the trial.
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                values, states = self._run([0, 1])
-                alone = [self._run([number]) for number in (0, 1)]
+                values, states = self._run(list)
+                alone = [self._run(itemgetter(one)) for one in _EACH]
         except Exception as error:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
         self.plan = _state_plan(self._name, states[0], self._objects)
-        if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
+        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, _EACH, strict=True)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"
@@ -441,34 +426,29 @@ class _Trial:
             return False
         try:
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                return self._equal(self._run([0], cut=True), self._updated_alone)
+                cut = self._run(lambda tensors: tensors[0].view(-1).tensor_split([tensors[0].numel() // 3]))
+                return self._equal(cut, self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
-    def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return values and states after all steps, of the tensors of these numbers; with `cut`, of flat pieces of them."""
-
-        def parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            chosen = [tensors[number].clone() for number in numbers]
-            return (
-                [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
-            )
-
-        values = parts(self._values)
+    def _run(
+        self, parts: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Return values and states after all steps of an optimizer of these parts of the tensors."""
+        values = [each.clone() for each in parts(self._values)]
         states = [dict(self._initial) for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [_own_names(state) for state in states]
-            states = _run_step(
-                self._blank, self._group, zip(values, parts(gradients), states, strict=True), self._objects
-            )
+            inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
+            states = _run_step(self._blank, self._group, inputs, self._objects)
             if step and names != [_own_names(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
             for name in states[0]:
                 if name == f"{_GROUP}lr" or (name.startswith(_GROUP) and not _is_number(states[0][name])):
                     raise ValueError(f"it changes {name.removeprefix(_GROUP)} of its groups")
             if not step:  # A class may prepare itself in its first update.
-                before = _attribute_marks(self._blank)
-        changed = [name for name, mark in _attribute_marks(self._blank).items() if before.get(name) != mark]
+                before = _mark(self._blank)
+        changed = [name for name, mark in _mark(self._blank).items() if before.get(name) != mark]
         if changed:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
@@ -477,7 +457,7 @@ class _Trial:
         flat, scalars = [], []
         for values, states in runs:
             tensors = dict.fromkeys(n for state in states for n, each in state.items() if not _is_number(each))
-            kept = [_plain_tensors(n, state[n]).values() for n in tensors for state in states if n in state]
+            kept = [_plain_tensors({n: state[n]}).values() for n in tensors for state in states if n in state]
             flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
             rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
@@ -493,7 +473,7 @@ def _state_plan(optimizer: str, state: Mapping[str, Any], objects: Mapping[str, 
         known = inner.isidentifier() and objects.get(holder) is not None if inner else holder not in _RESERVED_NAMES
         if not (holder.isidentifier() and known):
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
-        parts = _plain_tensors(name, value)
+        parts = _plain_tensors({name: value})
         if _is_number(value):
             plan.scalars[name] = value
         elif all(
@@ -509,30 +489,22 @@ def _state_plan(optimizer: str, state: Mapping[str, Any], objects: Mapping[str, 
                 'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
             )
     for name, each in objects.items():
-        # Its tensors are states of their own, and are not kept twice.
-        plan.objects[name] = each = copy.copy(each)
-        for inner in (
-            [inner for inner, value in vars(each).items() if isinstance(value, torch.Tensor)]
-            if each is not None
-            else ()
-        ):
-            vars(each)[inner] = None
+        plan.objects[name] = copy.copy(each)
+        if each is not None:  # Its tensors are states of their own, and are not kept twice.
+            tensors = [inner for inner, value in vars(each).items() if isinstance(value, torch.Tensor)]
+            vars(plan.objects[name]).update(dict.fromkeys(tensors))
     return plan
 
 
-def _attribute_marks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a mark of each of an optimizer's attributes, which changes when the attribute does, also in place."""
-    return {name: _value_mark(value) for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
-
-
-def _value_mark(value: Any) -> Any:
+def _mark(value: Any) -> Any:
+    """Return a mark of a value that changes when the value does, also in place; of an optimizer, the marks of its attributes."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, Optimizer):
-        return _attribute_marks(value)
+        return {name: _mark(each) for name, each in vars(value).items() if name not in _NOT_COPIED}
     if isinstance(value, Mapping):
-        return [(id(key), _value_mark(each)) for key, each in value.items()]
-    return list(map(_value_mark, value)) if isinstance(value, list | tuple | set) else id(value)
+        return [(id(key), _mark(each)) for key, each in value.items()]
+    return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)
 
 
 def _is_number(value: Any) -> bool:

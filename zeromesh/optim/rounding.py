@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
 from zeromesh.units.unit import Bucket
 
@@ -21,14 +20,8 @@ _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -77235
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
 
 
-def logical_positions(region: Region, interval: Interval, device: torch.device) -> torch.Tensor:
-    """Return the positions in the flattened logical tensor, int64 `[interval.length]`, of local elements `interval` of a region."""
-    parts = [torch.arange(run.logical, run.logical + run.length, device=device) for run in region.runs(interval)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
-
-
 def random_bits(positions: torch.Tensor, seed: int, name: str, update: int) -> torch.Tensor:
-    """Return 64 random bits for each position, as int64, of the parameter `name` in its update number `update`."""
+    """Return 64 random bits, as int64, for each position in the flattened parameter `name` in its update number `update`."""
     key = xxhash.xxh3_64_intdigest(f"{seed} {update} {name}".encode()) - (1 << 63)
     mixed = positions * _INCREMENT + key
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -41,17 +34,15 @@ def bits_of_shard(
 ) -> torch.Tensor:
     """Return 64 random bits for each element `where` of a bucket's shard; 0 between parameters. `updates` counts those of each."""
     bits = torch.zeros(where.length, dtype=torch.int64, device=device)
-    numbers = {slot.spec.fqn: number for number, slot in enumerate(bucket.layout.slots)}
+    counts = {slot.spec.fqn: count for slot, count in zip(bucket.layout.slots, updates, strict=True)}
     for piece in bucket.layout.pieces(bucket.interval):
         here = piece.in_shard.intersect(where)
         if here.length:
             moved = piece.in_parameter.start - piece.in_shard.start
-            local = Interval(start=here.start + moved, end=here.end + moved)
-            positions = logical_positions(piece.spec.region, local, device)
-            update = updates[numbers[piece.spec.fqn]]
-            bits[here.start - where.start : here.end - where.start] = random_bits(
-                positions, seed, piece.spec.name, update
-            )
+            runs = piece.spec.region.runs(here.after(-moved))
+            positions = torch.cat([torch.arange(run.logical, run.logical + run.length, device=device) for run in runs])
+            drawn = random_bits(positions, seed, piece.spec.name, counts[piece.spec.fqn])
+            bits[here.start - where.start : here.end - where.start] = drawn
     return bits
 
 

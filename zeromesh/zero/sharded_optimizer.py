@@ -202,7 +202,7 @@ def settings_of(
         raise ConfigError(wrong[0])
     values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
-    name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
+    name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
         own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)
