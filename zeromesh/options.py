@@ -160,10 +160,9 @@ class Precision(keys.PrecisionKeys):
         reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
         moments = str(self.sums).removeprefix("torch.") if states == "float32" else states
-        kept = f"master weights and {optimizer} moments {master}"
-        if self.masterless or moments != master:
-            kept = f"{'no master weights' if self.masterless else f'master weights {master}'}, {optimizer} moments {moments}"
-        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}, {scale}"
+        weights = "no master weights" if self.masterless else f"master weights {master}"
+        kept = f"{weights}, {optimizer} moments {moments}, {scale}"
+        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,13 +34,9 @@ INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyEr
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
     """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`) and then restored.
     `torch.manual_seed` would reseed every accelerator as well."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed_of(f"{seed}\0{name}"))
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            yield
-    finally:
-        torch.default_generator.set_state(state)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed_of(f"{seed}\0{name}"))
+        yield
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
@@ -147,10 +143,8 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
     """Return a CPU tensor like `like`, filled with NaN, or for dtypes without NaN with one of two values."""
-    value: float = float("nan") if _has_nan(like) else bool(filling)
-    if not _has_nan(like) and like.dtype is not torch.bool:
-        value = torch.iinfo(like.dtype).max - filling
-    tensor = torch.full(like.shape, value, dtype=like.dtype, device="cpu")
+    highest = torch.nan if _has_nan(like) else 1 if like.dtype is torch.bool else torch.iinfo(like.dtype).max
+    tensor = torch.full(like.shape, highest - filling, dtype=like.dtype, device="cpu")
     return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
 
@@ -203,7 +197,6 @@ class LostValuesError(LayoutError):
     """The values of `names`, computed only by `__init__`, were lost by building on the meta device."""
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
-        self.names = names
         super().__init__(
             f"initial values of {some(names, 8)} are not known after building on the meta device ({reason}); "
             "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
@@ -275,10 +268,6 @@ class StoredValues(Protocol):
 
     def encoded_by(self, codec: Codec) -> EncodedParameter | None:
         """Return the whole parameter as `codec` encodes it, if it lies so."""
-        ...
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return what decides the values, by name; writing to it changes them."""
         ...
 
 
@@ -402,11 +391,9 @@ def materialize_buffers(
     lost: list[str] = []
     for fqn, module in model.named_modules():
         for name, attribute in vars(module).items():
-            for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
-                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
-                    lost.append(_full_name(fqn, name))
-                    break
-    for fqn, module in model.named_modules():
+            listed = attribute if isinstance(attribute, list | tuple) else (attribute,)
+            tensors = (each for each in listed if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter))
+            lost += [_full_name(fqn, name)] if any(each.is_meta for each in tensors) else []
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         todo = [name for name, buffer in buffers.items() if buffer.is_meta and id(buffer) not in moved]
         values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")

@@ -67,9 +67,7 @@ class CheckpointState:
 
     def frozen(self) -> set[str]:
         """Return the names of the parameters of all pipeline stages that were never trained."""
-        names = [
-            s.spec.name for each in self._buckets for s in each.layout.slots if s.spec.fqn not in each.ever_trained
-        ]
+        names = [s.spec.name for b in self._buckets for s in b.layout.slots if s.spec.fqn not in b.ever_trained]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def encoded(self) -> set[str]:
@@ -80,14 +78,14 @@ class CheckpointState:
         """Return those of the encoded parameters `names` of which this rank has other bytes than `source` gives when encoded."""
         if self._options.weights is None:
             return []
-        found, codec = [], self._options.weights.codec
-        for bucket in self._buckets:
-            if not isinstance(own := bucket.master, EncodedTensor):
-                continue
-            for piece in bucket.layout.pieces(bucket.interval):
-                if piece.spec.name in names and own.differs(piece, encoded_part(piece.spec, codec, source)):
-                    found.append(piece.spec.name)
-        return found
+        codec = self._options.weights.codec
+        return [
+            piece.spec.name
+            for bucket in self._buckets
+            if isinstance(own := bucket.master, EncodedTensor)
+            for piece in bucket.layout.pieces(bucket.interval)
+            if piece.spec.name in names and own.differs(piece, encoded_part(piece.spec, codec, source))
+        ]
 
     def shards_to_write(self) -> list[TensorShard]:
         """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, and the first rank of
