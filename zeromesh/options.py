@@ -57,12 +57,12 @@ Megatron-FSDP's experimental rewrite.
 class StatePlan:
     """The optimizer states of a parameter, under the names of the optimizer class, found by a trial step."""
 
+    states: dict[str, Any]
+    """Examples: meta tensors, numbers, None, and tensor subclasses and objects made of these, such as GaLore's projectors."""
     tensors: dict[str, torch.Tensor]
-    """Example tensors on the meta device, which may be subclasses with plain tensors inside."""
+    """The plain tensors in them, by the names under which these are stored."""
     scalars: dict[str, Any]
-    """Example numbers, which may be 0-dim tensors. Those of a group that updates change are among them."""
-    objects: dict[str, Any] = field(repr=False)
-    """Objects among the states, such as GaLore's projectors, without the tensors and numbers in them, and None."""
+    """The numbers in them, which may be 0-dim tensors. Those of a group that updates change are among them."""
     by_size: bool = False
     """True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers."""
 

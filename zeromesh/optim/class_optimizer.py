@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -55,10 +55,9 @@ def make_optimizers(
     """Make optimizers for the buckets. To `loads`, the elements of whole tensors that each rank of the shard group owns, those of
     the new optimizers are added. Raises `ConfigError` for parameters that are not whole on a rank, if the class needs that."""
     own_class = options.optimizer.own_class
-    if own_class is None:
-        return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
-    if not own_class.whole:
-        return [PieceOptimizer(bucket, options, tiers, own_class) for bucket in buckets]
+    if own_class is None or not own_class.whole:
+        kind = BucketOptimizer if own_class is None else PieceOptimizer
+        return [kind(bucket, options, tiers) for bucket in buckets]
     owners: list[dict[int, int]] = [{} for _ in buckets]
     slots = [(slot.spec, at, n) for at, each in enumerate(buckets) for n, slot in enumerate(each.layout.slots)]
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
@@ -70,30 +69,25 @@ def make_optimizers(
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
-    pairs = zip(buckets, owners, strict=True)
-    return [WholeOptimizer(bucket, options, tiers, own_class, group, each) for bucket, each in pairs]
+    return [WholeOptimizer(bucket, options, tiers, group, each) for bucket, each in zip(buckets, owners, strict=True)]
 
 
 class PieceOptimizer(BucketOptimizer):
     """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that it keeps for each parameter,
     such as a step count, are float64 or int64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
-    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
-        self._class = own_class
+    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+        self._class = own_class = cast(OptimizerClass, options.optimizer.own_class)
         self._blank = blank_copy_of(own_class.optimizer)
         count = len(bucket.layout.slots)
-        examples = {name: each for plan in own_class.plans.values() for name, each in plan.scalars.items()}
+        scalars = {name: each for plan in own_class.plans.values() for name, each in sorted(plan.scalars.items())}
         # Seeds are integers that a float64 does not hold.
-        floats = {name: torch.as_tensor(each).is_floating_point() for name, each in examples.items()}
-        self._scalars = {
-            name: torch.zeros(count, dtype=torch.float64 if floats[name] else torch.int64) for name in sorted(examples)
-        }
+        integers = {name: not torch.as_tensor(each).is_floating_point() for name, each in scalars.items()}
+        self._scalars = {n: torch.zeros(count, dtype=torch.int64 if integers[n] else torch.float64) for n in scalars}
         self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
-        nothing = StatePlan(tensors={}, scalars={}, objects={})
+        nothing = StatePlan(states={}, tensors={}, scalars={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
-        self._examples: dict[int, dict[str, torch.Tensor]] = {}
-        """The state tensors of each parameter that is updated whole, by its number and their names, on the meta device."""
         super().__init__(bucket, options, tiers)
 
     def _segment_keys(self) -> Sequence[object]:
@@ -117,8 +111,7 @@ class PieceOptimizer(BucketOptimizer):
         for segment, (part, *given) in self._parts(start, [found, *moments]):
             if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
-                objects = dict(self._plans[number].objects)
-                _run_step(self._blank, groups[segment.group], [(part, part, state)], objects, call="eval")
+                _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
         return found
 
     def _state_of(
@@ -126,20 +119,19 @@ class PieceOptimizer(BucketOptimizer):
     ) -> dict[str, Any]:
         """Return the states of a parameter, as its class has them, from the tensors and numbers that are kept."""
         plan = self._plans[number]
-        return {name: _from_plain_tensors(name, example, states) for name, example in plan.tensors.items()} | {
-            name: _to_type(each, scalars[name][number].item()) for name, each in plan.scalars.items()
-        }
+        parts = dict(states) | {name: scalars[name][number].item() for name in plan.scalars}
+        return {name: _rebuilt(name, example, parts) for name, example in plan.states.items()}
 
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
-        states = dict(zip(self._examples[number] if self.whole else self.moments, given, strict=True))
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
+        states = dict(zip(plan.tensors if self.whole else self.moments, given, strict=True))
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
-        kept = {name: states[name] for name in _plain_tensors(plan.tensors)}
+        kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
-        (state,) = _run_step(self._blank, group, [(master, grad, state)], dict(plan.objects), plan.scalars)
-        after = _plain_tensors(state)
+        (state,) = _run_step(self._blank, group, [(master, grad, state)], plan.scalars)
+        after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
@@ -160,23 +152,16 @@ class WholeOptimizer(PieceOptimizer):
     whole = True
 
     def __init__(
-        self,
-        bucket: Bucket,
-        options: ZeroOptions,
-        tiers: Tiers,
-        own_class: OptimizerClass,
-        group: ProcessSet,
-        owners: Mapping[int, int],
+        self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, group: ProcessSet, owners: Mapping[int, int]
     ) -> None:
         """`owners` maps the number of each parameter to the position in `group` of its owner."""
-        super().__init__(bucket, options, tiers, own_class)
+        super().__init__(bucket, options, tiers)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
         self._states: dict[tuple[int, str], TieredTensor] = {}
-        for number in owners:
+        for number, owner in owners.items():
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
-            self._examples[number] = _plain_tensors(plan.tensors)
-            for name, each in self._examples[number].items() if owners[number] == group.index else ():
+            for name, each in plan.tensors.items() if owner == group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
@@ -194,27 +179,26 @@ class WholeOptimizer(PieceOptimizer):
         if key not in self._class.sized:
             name, group = type(self._class.optimizer).__name__, self._class.optimizer.param_groups[spec.group]
             # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
-            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.tensors.values())
+            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
             value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
             gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-            objects: dict[str, Any] = {}
             try:
                 inputs = [(value, gradient, self._class.initial.get(spec.fqn, {}))]
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(self._blank, group, inputs, objects, tried.scalars)
+                    (state,) = _run_step(self._blank, group, inputs, tried.scalars)
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
                     f"a step with its shape failed: {summary(error)}"
                 ) from error
-            self._class.sized[key] = _state_plan(name, state, objects)
+            self._class.sized[key] = _state_plan(name, state)
         return self._class.sized[key]
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
         owned = self._owners.get(number) == self._group.index
         for name, dtype, shape, values in super().whole_states(number):
             yield name, dtype, shape, values if owned else None
-        for name, each in self._examples.get(number, {}).items():
+        for name, each in self._plans[number].tensors.items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
@@ -232,7 +216,7 @@ class WholeOptimizer(PieceOptimizer):
         values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
         parts = zip(local, torch.split(values, lengths), torch.split(gradients, lengths), strict=True)
         for number, value, gradient in parts:
-            spec, examples = layout.slots[number].spec, self._examples[number]
+            spec, examples = layout.slots[number].spec, self._plans[number].tensors
             shape = spec.shape or (1,)
             at_rest = [self._states[number, name] for name in examples]
             states = [
@@ -254,67 +238,59 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _own_names(state: Mapping[str, Any]) -> set[str]:
-    return {name for name in state if not name.startswith(_GROUP)}
+    return {name for name in _parts_of(state) if not name.startswith(_GROUP)}
 
 
-def _to_type(example: Any, number: float) -> Any:
-    return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+def _to_type(example: Any, number: Any) -> Any:
+    return torch.as_tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
-def _without_objects(state: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Return a state in which tensors and numbers of an object stand under `name.attribute`. What a new plan needs to make such an
-    object, or None, again is added to `objects`."""
-    flat: dict[str, Any] = {}
-    for name, value in state.items():
-        if str(name).startswith(_GROUP):
-            raise ValueError(f"it has a state {name!r}, which is no name of its own")
-        if isinstance(value, torch.Tensor) or type(value) in (bool, int, float):
-            flat[name] = value
-        elif value is None or hasattr(value, "__dict__"):
-            objects.setdefault(name, copy.copy(value))
-            for each, inner in vars(value).items() if value is not None else ():
-                if isinstance(inner, torch.Tensor) or type(inner) in (int, float):
-                    flat[f"{name}.{each}"] = inner
-                elif not isinstance(inner, bool | str | None):
-                    raise ValueError(f"it keeps a {type(inner).__name__} as {name}.{each}")
-        else:
-            raise ValueError(f"it keeps a {type(value).__name__} as {name!r}")
-    return flat
-
-
-def _with_objects(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse `_without_objects`. A parameter without states gets no objects either: its class makes them."""
-    whole = {name: value for name, value in state.items() if not name.startswith(_GROUP)}
-    for name, example in objects.items():
-        inner = [each for each in whole if each.startswith(f"{name}.")]
-        if example is not None and inner:
-            made = copy.copy(example)
-            vars(made).update({each.partition(".")[2]: whole.pop(each) for each in inner})
-            whole[name] = made
-        elif example is None and whole:
-            whole[name] = None
-    return whole
-
-
-def _plain_tensors(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Split states into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
-    plain: dict[str, Any] = {}
+def _parts_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Split states into plain tensors and numbers, by the names under which they are stored; 8-bit floats are viewed as uint8.
+    Raises `ValueError` for what no checkpoint can store."""
+    parts: dict[str, Any] = {}
     for name, state in states.items():
-        if hasattr(state, "__tensor_flatten__"):
-            plain |= _plain_tensors({f"{name}.{each}": getattr(state, each) for each in state.__tensor_flatten__()[0]})
-        else:
-            bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
-            plain[name] = state.view(torch.uint8) if bits else state
-    return plain
+        if _is_number(state):
+            parts[name] = state
+        elif inner := _inner_parts(name, state):
+            parts |= _parts_of({f"{name}.{each}": value for each, value in inner.items()})
+        elif isinstance(state, torch.Tensor):
+            bits = state.is_floating_point() and state.dtype.itemsize == 1
+            parts[name] = state.view(torch.uint8) if bits else state
+        elif state is not None and not hasattr(state, "__dict__"):
+            raise ValueError(f"it keeps a {type(state).__name__} as {name!r}")
+    return parts
 
 
-def _from_plain_tensors(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
-    if not hasattr(example, "__tensor_flatten__"):
+def _inner_parts(name: str, state: Any) -> dict[str, Any]:
+    """Return the inner tensors of a tensor subclass, or the tensors and numbers among the attributes of another object."""
+    if hasattr(state, "__tensor_flatten__"):
+        return {each: getattr(state, each) for each in state.__tensor_flatten__()[0]}
+    if isinstance(state, torch.Tensor) or not hasattr(state, "__dict__"):
+        return {}
+    kept = {}
+    for each, value in vars(state).items():
+        if isinstance(value, torch.Tensor) or type(value) in (int, float):
+            kept[each] = value
+        elif not isinstance(value, bool | str | None):
+            raise ValueError(f"it keeps a {type(value).__name__} as {name}.{each}")
+    return kept
+
+
+def _rebuilt(name: str, example: Any, parts: Mapping[str, Any]) -> Any:
+    """Make a state like `example` from its parts, as `_parts_of` names them."""
+    if _is_number(example):
+        return _to_type(example, parts[name])
+    inner = {each: _rebuilt(f"{name}.{each}", value, parts) for each, value in _inner_parts(name, example).items()}
+    if hasattr(example, "__tensor_flatten__"):
+        context, kind = example.__tensor_flatten__()[1], type(example)
+        return kind.__tensor_unflatten__(inner, context, example.shape, example.stride())
+    if isinstance(example, torch.Tensor):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
-    names, context = example.__tensor_flatten__()
-    inner = {each: _from_plain_tensors(f"{name}.{each}", getattr(example, each), parts) for each in names}
-    unflatten: Any = type(example)
-    return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
+    made = copy.copy(example)
+    if inner:
+        vars(made).update(inner)
+    return made
 
 
 def blank_copy_of(optimizer: Optimizer) -> Optimizer:
@@ -329,20 +305,19 @@ def _run_step(
     blank: Optimizer,
     group: Mapping[str, Any],
     tensors: Iterable[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]],
-    objects: dict[str, Any],
     kept: Iterable[str] = (),
     call: str = "step",
 ) -> list[dict[str, Any]]:
     """Update values in place, by the method `call`; `tensors` are values, gradient and states of each parameter. Returns the states
-    after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed. `objects` are those
-    of the states' plan."""
+    after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     own = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
     blank.param_groups = [{"params": parameters, **plain_group(group), **own}]
-    blank.state = defaultdict(dict, zip(parameters, [_with_objects(each, objects) for each in states], strict=True))
+    own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
+    blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
     getattr(blank, call)()
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
@@ -353,7 +328,11 @@ def _run_step(
         for name, value in after.items()
         if name in own or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
     }
-    return [_without_objects(blank.state[parameter], objects) | numbers for parameter in parameters]
+    found = [blank.state[parameter] for parameter in parameters]
+    for name in chain.from_iterable(found):
+        if str(name).startswith(_GROUP):
+            raise ValueError(f"it has a state {name!r}, which is no name of its own")
+    return [state | numbers for state in found]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -378,10 +357,12 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
             small, large = trial.plan, larger.plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
-            subclasses = any(type(each) is not torch.Tensor for each in large.tensors.values())
-            by_size = subclasses or kinds[0] != kinds[1] or any(each is not None for each in large.objects.values())
-            scalars = small.scalars | large.scalars
-            plans[number, dims] = replace(large if subclasses else small, scalars=scalars, by_size=by_size)
+            plain = all(
+                each is None or _is_number(each) or type(each) is torch.Tensor for each in large.states.values()
+            )
+            by_size = not plain or kinds[0] != kinds[1]
+            states, scalars = small.states | large.states, small.scalars | large.scalars
+            plans[number, dims] = replace(small, states=states, scalars=scalars, by_size=by_size)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
@@ -394,7 +375,6 @@ class _Trial:
         """It runs all updates, so that what one of them leaves in it would change the others."""
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
-        self._objects: dict[str, Any] = {}
         self._initial = next((dict(optimizer.state[each]) for each in group["params"] if each in optimizer.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
@@ -412,7 +392,7 @@ class _Trial:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
-        self.plan = _state_plan(self._name, states[0], self._objects)
+        self.plan = _state_plan(self._name, states[0])
         if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, _EACH, strict=True)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
@@ -440,7 +420,7 @@ class _Trial:
         for step, gradients in enumerate(self._gradients):
             names = [_own_names(state) for state in states]
             inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
-            states = _run_step(self._blank, self._group, inputs, self._objects)
+            states = _run_step(self._blank, self._group, inputs)
             if step and names != [_own_names(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
             for name in states[0]:
@@ -456,43 +436,36 @@ class _Trial:
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
         flat, scalars = [], []
         for values, states in runs:
-            tensors = dict.fromkeys(n for state in states for n, each in state.items() if not _is_number(each))
-            kept = [_plain_tensors({n: state[n]}).values() for n in tensors for state in states if n in state]
-            flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
-            rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
+            parts = [_parts_of(state) for state in states]
+            names = dict.fromkeys(name for each in parts for name, value in each.items() if not _is_number(value))
+            tensors = [each[name] for name in names for each in parts if name in each]
+            flat.append(torch.cat([each.flatten().double() for each in (*values, *tensors)]))
+            rows = [[float(each[name]) for name in self.plan.scalars] for each in parts]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
         same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
 
 
-def _state_plan(optimizer: str, state: Mapping[str, Any], objects: Mapping[str, Any]) -> StatePlan:
+def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
     """Plan the states that a class keeps of a parameter. Raises `ConfigError` for what no checkpoint can store."""
-    plan = StatePlan(tensors={}, scalars={}, objects={})
+    plan = StatePlan(states={}, tensors={}, scalars={})
     for name, value in state.items():
-        holder, _, inner = str(name).partition(".")
-        known = inner.isidentifier() and objects.get(holder) is not None if inner else holder not in _RESERVED_NAMES
-        if not (holder.isidentifier() and known):
+        if not str(name).isidentifier() or name in _RESERVED_NAMES:
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
-        parts = _plain_tensors({name: value})
-        if _is_number(value):
-            plan.scalars[name] = value
-        elif all(
-            isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
-        ):
-            empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-            plan.tensors[name] = _from_plain_tensors(name, value, empty)
-        else:
+        parts = _parts_of({name: value})
+        numbers = {part: each for part, each in parts.items() if _is_number(each)}
+        tensors = {part: torch.empty_like(each, device="meta") for part, each in parts.items() if part not in numbers}
+        divided = hasattr(value, "__tensor_flatten__") and numbers
+        if divided or any(each.dtype not in DTYPE_NAMES for each in tensors.values()):
             kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
             raise ConfigError(
                 f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects "
                 "made of plain tensors, and numbers. "
                 'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
             )
-    for name, each in objects.items():
-        plan.objects[name] = copy.copy(each)
-        if each is not None:  # Its tensors are states of their own, and are not kept twice.
-            tensors = [inner for inner, value in vars(each).items() if isinstance(value, torch.Tensor)]
-            vars(plan.objects[name]).update(dict.fromkeys(tensors))
+        plan.states[name] = _rebuilt(name, value, tensors | numbers)
+        plan.tensors.update(tensors)
+        plan.scalars.update(numbers)
     return plan
 
 

@@ -107,8 +107,7 @@ class Skeleton:
         `seed` and `fqn` alone. Returns the values by name, the names that no code set, and why."""
         owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
-        values: Mapping[str, torch.Tensor] = {}
-        lost, reason = tuple(names), ""
+        values: Mapping[str, torch.Tensor]
         for reset_first in (False, True) if self.managed_by_pretrained(fqn) else (False,):
             runs: list[dict[str, torch.Tensor]] = []
             try:
@@ -422,10 +421,7 @@ class BuiltModel:
 
 
 def build_deferred(
-    build: Callable[[], nn.Module],
-    seed: int,
-    *,
-    stored: Callable[[nn.Module], frozenset[str]] | None = None,
+    build: Callable[[], nn.Module], seed: int, *, stored: Callable[[nn.Module], frozenset[str]] | None = None
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later. If that would
     lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds the whole model

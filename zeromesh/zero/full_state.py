@@ -347,7 +347,7 @@ class FullState:
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every parameter, or of `names` alone: whole master weights, in their dtype. A tensor may be a
         view of this rank's own weights, which the next step changes: copy it to keep it."""
-        return self._gather_all_stages(self._specs if names is None else names, self._gather_bucket, None)
+        return self._gather_all_stages(self._specs if names is None else names, self._weights_of, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
@@ -376,7 +376,7 @@ class FullState:
         name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        named = next(self._gather_all_stages([name], self._gather_gradient, self._gradient_dtype), None)
+        named = next(self._gather_all_stages([name], _gradient_of, self._gradient_dtype), None)
         if named is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return named[1].clone()
@@ -465,15 +465,15 @@ class FullState:
                     parameter.grad = None
 
     def _gather_all_stages(
-        self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
+        self, names: Container[str], shard_of: Callable[[Bucket], TieredTensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole tensors of the named parameters on all ranks, cut from the bucket that `whole(bucket)` gathers, without
-        those for which it returns None. `dtype` None means the dtype of the master weights."""
+        """Yield the whole tensors of the named parameters on all ranks, gathered from `shard_of(bucket)`, without those for which
+        that is None. `dtype` None means the dtype of the master weights."""
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
             here = {spec.name for spec in chosen} if stage == pipeline.index else set()
-            tensors = self._gather_this_stage(here, whole)
+            tensors = self._gather_this_stage(here, shard_of)
             for spec in chosen:
                 tensor = next(tensors, None)
                 if pipeline.gather_integers([int(tensor is not None)])[stage][0]:
@@ -490,26 +490,20 @@ class FullState:
         return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
 
     def _gather_this_stage(
-        self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
+        self, names: set[str], shard_of: Callable[[Bucket], TieredTensor | None]
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the named tensors in the order of buckets, or None where `whole(bucket)` is None."""
+        """Yield the named tensors in the order of buckets, or None where `shard_of(bucket)` is None."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
-            full = whole(bucket) if slots else None
+            shard = shard_of(bucket) if slots else None
+            full = None if shard is None else self._gather_bucket(bucket, shard.load(self._mesh.device))
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
                 if local is not None and name in self._regions:
                     local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
                 yield None if local is None else local.view(self._specs[name].shape)
 
-    def _gather_gradient(self, bucket: Bucket) -> torch.Tensor | None:
-        shard = bucket.grad
-        if shard is None and bucket.grad_rest is not None:
-            shard = bucket.grad_rest.load(self._mesh.device)
-        return None if shard is None or not bucket.trainable else self._gather_bucket(bucket, shard)
-
-    def _gather_bucket(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
-        shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
+    def _gather_bucket(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
         layout, ranks = bucket.layout, self._mesh.shard
         held = bucket_placement(layout, ranks.size, whole=shard.numel() == layout.padded)
         whole = replicated(layout.padded, ranks.size)
@@ -519,6 +513,10 @@ class FullState:
         if fqn not in self._specs:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._specs[fqn]
+
+
+def _gradient_of(bucket: Bucket) -> TieredTensor | None:
+    return bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:
