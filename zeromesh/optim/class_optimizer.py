@@ -428,8 +428,7 @@ class _Trial:
                     raise ValueError(f"it changes {name.removeprefix(_GROUP)} of its groups")
             if not step:  # A class may prepare itself in its first update.
                 before = _mark(self._blank)
-        changed = [name for name, mark in _mark(self._blank).items() if before.get(name) != mark]
-        if changed:
+        if changed := [name for name, mark in _mark(self._blank).items() if before.get(name) != mark]:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
 

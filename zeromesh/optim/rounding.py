@@ -36,8 +36,7 @@ def bits_of_shard(
     bits = torch.zeros(where.length, dtype=torch.int64, device=device)
     counts = {slot.spec.fqn: count for slot, count in zip(bucket.layout.slots, updates, strict=True)}
     for piece in bucket.layout.pieces(bucket.interval):
-        here = piece.in_shard.intersect(where)
-        if here.length:
+        if (here := piece.in_shard.intersect(where)).length:
             moved = piece.in_parameter.start - piece.in_shard.start
             runs = piece.spec.region.runs(here.after(-moved))
             positions = torch.cat([torch.arange(run.logical, run.logical + run.length, device=device) for run in runs])

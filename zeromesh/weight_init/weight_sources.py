@@ -52,7 +52,6 @@ class Skeleton:
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
-        self._pretrained: set[int] = set()
         self.root = self._clone(model)
 
     def _clone(self, module: nn.Module) -> nn.Module:
@@ -61,7 +60,6 @@ class Skeleton:
         clone: nn.Module = object.__new__(type(module))
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
-        self._pretrained.update([id(clone)] if is_pretrained_model(module) else ())
         for table in ("_parameters", "_buffers", "_modules"):
             copied: Callable[[Any], Any] = self._clone if table == "_modules" else self._on_meta
             values = getattr(module, table).items()
@@ -77,10 +75,9 @@ class Skeleton:
         return self._tensors[id(tensor)]
 
     def path(self, fqn: str) -> list[nn.Module]:
-        module, path = self.root, [self.root]
+        path = [self.root]
         for part in fqn.split(".") if fqn else ():
-            module = module._modules[part] or module
-            path.append(module)
+            path.append(path[-1]._modules[part] or path[-1])
         return path
 
     def initialise(self, fqn: str, seed: int, *, reset_first: bool = False) -> None:
@@ -89,7 +86,7 @@ class Skeleton:
         path = self.path(fqn)
         initialisers: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
-            around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
+            around: list[Any] = [each for each in path[:depth] if is_pretrained_model(each)]
             module = path[depth - 1]
             initialisers.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
         with seeded_cpu(seed, fqn):
@@ -98,7 +95,7 @@ class Skeleton:
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
-        return not self._pretrained.isdisjoint(map(id, self.path(fqn)))
+        return any(map(is_pretrained_model, self.path(fqn)))
 
     def recompute(
         self, fqn: str, table: Table, names: Sequence[str], seed: int
@@ -129,11 +126,8 @@ class Skeleton:
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
-        reset: Callable[[], object] | None = getattr(module, name, None)
-        if callable(reset):
-            return reset
-    return None
+    names = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+    return next(filter(callable, (getattr(module, name, None) for name in names)), None)
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -434,8 +428,7 @@ def build_deferred(
         raise
     except INITIALISER_ERRORS as error:
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
-    hooked = hooked_parameters(model)
-    if hooked:
+    if hooked := hooked_parameters(model):
         # Rebuilt parameters would lose the hooks, and tensors that hooks use, such as a mask, have no values on meta.
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
@@ -452,8 +445,7 @@ def build_deferred(
     differing = partial(_initialised_otherwise, model, source.skeleton, log, seed)
     otherwise = "it initialises {} otherwise than `reset_parameters` does"
     for find, reason in ((source.unset_parameters, lost), (differing, otherwise), (lost_buffers, lost)):
-        names = tuple(name for name in find() if name not in kept)
-        if names:
+        if names := tuple(name for name in find() if name not in kept):
             return _build_on_cpu(build, seed, reason.format(some(names)))
     return BuiltModel(model=model, source=source)
 
@@ -466,15 +458,13 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn)
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
-    hooked = [name for name in hooked_parameters(model) if name in drawn]
-    if hooked:
+    if hooked := [name for name in hooked_parameters(model) if name in drawn]:
         raise LayoutError(
-            f"{some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
+            f"{some(hooked)}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
             "pass it built, or pass a callable that builds it"
         )
     source = SeededSource(model, seed)
-    lost = source.unset_parameters()
-    if lost:
+    if lost := source.unset_parameters():
         raise LostValuesError(lost, "nothing sets them again")
     reset = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     note = (

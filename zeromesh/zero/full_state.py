@@ -178,8 +178,7 @@ class CheckpointState:
     def _unsharded(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
         """Yield the optimizer states that are not divided as their parameters are, with the values that this rank reads, or of
         `written`, an interval of the bucket, those that it writes."""
-        optimizer = self._updater.optimizer_of(bucket)
-        if optimizer is None:
+        if (optimizer := self._updater.optimizer_of(bucket)) is None:
             return
         first = [
             piece.spec.fqn
@@ -326,7 +325,7 @@ class FullState:
         divided = {
             spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
             for spec, _, _ in slots
-            if spec.part is not None and not spec.region.is_whole
+            if not spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
         """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
@@ -406,8 +405,7 @@ class FullState:
                     self._replace(name, shown, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
-            written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
-            if written:
+            if written := [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]:
                 raise PhaseError(
                     f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
                     "run has changed; change weights before training, in the model that is given to the trainer"
@@ -495,19 +493,17 @@ class FullState:
         """Yield the named tensors in the order of buckets, or None where `shard_of(bucket)` is None."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
-            shard = shard_of(bucket) if slots else None
-            full = None if shard is None else self._gather_bucket(bucket, shard.load(self._mesh.device))
+            full = None
+            if slots and (shard := shard_of(bucket)) is not None:
+                layout, ranks = bucket.layout, self._mesh.shard
+                held = bucket_placement(layout, ranks.size, whole=shard.numel == layout.padded)
+                whole, own = replicated(layout.padded, ranks.size), shard.load(self._mesh.device).detach()
+                full = redistribute(own, held, whole, ranks, f"reading of {bucket.name}")
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
                 if local is not None and name in self._regions:
                     local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
                 yield None if local is None else local.view(self._specs[name].shape)
-
-    def _gather_bucket(self, bucket: Bucket, shard: torch.Tensor) -> torch.Tensor:
-        layout, ranks = bucket.layout, self._mesh.shard
-        held = bucket_placement(layout, ranks.size, whole=shard.numel() == layout.padded)
-        whole = replicated(layout.padded, ranks.size)
-        return redistribute(shard.detach(), held, whole, ranks, f"reading of {bucket.name}")
 
     def _spec_of(self, fqn: str) -> TensorSpec:
         if fqn not in self._specs:

@@ -166,21 +166,16 @@ def settings_of(
         modes[0]()
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
-    unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]
-    if unknown:
+    if unknown := [p for group in groups for p in group["params"] if id(p) not in by_id]:
         raise ConfigError(
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
     is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
     # Numbers are no trace of an update: APOLLO's constructor gives each parameter a seed.
-    initial = {
-        by_id[id(each)]: state
-        for each, state in optimizer.state.items()
-        if all(type(value) in (int, float) for value in state.values())
-    }
-    states = [state for each, state in optimizer.state.items() if by_id[id(each)] not in initial]
-    used = [state for state in states if not is_adagrad or state["step"] > 0]
+    states = {by_id[id(each)]: state for each, state in optimizer.state.items()}
+    initial = {each: state for each, state in states.items() if set(map(type, state.values())) <= {int, float}}
+    used = [each for each, state in states.items() if each not in initial and (not is_adagrad or state["step"] > 0)]
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
             group.get("differentiable") for group in groups
