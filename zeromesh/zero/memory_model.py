@@ -74,7 +74,9 @@ class MemoryModel:
         window = options.prefetch + 1
         self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
         """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
-        kept_bytes = sum(count * layout.travelling_nbytes(whole) for layout, stays, count in self._buckets if stays)
+        staying = [(layout, count) for layout, stays, count in self._buckets if stays]
+        self.kept_bytes = sum(count * layout.travelling_nbytes(whole) for layout, count in staying)
+        """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
         lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
@@ -82,7 +84,7 @@ class MemoryModel:
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
-        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * kept_bytes)
+        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept_bytes)
         tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
             transport, options.gradient_slots, slot_bytes(self._trained, options, device)
         )
