@@ -40,8 +40,6 @@ _TRIAL_STEPS = 24
 _LARGE_ELEMENTS = 1 << 13
 """Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
-_EACH = slice(0, 1), slice(1, 2)
-"""Each of the trial's two tensors."""
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
 _GROUP = "group_"
@@ -216,14 +214,12 @@ class WholeOptimizer(PieceOptimizer):
         values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
         parts = zip(local, torch.split(values, lengths), torch.split(gradients, lengths), strict=True)
         for number, value, gradient in parts:
-            spec, examples = layout.slots[number].spec, self._plans[number].tensors
+            spec = layout.slots[number].spec
             shape = spec.shape or (1,)
-            at_rest = [self._states[number, name] for name in examples]
-            states = [
-                rest.load(master.device).view(each.shape) for rest, each in zip(at_rest, examples.values(), strict=True)
-            ]
+            at_rest = [(self._states[number, name], each.shape) for name, each in self._plans[number].tensors.items()]
+            states = [rest.load(master.device).view(own_shape) for rest, own_shape in at_rest]
             self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
-            for rest, each in zip(at_rest, states, strict=True):
+            for (rest, _), each in zip(at_rest, states, strict=True):
                 rest.write(0, each.view(-1)).wait()
         # Elements are listed owner by owner: a rank that needs all of them then gets them by one all-gather.
         back = tuple(
@@ -329,9 +325,8 @@ def _run_step(
         if name in own or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
     }
     found = [blank.state[parameter] for parameter in parameters]
-    for name in chain.from_iterable(found):
-        if str(name).startswith(_GROUP):
-            raise ValueError(f"it has a state {name!r}, which is no name of its own")
+    if wrong := [name for name in chain.from_iterable(found) if str(name).startswith(_GROUP)]:
+        raise ValueError(f"it has a state {wrong[0]!r}, which is no name of its own")
     return [state | numbers for state in found]
 
 
@@ -357,9 +352,7 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
             small, large = trial.plan, larger.plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
-            plain = all(
-                each is None or _is_number(each) or type(each) is torch.Tensor for each in large.states.values()
-            )
+            plain = all(s is None or _is_number(s) or type(s) is torch.Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]
             states, scalars = small.states | large.states, small.scalars | large.scalars
             plans[number, dims] = replace(small, states=states, scalars=scalars, by_size=by_size)
@@ -383,17 +376,18 @@ class _Trial:
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
             for step in range(1, steps + 2)
         ]
+        each = slice(0, 1), slice(1, 2)  # Of the two tensors.
         try:
             # A class may compile its step for each shape, which takes longer than the trial.
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
                 values, states = self._run(list)
-                alone = [self._run(itemgetter(one)) for one in _EACH]
+                alone = [self._run(itemgetter(one)) for one in each]
         except Exception as error:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
         self.plan = _state_plan(self._name, states[0])
-        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, _EACH, strict=True)):
+        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"

@@ -108,11 +108,10 @@ class BucketOptimizer:
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
         self._bucket = bucket
         self._dtypes = moment_dtypes(self._settings, self._wide)
+        at_rest = {name: self._settings.dtype_at_rest(dtype) for name, dtype in self._dtypes.items()}
         self.moments = {
-            name: tiers.allocate(
-                master.numel, self._settings.dtype_at_rest(dtype), at, Purpose.MOMENTS, f"{name} of {bucket.name}"
-            )
-            for name, dtype in self._dtypes.items()
+            name: tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
+            for name, dtype in at_rest.items()
         }
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""

@@ -99,7 +99,7 @@ def test_values_and_codes_are_those_of_bitsandbytes(tmp_path: Path, form: str) -
     if weights is None:
         assert form == "8 bits"
         return
-    found = source.encoded(name, weights.codec)
+    found = source.encoded(name, weights.codec, torch.bfloat16)
     assert found is not None
     assert torch.equal(found.codes, codes)
     source.release(name)
