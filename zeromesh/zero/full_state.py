@@ -250,18 +250,14 @@ def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[Tensor
 
 def tensors_by_stage(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
     """List the tensors of each pipeline stage that no earlier stage has; all ranks of `pipeline` call this."""
-    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
-    seen: set[tuple[str, str]] = set()
-    stages = []
-    for stage in pipeline.gather_json(rows, what):
-        new = [
-            TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-            for kind, name, dtype, shape in stage
-            if (kind, name) not in seen
-        ]
-        seen.update((spec.kind, spec.name) for spec in new)
-        stages.append(new)
-    return stages
+    own = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
+    stages = pipeline.gather_json(own, what)
+    found: dict[tuple[str, str], tuple[int, TensorSpec]] = {}
+    for stage, rows in enumerate(stages):
+        for kind, name, dtype, shape in rows:
+            spec = TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+            found.setdefault((kind, name), (stage, spec))
+    return [[spec for first, spec in found.values() if first == stage] for stage in range(len(stages))]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
