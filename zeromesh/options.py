@@ -57,7 +57,7 @@ Megatron-FSDP's experimental rewrite.
 class StatePlan:
     """The optimizer states of a parameter, under the names of the optimizer class, found by a trial step."""
 
-    states: dict[str, Any]
+    states: dict[str, Any] = field(repr=False)
     """Examples: meta tensors, numbers, None, and tensor subclasses and objects made of these, such as GaLore's projectors."""
     tensors: dict[str, torch.Tensor]
     """The plain tensors in them, by the names under which these are stored."""

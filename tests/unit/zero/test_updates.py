@@ -244,6 +244,7 @@ def test_an_object_among_the_states_is_kept_as_its_tensors_and_numbers() -> None
     assert plan.by_size
     assert set(plan.tensors) == {"made.matrix", "sum"}
     assert plan.scalars == {"made.seen": 0, "made.rate": 0.5}
+    assert "0x" not in repr(plan), "ranks compare their options as text"
     made = vars(plan.states["made"])
     assert made.pop("matrix").is_meta
     assert made == {"seen": 0, "rate": 0.5, "flag": True, "kind": "left", "nothing": None}
