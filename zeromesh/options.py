@@ -159,7 +159,7 @@ class Precision(keys.PrecisionKeys):
         )
         reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
-        moments = str(self.sums).removeprefix("torch.") if states == "float32" else states
+        moments = sums if states == "float32" else states
         weights = "no master weights" if self.masterless else f"master weights {master}"
         kept = f"{weights}, {optimizer} moments {moments}, {scale}"
         return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}"
@@ -237,8 +237,9 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
-            f"{key} needs run.on_nonfinite: stop: there is no step left to skip": inside
-            and self.on_nonfinite != "stop",
+            f"{key} needs run.on_nonfinite: stop: there is no step left to skip": (
+                inside and self.on_nonfinite != "stop"
+            ),
             "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": (
                 self.evaluates_average and self.average is not None and self.average.decay
             ),
