@@ -16,7 +16,7 @@ from zeromesh.flat.layout import ShardSegment
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.optim.rounding import LANES, bits_of_shard, round_into
+from zeromesh.optim.rounding import bits_of_shard, round_narrow
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -152,9 +152,7 @@ class BucketOptimizer:
             self._step(start + first, wide, groups)
             where = Interval(start=start + first, end=start + first + len(parts[0]))
             bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
-            narrow = [pair for pair in zip(parts, wide, strict=True) if pair[0] is not pair[1]]
-            for lane, (part, value) in enumerate(narrow):
-                round_into(part, value, bits, lane % LANES)
+            round_narrow(parts, wide, bits)
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment, parts in self._parts(start, tensors):
