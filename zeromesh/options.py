@@ -57,12 +57,12 @@ Megatron-FSDP's experimental rewrite.
 class StatePlan:
     """The optimizer states of a parameter, under the names of the optimizer class, found by a trial step."""
 
+    states: dict[str, Any] = field(repr=False)
+    """Examples: meta tensors, numbers, None, and tensor subclasses and objects made of these, such as GaLore's projectors."""
     tensors: dict[str, torch.Tensor]
-    """Example tensors on the meta device, which may be subclasses with plain tensors inside."""
+    """The plain tensors in them, by the names under which these are stored."""
     scalars: dict[str, Any]
-    """Example numbers, which may be 0-dim tensors. Those of a group that updates change are among them."""
-    objects: dict[str, Any] = field(repr=False)
-    """Objects among the states, such as GaLore's projectors, without the tensors and numbers in them, and None."""
+    """The numbers in them, which may be 0-dim tensors. Those of a group that updates change are among them."""
     by_size: bool = False
     """True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers."""
 
@@ -98,6 +98,10 @@ class OptimizerSettings(keys.OptimizerKeys):
     """The hyperparameters of each group, under the names of the optimizer's class; none: two groups, with and without decay."""
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
+
+    def dtype_at_rest(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which a moment is kept between updates, which compute it in `dtype`."""
+        return torch.bfloat16 if self.states == "bfloat16" and dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,11 +159,10 @@ class Precision(keys.PrecisionKeys):
         )
         reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
-        moments = str(self.sums).removeprefix("torch.") if states == "float32" else states
-        kept = f"master weights and {optimizer} moments {master}"
-        if self.masterless or moments != master:
-            kept = f"{'no master weights' if self.masterless else f'master weights {master}'}, {optimizer} moments {moments}"
-        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}, {scale}"
+        moments = sums if states == "float32" else states
+        weights = "no master weights" if self.masterless else f"master weights {master}"
+        kept = f"{weights}, {optimizer} moments {moments}, {scale}"
+        return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,9 +196,9 @@ class OffloadOptions(keys.OffloadKeys):
     def staging_on(self, device: torch.device) -> int:
         """Return the bytes of the buffers that bring offloaded states to `device` for their update: `staging_bytes`, or a default,
         which is larger for an accelerator: launching many short copies would take longer than the copies."""
-        if self.staging_bytes is not None or not is_accelerator(device):
-            return STAGING_BYTES if self.staging_bytes is None else self.staging_bytes
-        return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE)
+        if self.staging_bytes is not None:
+            return self.staging_bytes
+        return max(STAGING_BYTES, device_memory(device).total // STAGING_SHARE if is_accelerator(device) else 0)
 
     @property
     def gradients_at(self) -> TierChoice:
@@ -218,44 +221,40 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     gradient_slots: int = 2
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.stage not in STAGES:
-            problems.append(f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}")
-        if self.prefetch < 0:
-            problems.append(f"zero.prefetch is {self.prefetch}; it must be 0 or more units")
         budget: object = self.gathered_budget
-        if budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0):
-            problems.append(f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None")
-        if self.offload.parameters.uses_tier and self.stage != 3:
-            problems.append(
-                f"offload.parameters is {self.offload.parameters.tier} at stage {self.stage}: only stage 3 gathers "
-                "parameters around their use; set zero.stage to 3, or offload.parameters to none"
-            )
-        if self.optimizer_in_backward:
-            if self.clip_norm:
-                problems.append("optimizer.in_backward needs run.clip_norm 0: the norm is known only after backward")
-            if self.precision.loss_scale:
-                problems.append("optimizer.in_backward cannot run with a loss scale, which may take a step back")
-            if self.optimizer.own_class is not None and self.optimizer.own_class.whole:
-                problems.append("optimizer.in_backward cannot run with an optimizer that needs whole tensors")
-            if self.on_nonfinite != "stop":
-                problems.append("optimizer.in_backward needs run.on_nonfinite: stop: there is no step left to skip")
-        if self.evaluates_average and self.average is not None and self.average.decay:
-            problems.append(
-                "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer"
-            )
-        whole = self.optimizer.own_class is not None and self.optimizer.own_class.whole
-        if whole and (self.precision.masterless or self.optimizer.states == "bfloat16"):
-            key = "precision.master none" if self.precision.masterless else "optimizer.states bfloat16"
-            problems.append(f"{key} is for optimizers that work element by element, and this one needs whole tensors")
-        if self.precision.masterless and self.average is not None:
-            problems.append("precision.master none does not go with averaged weights, which bfloat16 would round")
-        if self.evaluates_average and self.optimizer.states != "float32":
-            problems.append(
-                "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates"
-            )
-        if problems:
-            raise ConfigError(problems)
+        parameters, states, masterless = self.offload.parameters, self.optimizer.states, self.precision.masterless
+        own, inside, key = self.optimizer.own_class, self.optimizer_in_backward, "optimizer.in_backward"
+        whole = own is not None and own.whole
+        narrow = "precision.master none" if masterless else "optimizer.states bfloat16"
+        problems = {
+            f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}": self.stage not in STAGES,
+            f"zero.prefetch is {self.prefetch}; it must be 0 or more units": self.prefetch < 0,
+            f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": (
+                budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0)
+            ),
+            f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
+            "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
+            f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
+            f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
+            f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
+            f"{key} needs run.on_nonfinite: stop: there is no step left to skip": (
+                inside and self.on_nonfinite != "stop"
+            ),
+            "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": (
+                self.evaluates_average and self.average is not None and self.average.decay
+            ),
+            f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": (
+                whole and (masterless or states == "bfloat16")
+            ),
+            "precision.master none does not go with averaged weights, which bfloat16 would round": (
+                masterless and self.average is not None
+            ),
+            "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": (
+                self.evaluates_average and states != "float32"
+            ),
+        }
+        if found := [problem for problem, holds in problems.items() if holds]:
+            raise ConfigError(found)
 
     @property
     def evaluates_average(self) -> bool:

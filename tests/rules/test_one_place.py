@@ -32,7 +32,7 @@ TRACKED = '''class DummyTracker(Tracker):
 '''
 CHANGES = {
     "an optimizer": [
-        ("zeromesh/optim/fused_optimizer.py", "OPTIMIZERS = {\n", '    "sign": OptimizerRow(SGD, ()),\n'),
+        ("zeromesh/optim/fused_optimizer.py", "tuple[str, ...]]] = {\n", '    "sign": (SGD, ()),\n'),
         (
             "zeromesh/optim/fused_optimizer.py",
             "    with torch.no_grad():\n",

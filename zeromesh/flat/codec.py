@@ -78,8 +78,6 @@ class CodecRow:
     codes_in_byte: int = 1
     nests: bool = False
     """True if scales may be kept in 8 bits too."""
-    by_kernels: bool = False
-    """True if bitsandbytes has operators that decode it, by its name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,14 +170,13 @@ class Codec:
             )
 
     def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        count, row = out.numel(), CODECS[self.name]
-        even = row.codes_in_byte == 1 or not count % 2
-        if row.by_kernels and even and out.dtype in _KERNEL_DTYPES and (bnb := _bitsandbytes()):
+        count, halves = out.numel(), self.codes_in_byte == 2
+        if halves and not count % 2 and out.dtype in _KERNEL_DTYPES and (bnb := _bitsandbytes()):
             out.copy_(bnb.dequantize_4bit.default(codes, scales, self.block, self.name, [count], out.dtype).view(-1))
             return
-        if row.codes_in_byte == 2:
+        if halves:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
-        values, whole = row.dequantize(codes), count // self.block * self.block
+        values, whole = CODECS[self.name].dequantize(codes), count // self.block * self.block
         if whole:
             out[:whole].view(-1, self.block).copy_(
                 values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
@@ -236,7 +233,6 @@ def _four_bits(levels: tuple[float, ...]) -> CodecRow:
         dequantize=lambda codes: _levels(levels, codes.device)[codes.int()],
         codes_in_byte=2,
         nests=True,
-        by_kernels=True,
     )
 
 

@@ -12,10 +12,11 @@ found by a step with the parameter's shape. Numbers of a group that a step chang
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -41,8 +42,6 @@ _LARGE_ELEMENTS = 1 << 13
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01
 """The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
-_UpdateInputs = tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]
-"""The tensors of one parameter for an update: values, gradient and states by name."""
 _GROUP = "group_"
 """The prefix of the names of states that stand for a number in the group of their parameter."""
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -54,10 +53,9 @@ def make_optimizers(
     """Make optimizers for the buckets. To `loads`, the elements of whole tensors that each rank of the shard group owns, those of
     the new optimizers are added. Raises `ConfigError` for parameters that are not whole on a rank, if the class needs that."""
     own_class = options.optimizer.own_class
-    if own_class is None:
-        return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
-    if not own_class.whole:
-        return [PieceOptimizer(bucket, options, tiers, own_class) for bucket in buckets]
+    if own_class is None or not own_class.whole:
+        kind = BucketOptimizer if own_class is None else PieceOptimizer
+        return [kind(bucket, options, tiers) for bucket in buckets]
     owners: list[dict[int, int]] = [{} for _ in buckets]
     slots = [(slot.spec, at, n) for at, each in enumerate(buckets) for n, slot in enumerate(each.layout.slots)]
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
@@ -69,36 +67,30 @@ def make_optimizers(
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
-    pairs = zip(buckets, owners, strict=True)
-    return [WholeOptimizer(bucket, options, tiers, own_class, group, each) for bucket, each in pairs]
+    return [WholeOptimizer(bucket, options, tiers, group, each) for bucket, each in zip(buckets, owners, strict=True)]
 
 
 class PieceOptimizer(BucketOptimizer):
     """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that it keeps for each parameter,
     such as a step count, are float64 or int64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
-    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, own_class: OptimizerClass) -> None:
-        self._class = own_class
+    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+        self._class = own_class = cast(OptimizerClass, options.optimizer.own_class)
         self._blank = blank_copy_of(own_class.optimizer)
         count = len(bucket.layout.slots)
-        examples = {name: each for plan in own_class.plans.values() for name, each in plan.scalars.items()}
-        self._scalars = {name: torch.zeros(count, dtype=_scalar_dtype(examples[name])) for name in sorted(examples)}
+        scalars = {name: each for plan in own_class.plans.values() for name, each in sorted(plan.scalars.items())}
+        # Seeds are integers that a float64 does not hold.
+        integers = {name: not torch.as_tensor(each).is_floating_point() for name, each in scalars.items()}
+        self._scalars = {n: torch.zeros(count, dtype=torch.int64 if integers[n] else torch.float64) for n in scalars}
         self._scalars_before = self._scalars
         specs = [slot.spec for slot in bucket.layout.slots]
-        nothing = StatePlan(tensors={}, scalars={}, objects={})
+        nothing = StatePlan(states={}, tensors={}, scalars={})
         self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
-        self._examples: dict[int, dict[str, torch.Tensor]] = {}
-        """The state tensors of each parameter that is updated whole, by its number and their names, on the meta device."""
         super().__init__(bucket, options, tiers)
 
-    def update_segments(self) -> None:
-        super().update_segments()
-        numbers = {slot.spec.fqn: number for number, slot in enumerate(self._bucket.layout.slots)}
-        pieces = [(each.in_shard, numbers[each.spec.fqn]) for each in self._bucket.layout.pieces(self._bucket.interval)]
-        groups, updated = [slot.spec.group for slot in self._bucket.layout.slots], self._update_flags()
+    def _segment_keys(self) -> Sequence[object]:
         # Each parameter has its own step count, so that each is updated by a separate call.
-        self._pieces = [(at.start, at.end, groups[n], n) for at, n in pieces if groups[n] != NO_GROUP]
-        self._segments = [each for each in self._pieces if updated[each[-1]]]
+        return range(len(self._plans))
 
     def begin(self) -> None:
         super().begin()
@@ -111,14 +103,13 @@ class PieceOptimizer(BucketOptimizer):
     def evaluated(
         self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
     ) -> torch.Tensor:
-        found = weights.clone() if self._class.has_modes else weights
-        for piece_start, piece_end, group, number in self._pieces if self._class.has_modes else ():
-            first, last = max(start, piece_start), min(start + len(weights), piece_end)
-            if first < last and self.steps[number]:
-                part, *given = (each[first - start : last - start] for each in (found, *moments))
-                plan = self._plans[number]
+        if not self._class.has_modes:
+            return weights
+        found = weights.clone()
+        for segment, (part, *given) in self._parts(start, [found, *moments]):
+            if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
-                _run_step(self._blank, groups[group], [(part, part, state)], dict(plan.objects), call="eval")
+                _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
         return found
 
     def _state_of(
@@ -126,21 +117,19 @@ class PieceOptimizer(BucketOptimizer):
     ) -> dict[str, Any]:
         """Return the states of a parameter, as its class has them, from the tensors and numbers that are kept."""
         plan = self._plans[number]
-        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
-        return {name: _from_plain_tensors(name, example, kept) for name, example in plan.tensors.items()} | {
-            name: _to_type(each, scalars[name][number].item()) for name, each in plan.scalars.items()
-        }
+        parts = dict(states) | {name: scalars[name][number].item() for name in plan.scalars}
+        return {name: _rebuilt(name, example, parts) for name, example in plan.states.items()}
 
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
-        states = dict(zip(self._examples[number] if self.whole else self.moments, given, strict=True))
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
+        states = dict(zip(plan.tensors if self.whole else self.moments, given, strict=True))
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
-        kept = {part: states[part] for name, example in plan.tensors.items() for part in _plain_tensors(name, example)}
+        kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
-        (state,) = _run_step(self._blank, group, [(master, grad, state)], dict(plan.objects), plan.scalars)
-        after = {part: value for name, each in state.items() for part, value in _plain_tensors(name, each).items()}
+        (state,) = _run_step(self._blank, group, [(master, grad, state)], plan.scalars)
+        after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
@@ -152,7 +141,7 @@ class PieceOptimizer(BucketOptimizer):
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
         for name in plan.scalars:
-            self._scalars[name][number] = _number(after[name])
+            self._scalars[name][number] = after[name]
 
 
 class WholeOptimizer(PieceOptimizer):
@@ -161,25 +150,16 @@ class WholeOptimizer(PieceOptimizer):
     whole = True
 
     def __init__(
-        self,
-        bucket: Bucket,
-        options: ZeroOptions,
-        tiers: Tiers,
-        own_class: OptimizerClass,
-        group: ProcessSet,
-        owners: Mapping[int, int],
+        self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, group: ProcessSet, owners: Mapping[int, int]
     ) -> None:
         """`owners` maps the number of each parameter to the position in `group` of its owner."""
-        super().__init__(bucket, options, tiers, own_class)
+        super().__init__(bucket, options, tiers)
         self._group, self._owners, self._ledger = group, owners, tiers.ledger
         self._states: dict[tuple[int, str], TieredTensor] = {}
-        for number in owners:
+        for number, owner in owners.items():
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
-            self._examples[number] = {
-                kept: part for name, state in plan.tensors.items() for kept, part in _plain_tensors(name, state).items()
-            }
-            for name, each in self._examples[number].items() if owners[number] == group.index else ():
+            for name, each in plan.tensors.items() if owner == group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
@@ -189,45 +169,40 @@ class WholeOptimizer(PieceOptimizer):
         if not tried.by_size:
             sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
             tensors = {
-                name: torch.empty(
-                    [sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype), device="meta"
-                )
+                name: each.new_empty([sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype))
                 for name, each in tried.tensors.items()
             }
             return replace(tried, tensors=tensors)
-        key, optimizer = (spec.group, shape), self._class.optimizer
+        key = spec.group, shape
         if key not in self._class.sized:
-            name = type(optimizer).__name__
+            name, group = type(self._class.optimizer).__name__, self._class.optimizer.param_groups[spec.group]
             # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
-            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.tensors.values())
+            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
             value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
             gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-            objects: dict[str, Any] = {}
             try:
                 inputs = [(value, gradient, self._class.initial.get(spec.fqn, {}))]
                 with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(
-                        self._blank, optimizer.param_groups[spec.group], inputs, objects, tried.scalars
-                    )
+                    (state,) = _run_step(self._blank, group, inputs, tried.scalars)
             except Exception as error:
                 raise ConfigError(
                     f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
                     f"a step with its shape failed: {summary(error)}"
                 ) from error
-            self._class.sized[key] = _state_plan(name, state, objects)
+            self._class.sized[key] = _state_plan(name, state)
         return self._class.sized[key]
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
         owned = self._owners.get(number) == self._group.index
         for name, dtype, shape, values in super().whole_states(number):
             yield name, dtype, shape, values if owned else None
-        for name, each in self._examples.get(number, {}).items():
+        for name, each in self._plans[number].tensors.items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
-        layout, updated, ranks = self._bucket.layout, self._update_flags(), self._group.size
-        numbers = [n for n in sorted(self._owners) if updated[n]]
+        layout, ranks = self._bucket.layout, self._group.size
+        numbers = [n for n in sorted(self._owners) if self._updated[n]]
         where = {n: layout.slots[n].where for n in numbers}
         owned = [[n for n in numbers if self._owners[n] == rank] for rank in range(ranks)]
         local = owned[self._group.index]
@@ -239,14 +214,12 @@ class WholeOptimizer(PieceOptimizer):
         values, gradients = (redistribute(flat, held, with_owners, self._group, _EXCHANGE) for flat in (master, grad))
         parts = zip(local, torch.split(values, lengths), torch.split(gradients, lengths), strict=True)
         for number, value, gradient in parts:
-            spec, examples = layout.slots[number].spec, self._examples[number]
+            spec = layout.slots[number].spec
             shape = spec.shape or (1,)
-            at_rest = [self._states[number, name] for name in examples]
-            states = [
-                rest.load(master.device).view(each.shape) for rest, each in zip(at_rest, examples.values(), strict=True)
-            ]
+            at_rest = [(self._states[number, name], each.shape) for name, each in self._plans[number].tensors.items()]
+            states = [rest.load(master.device).view(own_shape) for rest, own_shape in at_rest]
             self._update_part(number, groups[spec.group], [value.view(shape), gradient.view(shape), *states])
-            for rest, each in zip(at_rest, states, strict=True):
+            for (rest, _), each in zip(at_rest, states, strict=True):
                 rest.write(0, each.view(-1)).wait()
         # Elements are listed owner by owner: a rank that needs all of them then gets them by one all-gather.
         back = tuple(
@@ -261,74 +234,59 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _own_names(state: Mapping[str, Any]) -> set[str]:
-    return {name for name in state if not name.startswith(_GROUP)}
+    return {name for name in _parts_of(state) if not name.startswith(_GROUP)}
 
 
-def _to_type(example: Any, number: float) -> Any:
-    return torch.tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+def _to_type(example: Any, number: Any) -> Any:
+    return torch.as_tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
 
 
-def _number(value: Any) -> int | float:
-    number: int | float = value.item() if isinstance(value, torch.Tensor) else value
-    return number
+def _parts_of(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Split states into plain tensors and numbers, by the names under which they are stored; 8-bit floats are viewed as uint8.
+    Raises `ValueError` for what no checkpoint can store."""
+    parts: dict[str, Any] = {}
+    for name, state in states.items():
+        if _is_number(state):
+            parts[name] = state
+        elif inner := _inner_parts(name, state):
+            parts |= _parts_of({f"{name}.{each}": value for each, value in inner.items()})
+        elif isinstance(state, torch.Tensor):
+            bits = state.is_floating_point() and state.dtype.itemsize == 1
+            parts[name] = state.view(torch.uint8) if bits else state
+        elif state is not None and not hasattr(state, "__dict__"):
+            raise ValueError(f"it keeps a {type(state).__name__} as {name!r}")
+    return parts
 
 
-def _scalar_dtype(example: Any) -> torch.dtype:
-    """Return the dtype in which a number is kept: seeds are integers that a float64 does not hold."""
-    return torch.int64 if isinstance(_number(example), int) else torch.float64
-
-
-def _without_objects(state: Mapping[str, Any], objects: dict[str, Any]) -> dict[str, Any]:
-    """Return a state in which tensors and numbers of an object stand under `name.attribute`. What a new plan needs to make such an
-    object, or None, again is added to `objects`."""
-    flat: dict[str, Any] = {}
-    for name, value in state.items():
-        if str(name).startswith(_GROUP):
-            raise ValueError(f"it has a state {name!r}, which is no name of its own")
-        if isinstance(value, torch.Tensor) or type(value) in (bool, int, float):
-            flat[name] = value
-        elif value is None or hasattr(value, "__dict__"):
-            objects.setdefault(name, copy.copy(value))
-            for each, inner in vars(value).items() if value is not None else ():
-                if isinstance(inner, torch.Tensor) or type(inner) in (int, float):
-                    flat[f"{name}.{each}"] = inner
-                elif not isinstance(inner, bool | str | None):
-                    raise ValueError(f"it keeps a {type(inner).__name__} as {name}.{each}")
-        else:
-            raise ValueError(f"it keeps a {type(value).__name__} as {name!r}")
-    return flat
-
-
-def _with_objects(state: Mapping[str, Any], objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Reverse `_without_objects`. A parameter without states gets no objects either: its class makes them."""
-    whole = {name: value for name, value in state.items() if not name.startswith(_GROUP)}
-    for name, example in objects.items():
-        inner = [each for each in whole if each.startswith(f"{name}.")]
-        if example is not None and inner:
-            made = copy.copy(example)
-            vars(made).update({each.partition(".")[2]: whole.pop(each) for each in inner})
-            whole[name] = made
-        elif example is None and whole:
-            whole[name] = None
-    return whole
-
-
-def _plain_tensors(name: str, state: Any) -> dict[str, Any]:
-    """Split a state into plain tensors by the names under which they are stored; 8-bit floats are viewed as uint8."""
+def _inner_parts(name: str, state: Any) -> dict[str, Any]:
+    """Return the inner tensors of a tensor subclass, or the tensors and numbers among the attributes of another object."""
     if hasattr(state, "__tensor_flatten__"):
-        inner = [(f"{name}.{each}", getattr(state, each)) for each in state.__tensor_flatten__()[0]]
-        return {part: value for each in inner for part, value in _plain_tensors(*each).items()}
-    bits = isinstance(state, torch.Tensor) and state.is_floating_point() and state.dtype.itemsize == 1
-    return {name: state.view(torch.uint8) if bits else state}
+        return {each: getattr(state, each) for each in state.__tensor_flatten__()[0]}
+    if isinstance(state, torch.Tensor) or not hasattr(state, "__dict__"):
+        return {}
+    kept = {}
+    for each, value in vars(state).items():
+        if isinstance(value, torch.Tensor) or type(value) in (int, float):
+            kept[each] = value
+        elif not isinstance(value, bool | str | None):
+            raise ValueError(f"it keeps a {type(value).__name__} as {name}.{each}")
+    return kept
 
 
-def _from_plain_tensors(name: str, example: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> Any:
-    if not hasattr(example, "__tensor_flatten__"):
+def _rebuilt(name: str, example: Any, parts: Mapping[str, Any]) -> Any:
+    """Make a state like `example` from its parts, as `_parts_of` names them."""
+    if _is_number(example):
+        return _to_type(example, parts[name])
+    inner = {each: _rebuilt(f"{name}.{each}", value, parts) for each, value in _inner_parts(name, example).items()}
+    if hasattr(example, "__tensor_flatten__"):
+        context, kind = example.__tensor_flatten__()[1], type(example)
+        return kind.__tensor_unflatten__(inner, context, example.shape, example.stride())
+    if isinstance(example, torch.Tensor):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
-    names, context = example.__tensor_flatten__()
-    inner = {each: _from_plain_tensors(f"{name}.{each}", getattr(example, each), parts) for each in names}
-    unflatten: Any = type(example)
-    return unflatten.__tensor_unflatten__(inner, context, example.shape, example.stride())
+    made = copy.copy(example)
+    if inner:
+        vars(made).update(inner)
+    return made
 
 
 def blank_copy_of(optimizer: Optimizer) -> Optimizer:
@@ -342,20 +300,20 @@ def blank_copy_of(optimizer: Optimizer) -> Optimizer:
 def _run_step(
     blank: Optimizer,
     group: Mapping[str, Any],
-    tensors: Iterable[_UpdateInputs],
-    objects: dict[str, Any],
+    tensors: Iterable[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]],
     kept: Iterable[str] = (),
     call: str = "step",
 ) -> list[dict[str, Any]]:
-    """Update values in place, from their gradients and states, by the method `call`; returns the states after the update, and among
-    them the numbers of the group that are in a given state, in `kept`, or changed. `objects` are those of the states' plan."""
+    """Update values in place, by the method `call`; `tensors` are values, gradient and states of each parameter. Returns the states
+    after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
     values, gradients, states = zip(*tensors, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     own = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
     blank.param_groups = [{"params": parameters, **plain_group(group), **own}]
-    blank.state = defaultdict(dict, zip(parameters, [_with_objects(each, objects) for each in states], strict=True))
+    own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
+    blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
     getattr(blank, call)()
     for parameter, value in zip(parameters, values, strict=True):
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
@@ -366,7 +324,10 @@ def _run_step(
         for name, value in after.items()
         if name in own or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
     }
-    return [_without_objects(blank.state[parameter], objects) | numbers for parameter in parameters]
+    found = [blank.state[parameter] for parameter in parameters]
+    if wrong := [name for name in chain.from_iterable(found) if str(name).startswith(_GROUP)]:
+        raise ValueError(f"it has a state {wrong[0]!r}, which is no name of its own")
+    return [state | numbers for state in found]
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,14 +350,12 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
             larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
-            kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (trial.plan, larger.plan)]
-            subclasses = any(type(each) is not torch.Tensor for each in larger.plan.tensors.values())
-            by_size = (
-                subclasses or kinds[0] != kinds[1] or any(each is not None for each in larger.plan.objects.values())
-            )
-            scalars = trial.plan.scalars | larger.plan.scalars
-            tried = larger.plan if subclasses else trial.plan
-            plans[number, dims] = replace(tried, scalars=scalars, by_size=by_size)
+            small, large = trial.plan, larger.plan
+            kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
+            plain = all(s is None or _is_number(s) or type(s) is torch.Tensor for s in large.states.values())
+            by_size = not plain or kinds[0] != kinds[1]
+            states, scalars = small.states | large.states, small.scalars | large.scalars
+            plans[number, dims] = replace(small, states=states, scalars=scalars, by_size=by_size)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
 
@@ -409,7 +368,6 @@ class _Trial:
         """It runs all updates, so that what one of them leaves in it would change the others."""
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
-        self._objects: dict[str, Any] = {}
         self._initial = next((dict(optimizer.state[each]) for each in group["params"] if each in optimizer.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
@@ -418,17 +376,18 @@ class _Trial:
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
             for step in range(1, steps + 2)
         ]
+        each = slice(0, 1), slice(1, 2)  # Of the two tensors.
         try:
             # A class may compile its step for each shape, which takes longer than the trial.
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                values, states = self._run([0, 1])
-                alone = [self._run([number]) for number in (0, 1)]
+                values, states = self._run(list)
+                alone = [self._run(itemgetter(one)) for one in each]
         except Exception as error:
             raise ConfigError(
                 f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
             ) from error
-        self.plan = _state_plan(self._name, states[0], self._objects)
-        if not all(self._equal(alone[n], ([values[n]], [states[n]])) for n in (0, 1)):
+        self.plan = _state_plan(self._name, states[0])
+        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
             raise ConfigError(
                 f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
                 "on their own; use one that updates each tensor by itself"
@@ -441,98 +400,77 @@ class _Trial:
             return False
         try:
             with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                return self._equal(self._run([0], cut=True), self._updated_alone)
+                cut = self._run(lambda tensors: tensors[0].view(-1).tensor_split([tensors[0].numel() // 3]))
+                return self._equal(cut, self._updated_alone)
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
-    def _run(self, numbers: Sequence[int], *, cut: bool = False) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Return values and states after all steps, of the tensors of these numbers; with `cut`, of flat pieces of them."""
-
-        def parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            chosen = [tensors[number].clone() for number in numbers]
-            return (
-                [part for each in chosen for part in each.view(-1).tensor_split([each.numel() // 3])] if cut else chosen
-            )
-
-        values = parts(self._values)
+    def _run(
+        self, parts: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
+    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+        """Return values and states after all steps of an optimizer of these parts of the tensors."""
+        values = [each.clone() for each in parts(self._values)]
         states = [dict(self._initial) for _ in values]
         for step, gradients in enumerate(self._gradients):
             names = [_own_names(state) for state in states]
-            states = _run_step(
-                self._blank, self._group, zip(values, parts(gradients), states, strict=True), self._objects
-            )
+            inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
+            states = _run_step(self._blank, self._group, inputs)
             if step and names != [_own_names(state) for state in states]:
                 raise ValueError("it keeps other states after the first update")
             for name in states[0]:
                 if name == f"{_GROUP}lr" or (name.startswith(_GROUP) and not _is_number(states[0][name])):
                     raise ValueError(f"it changes {name.removeprefix(_GROUP)} of its groups")
             if not step:  # A class may prepare itself in its first update.
-                before = _attribute_marks(self._blank)
-        changed = [name for name, mark in _attribute_marks(self._blank).items() if before.get(name) != mark]
-        if changed:
+                before = _mark(self._blank)
+        if changed := [name for name, mark in _mark(self._blank).items() if before.get(name) != mark]:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
 
     def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
         flat, scalars = [], []
         for values, states in runs:
-            tensors = dict.fromkeys(n for state in states for n, each in state.items() if not _is_number(each))
-            kept = [_plain_tensors(n, state[n]).values() for n in tensors for state in states if n in state]
-            flat.append(torch.cat([each.flatten().double() for each in chain(values, *kept)]))
-            rows = [[float(state[name]) for name in self.plan.scalars] for state in states]
+            parts = [_parts_of(state) for state in states]
+            names = dict.fromkeys(name for each in parts for name, value in each.items() if not _is_number(value))
+            tensors = [each[name] for name in names for each in parts if name in each]
+            flat.append(torch.cat([each.flatten().double() for each in (*values, *tensors)]))
+            rows = [[float(each[name]) for name in self.plan.scalars] for each in parts]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
         same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)
 
 
-def _state_plan(optimizer: str, state: Mapping[str, Any], objects: Mapping[str, Any]) -> StatePlan:
+def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
     """Plan the states that a class keeps of a parameter. Raises `ConfigError` for what no checkpoint can store."""
-    plan = StatePlan(tensors={}, scalars={}, objects={})
+    plan = StatePlan(states={}, tensors={}, scalars={})
     for name, value in state.items():
-        holder, _, inner = str(name).partition(".")
-        known = inner.isidentifier() and objects.get(holder) is not None if inner else holder not in _RESERVED_NAMES
-        if not (holder.isidentifier() and known):
+        if not str(name).isidentifier() or name in _RESERVED_NAMES:
             raise ConfigError(f"optimizer {optimizer} has a state {name!r}, which is no name for a checkpoint's files")
-        parts = _plain_tensors(name, value)
-        if _is_number(value):
-            plan.scalars[name] = value
-        elif all(
-            isinstance(each, torch.Tensor) and each.dtype in DTYPE_NAMES and each.dim() for each in parts.values()
-        ):
-            empty = {each: torch.empty_like(part, device="meta") for each, part in parts.items()}
-            plan.tensors[name] = _from_plain_tensors(name, value, empty)
-        else:
+        parts = _parts_of({name: value})
+        numbers = {part: each for part, each in parts.items() if _is_number(each)}
+        tensors = {part: torch.empty_like(each, device="meta") for part, each in parts.items() if part not in numbers}
+        divided = hasattr(value, "__tensor_flatten__") and numbers
+        if divided or any(each.dtype not in DTYPE_NAMES for each in tensors.values()):
             kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
             raise ConfigError(
                 f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects "
                 "made of plain tensors, and numbers. "
                 'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
             )
-    for name, each in objects.items():
-        # Its tensors are states of their own, and are not kept twice.
-        plan.objects[name] = each = copy.copy(each)
-        for inner in (
-            [inner for inner, value in vars(each).items() if isinstance(value, torch.Tensor)]
-            if each is not None
-            else ()
-        ):
-            vars(each)[inner] = None
+        plan.states[name] = _rebuilt(name, value, tensors | numbers)
+        plan.tensors.update(tensors)
+        plan.scalars.update(numbers)
     return plan
 
 
-def _attribute_marks(optimizer: Optimizer) -> dict[str, Any]:
-    """Return a mark of each of an optimizer's attributes, which changes when the attribute does, also in place."""
-    return {name: _value_mark(value) for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
-
-
-def _value_mark(value: Any) -> Any:
+def _mark(value: Any) -> Any:
+    """Return a mark of a value that changes when the value does, also in place; of an optimizer, the marks of its attributes."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, Optimizer):
-        return _attribute_marks(value)
+        return {name: _mark(each) for name, each in vars(value).items() if name not in _NOT_COPIED}
     if isinstance(value, Mapping):
-        return [(id(key), _value_mark(each)) for key, each in value.items()]
-    return list(map(_value_mark, value)) if isinstance(value, list | tuple | set) else id(value)
+        return [(id(key), _mark(each)) for key, each in value.items()]
+    return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)
 
 
 def _is_number(value: Any) -> bool:

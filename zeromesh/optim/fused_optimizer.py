@@ -1,8 +1,8 @@
 """torch's fused optimizers on the flat shards of buckets, one by one: inside backward, or in parts that are streamed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
@@ -12,10 +12,11 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.flat.layout import ShardSegment
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.optim.rounding import LANES, bits_of_shard, round_into
+from zeromesh.optim.rounding import bits_of_shard, round_narrow
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -46,20 +47,13 @@ class GroupRules:
         return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
-class OptimizerRow(NamedTuple):
-    """An element-wise optimizer: torch's class, and torch's names of its moments."""
-
-    kind: type[Optimizer]
-    moments: tuple[str, ...]
-
-
-OPTIMIZERS = {
-    "adamw": OptimizerRow(AdamW, ("exp_avg", "exp_avg_sq")),
-    "adam": OptimizerRow(Adam, ("exp_avg", "exp_avg_sq")),
-    "sgd": OptimizerRow(SGD, ()),
-    "adagrad": OptimizerRow(Adagrad, ("sum",)),
+OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
+    "adamw": (AdamW, ("exp_avg", "exp_avg_sq")),
+    "adam": (Adam, ("exp_avg", "exp_avg_sq")),
+    "sgd": (SGD, ()),
+    "adagrad": (Adagrad, ("sum",)),
 }
-"""The optimizers whose updates `fused_update` computes."""
+"""The optimizers whose updates `fused_update` computes: torch's class, and torch's names of its moments."""
 
 
 def hyperparameters(
@@ -85,14 +79,8 @@ def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
 
 
 def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one element per
-    weight."""
-    found = _moment_dtypes(settings, wide)
-    narrow = settings.states == "bfloat16"
-    return {name: torch.bfloat16 if narrow and each.is_floating_point else each for name, each in found.items()}
-
-
-def _moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes, in an update, of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one
+    element per weight."""
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return {name: state_dtype(each, wide) for plan in plans for name, each in plan.tensors.items()}
@@ -101,7 +89,7 @@ def _moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, 
             f"optimizer.name is {settings.name!r}, and the engine has updates of {', '.join(OPTIMIZERS)}; give own_class"
         )
     momentum = ("momentum_buffer",) if settings.name == "sgd" and settings.momentum else ()
-    return dict.fromkeys((*OPTIMIZERS[settings.name].moments, *momentum), wide)
+    return dict.fromkeys((*OPTIMIZERS[settings.name][1], *momentum), wide)
 
 
 UnshardedState = tuple[str, torch.dtype, tuple[int, ...], TieredTensor | None]
@@ -119,10 +107,11 @@ class BucketOptimizer:
         master, at = bucket.master, options.offload.optimizer
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
         self._bucket = bucket
-        self._dtypes = _moment_dtypes(self._settings, self._wide)
+        self._dtypes = moment_dtypes(self._settings, self._wide)
+        at_rest = {name: self._settings.dtype_at_rest(dtype) for name, dtype in self._dtypes.items()}
         self.moments = {
             name: tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
-            for name, dtype in moment_dtypes(self._settings, self._wide).items()
+            for name, dtype in at_rest.items()
         }
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
@@ -133,23 +122,22 @@ class BucketOptimizer:
         return ()
 
     def update_segments(self) -> None:
-        """Recompute the segments of the shard that an update changes: runs of trained parameters of equal step counts."""
-        bucket, kinds = self._bucket, list(zip(self._update_flags(), self.steps, strict=True))
-        self._segments = [
-            (segment.where.start, segment.where.end, segment.group, segment.number)
-            for segment in bucket.layout.segments(bucket.interval, kinds)
-            if kinds[segment.number][0] and segment.group != NO_GROUP
-        ]
+        """Find out again which parameters an update changes, and the segments of the shard that are updated at once."""
+        bucket = self._bucket
         self._missing = bucket.missing
+        self._updated = [trained and n not in bucket.missing for n, trained in enumerate(bucket.training)]
+        segments = bucket.layout.segments(bucket.interval, self._segment_keys())
+        self._segments = [each for each in segments if each.group != NO_GROUP]
 
-    def _update_flags(self) -> list[bool]:
-        return [trained and n not in self._bucket.missing for n, trained in enumerate(self._bucket.training)]
+    def _segment_keys(self) -> Sequence[object]:
+        """Return a key for each parameter, equal for neighbours that may be updated at once."""
+        return list(zip(self._updated, self.steps, strict=True))
 
     def begin(self) -> None:
         """Count one more update for each parameter that it will change."""
-        self.steps = [count + updated for count, updated in zip(self.steps, self._update_flags(), strict=True)]
         if self._bucket.missing != self._missing:
             self.update_segments()
+        self.steps = [count + updated for count, updated in zip(self.steps, self._updated, strict=True)]
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
@@ -164,15 +152,19 @@ class BucketOptimizer:
             self._step(start + first, wide, groups)
             where = Interval(start=start + first, end=start + first + len(parts[0]))
             bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
-            narrow = [pair for pair in zip(parts, wide, strict=True) if pair[0] is not pair[1]]
-            for lane, (part, value) in enumerate(narrow):
-                round_into(part, value, bits, lane % LANES)
+            round_narrow(parts, wide, bits)
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
-        for segment_start, segment_end, group, number in self._segments:
-            first, last = max(start, segment_start), min(start + len(tensors[0]), segment_end)
+        for segment, parts in self._parts(start, tensors):
+            if self._updated[segment.number]:
+                self._update_part(segment.number, groups[segment.group], parts)
+
+    def _parts(self, start: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[ShardSegment, list[torch.Tensor]]]:
+        """Cut tensors, whose elements are those of the shard from `start` on, into the parts of its segments."""
+        for segment in self._segments:
+            first, last = max(start, segment.where.start), min(start + len(tensors[0]), segment.where.end)
             if first < last:
-                self._update_part(number, groups[group], [each[first - start : last - start] for each in tensors])
+                yield segment, [each[first - start : last - start] for each in tensors]
 
     def evaluated(
         self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]

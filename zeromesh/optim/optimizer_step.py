@@ -142,18 +142,14 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     """Return the seconds for a billion elements of an update on `device`, tried with `most` elements in host memory."""
     elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
-    names = ("master", "gradient", *moment_dtypes(settings, dtype))
-    memory = [tiers.buffer(elements * dtype.itemsize, _CPU).view(dtype) for _ in names]
-    uses = [
-        StreamOperand(
-            tensor=TieredTensor.of(each, Tier.HOST), mode=Access.READ if name == "gradient" else Access.UPDATE
-        )
-        for name, each in zip(names, memory, strict=True)
-    ]
+    nbytes, moments = elements * dtype.itemsize, moment_dtypes(settings, dtype)
+    modes = [Access.UPDATE, Access.READ] + [Access.UPDATE] * len(moments)  # Of master weights, gradients and moments.
+    states = [TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST) for _ in modes]
+    uses = [StreamOperand(tensor=each, mode=mode) for each, mode in zip(states, modes, strict=True)]
     stream = UpdateStream(
         device,
         width=len(uses) if is_accelerator(device) else 0,
-        longest=memory[0].nbytes,
+        longest=nbytes,
         nbytes=options.offload.staging_on(device),
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
@@ -202,8 +198,7 @@ class OptimizerStep:
         self._all_buckets = all_buckets(units)
         self._units = units
         self._optimizers: dict[int, BucketOptimizer] = {}
-        self._loads = [0] * mesh.shard.size
-        """The number of elements of whole tensors that each rank of the shard group owns."""
+        self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         self._make_optimizers()
         gradients.shards.require_room(self._buckets)
@@ -213,7 +208,6 @@ class OptimizerStep:
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
-        """The hyperparameters of each parameter group for the next update."""
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
@@ -284,8 +278,7 @@ class OptimizerStep:
         """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
         self.updates = updates
         for bucket in self._all_buckets:
-            optimizer = self.optimizer_of(bucket)
-            if optimizer is not None:
+            if (optimizer := self.optimizer_of(bucket)) is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.ever_trained)) for each in specs]
                 optimizer.update_segments()
@@ -376,8 +369,7 @@ class OptimizerStep:
         text = f"the gradient norm is {norm}"
         if names:
             text += f": gradients of unit {some(names, 1)} are not finite"
-        ranks = [str(rank) for rank, (bad, _) in enumerate(rows) if bad]
-        if ranks:
+        if ranks := [str(rank) for rank, (bad, _) in enumerate(rows) if bad]:
             text += f"; the loss is not finite on {plural(len(ranks), 'rank')} {', '.join(ranks)}"
         return text
 

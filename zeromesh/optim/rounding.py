@@ -11,24 +11,17 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
-from zeromesh.flat.layout import Region
 from zeromesh.intervals import Interval
 from zeromesh.units.unit import Bucket
 
-LANES = 4
+_LANES = 4
 """The tensors that one hash of 64 bits rounds, each by 16 of them."""
 _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
 
 
-def logical_positions(region: Region, interval: Interval, device: torch.device) -> torch.Tensor:
-    """Return the positions in the flattened logical tensor, int64 `[interval.length]`, of local elements `interval` of a region."""
-    parts = [torch.arange(run.logical, run.logical + run.length, device=device) for run in region.runs(interval)]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
-
-
 def random_bits(positions: torch.Tensor, seed: int, name: str, update: int) -> torch.Tensor:
-    """Return 64 random bits for each position, as int64, of the parameter `name` in its update number `update`."""
+    """Return 64 random bits, as int64, for each position in the flattened parameter `name` in its update number `update`."""
     key = xxhash.xxh3_64_intdigest(f"{seed} {update} {name}".encode()) - (1 << 63)
     mixed = positions * _INCREMENT + key
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
@@ -41,23 +34,27 @@ def bits_of_shard(
 ) -> torch.Tensor:
     """Return 64 random bits for each element `where` of a bucket's shard; 0 between parameters. `updates` counts those of each."""
     bits = torch.zeros(where.length, dtype=torch.int64, device=device)
-    numbers = {slot.spec.fqn: number for number, slot in enumerate(bucket.layout.slots)}
+    counts = {slot.spec.fqn: count for slot, count in zip(bucket.layout.slots, updates, strict=True)}
     for piece in bucket.layout.pieces(bucket.interval):
-        here = piece.in_shard.intersect(where)
-        if here.length:
+        if (here := piece.in_shard.intersect(where)).length:
             moved = piece.in_parameter.start - piece.in_shard.start
-            local = Interval(start=here.start + moved, end=here.end + moved)
-            positions = logical_positions(piece.spec.region, local, device)
-            update = updates[numbers[piece.spec.fqn]]
-            bits[here.start - where.start : here.end - where.start] = random_bits(
-                positions, seed, piece.spec.name, update
-            )
+            runs = piece.spec.region.runs(here.after(-moved))
+            positions = torch.cat([torch.arange(run.logical, run.logical + run.length, device=device) for run in runs])
+            drawn = random_bits(positions, seed, piece.spec.name, counts[piece.spec.fqn])
+            bits[here.start - where.start : here.end - where.start] = drawn
     return bits
 
 
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right as unsigned integers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def round_narrow(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bits: torch.Tensor) -> None:
+    """Round each of `values` into its target, unless they are the same tensor, by lanes of the random bits in turn."""
+    narrow = [pair for pair in zip(targets, values, strict=True) if pair[0] is not pair[1]]
+    for lane, (target, value) in enumerate(narrow):
+        round_into(target, value, bits, lane % _LANES)
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:

@@ -11,14 +11,6 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
-_UNITS = (
-    {"B": 1}
-    | {f"{p}B": 1000**n for n, p in enumerate("KMGT", 1)}
-    | {f"{p}iB": 1024**n for n, p in enumerate("KMGT", 1)}
-)
-_EXACT_LIMIT = 1 << 53
-"""The limit below which every integer is exact as a float."""
-
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
@@ -48,13 +40,17 @@ def _number_from_text(value: object) -> object:
 
 def bytes_from_text(value: object) -> object:
     """Convert text such as `256MiB` to a number of bytes."""
-    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([KMGT]?i?B)", value.strip()) if isinstance(value, str) else None
-    return int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else value
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGT])(i?))?B", value.strip())
+    ):
+        number, prefix, binary = match.groups("")
+        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
+    return value
 
 
 def int_if_whole(value: object) -> object:
     """Convert a float without a fraction, such as 1e3, to an integer, as JSON and YAML have one kind of number."""
-    if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT_LIMIT:
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # Not every larger integer is a float.
         return int(value)
     return value
 
@@ -66,6 +62,7 @@ Listed = Annotated[_Tuple, ConvertedBy(lambda value: tuple(value) if isinstance(
 """The type of a tuple that files write as a list."""
 Number = Annotated[float, ConvertedBy(_number_from_text)]
 Fraction = Annotated[Number, Ge(0.0), Lt(1.0)]
+Fractions = Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")]
 Positive = Annotated[Number, Gt(0.0)]
 NotNegative = Annotated[Number, Ge(0.0)]
 Whole = Annotated[int, ConvertedBy(int_if_whole)]
@@ -170,9 +167,7 @@ class OptimizerKeys:
     package.module:Class."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
-    betas: Annotated[Listed[tuple[Fraction, Fraction]], Allowed("a list of two numbers, each >= 0 and < 1")] | None = (
-        None
-    )
+    betas: Fractions | None = None
     """Decay rates of the two moments; null: [0.9, 0.95] for adamw and adam, else the class's own."""
     eps: NotNegative | None = None
     """Added to the denominator; null: 1e-8 for adamw, adam and adagrad, else the class's own."""

@@ -74,11 +74,10 @@ def plan_model(
     """
     cuts = cuts or ModelCuts()
     _require_supported_modules(model, compute_dtype)
-    names = names_by_parameter(model)
-    if not names:
+    if not (names := names_by_parameter(model)):
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     dtypes = _dtypes(model, names, compute_dtype)
-    encoded = set() if weights is None else encoded_names(model, weights)
+    codecs = {} if weights is None else dict.fromkeys(encoded_names(model, weights), weights.codec)
     ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
@@ -87,7 +86,7 @@ def plan_model(
         name = fqns[0] if copies is None else copies.name
         owners = {next((each for each in modules if fqn.startswith(f"{each}.")), ROOT) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
-        part, codec = cuts.parts.get(name), weights.codec if weights is not None and fqns[0] in encoded else None
+        part, codec = cuts.parts.get(name), codecs.get(fqns[0])
         members[unit].append(
             ParameterSpec(
                 fqn=fqns[0],

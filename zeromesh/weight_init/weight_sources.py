@@ -34,13 +34,9 @@ INITIALISER_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, KeyEr
 def seeded_cpu(seed: int, name: str) -> Iterator[None]:
     """Inside the block, create tensors on CPU and draw from torch's CPU generator, seeded by (`seed`, `name`) and then restored.
     `torch.manual_seed` would reseed every accelerator as well."""
-    state = torch.default_generator.get_state()
-    torch.default_generator.manual_seed(seed_of(f"{seed}\0{name}"))
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            yield
-    finally:
-        torch.default_generator.set_state(state)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed_of(f"{seed}\0{name}"))
+        yield
 
 
 def is_pretrained_model(module: nn.Module) -> bool:
@@ -56,7 +52,6 @@ class Skeleton:
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
         self._tensors: dict[int, torch.Tensor] = {}
-        self._pretrained: set[int] = set()
         self.root = self._clone(model)
 
     def _clone(self, module: nn.Module) -> nn.Module:
@@ -65,7 +60,6 @@ class Skeleton:
         clone: nn.Module = object.__new__(type(module))
         clone.__dict__.update(module.__dict__)
         self._clones[id(module)] = clone
-        self._pretrained.update([id(clone)] if is_pretrained_model(module) else ())
         for table in ("_parameters", "_buffers", "_modules"):
             copied: Callable[[Any], Any] = self._clone if table == "_modules" else self._on_meta
             values = getattr(module, table).items()
@@ -81,10 +75,9 @@ class Skeleton:
         return self._tensors[id(tensor)]
 
     def path(self, fqn: str) -> list[nn.Module]:
-        module, path = self.root, [self.root]
+        path = [self.root]
         for part in fqn.split(".") if fqn else ():
-            module = module._modules[part] or module
-            path.append(module)
+            path.append(path[-1]._modules[part] or path[-1])
         return path
 
     def initialise(self, fqn: str, seed: int, *, reset_first: bool = False) -> None:
@@ -93,7 +86,7 @@ class Skeleton:
         path = self.path(fqn)
         initialisers: list[Callable[[], object] | None] = [_reset_method(path[-1]) if reset_first else None]
         for depth in range(len(path), 0, -1):
-            around: list[Any] = [each for each in path[:depth] if id(each) in self._pretrained]
+            around: list[Any] = [each for each in path[:depth] if is_pretrained_model(each)]
             module = path[depth - 1]
             initialisers.append(partial(around[-1]._init_weights, module) if around else _reset_method(module))
         with seeded_cpu(seed, fqn):
@@ -102,7 +95,7 @@ class Skeleton:
 
     def managed_by_pretrained(self, fqn: str) -> bool:
         """Return True if module `fqn` lies in a Hugging Face model, whose `_init_weights` then initialises it."""
-        return not self._pretrained.isdisjoint(map(id, self.path(fqn)))
+        return any(map(is_pretrained_model, self.path(fqn)))
 
     def recompute(
         self, fqn: str, table: Table, names: Sequence[str], seed: int
@@ -111,8 +104,7 @@ class Skeleton:
         `seed` and `fqn` alone. Returns the values by name, the names that no code set, and why."""
         owner: dict[str, torch.Tensor] = self.path(fqn)[-1].__dict__[table]
         before = {name: owner[name] for name in names}
-        values: Mapping[str, torch.Tensor] = {}
-        lost, reason = tuple(names), ""
+        values: Mapping[str, torch.Tensor]
         for reset_first in (False, True) if self.managed_by_pretrained(fqn) else (False,):
             runs: list[dict[str, torch.Tensor]] = []
             try:
@@ -134,11 +126,8 @@ class Skeleton:
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
-    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
-        reset: Callable[[], object] | None = getattr(module, name, None)
-        if callable(reset):
-            return reset
-    return None
+    names = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+    return next(filter(callable, (getattr(module, name, None) for name in names)), None)
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -147,10 +136,8 @@ def _has_nan(tensor: torch.Tensor) -> bool:
 
 def _filled(like: torch.Tensor, filling: int) -> torch.Tensor:
     """Return a CPU tensor like `like`, filled with NaN, or for dtypes without NaN with one of two values."""
-    value: float = float("nan") if _has_nan(like) else bool(filling)
-    if not _has_nan(like) and like.dtype is not torch.bool:
-        value = torch.iinfo(like.dtype).max - filling
-    tensor = torch.full(like.shape, value, dtype=like.dtype, device="cpu")
+    highest = torch.nan if _has_nan(like) else 1 if like.dtype is torch.bool else torch.iinfo(like.dtype).max
+    tensor = torch.full(like.shape, highest - filling, dtype=like.dtype, device="cpu")
     return nn.Parameter(tensor, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else tensor
 
 
@@ -203,7 +190,6 @@ class LostValuesError(LayoutError):
     """The values of `names`, computed only by `__init__`, were lost by building on the meta device."""
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
-        self.names = names
         super().__init__(
             f"initial values of {some(names, 8)} are not known after building on the meta device ({reason}); "
             "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
@@ -275,10 +261,6 @@ class StoredValues(Protocol):
 
     def encoded_by(self, codec: Codec) -> EncodedParameter | None:
         """Return the whole parameter as `codec` encodes it, if it lies so."""
-        ...
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Return what decides the values, by name; writing to it changes them."""
         ...
 
 
@@ -402,11 +384,9 @@ def materialize_buffers(
     lost: list[str] = []
     for fqn, module in model.named_modules():
         for name, attribute in vars(module).items():
-            for each in attribute if isinstance(attribute, list | tuple) else (attribute,):
-                if isinstance(each, torch.Tensor) and each.is_meta and not isinstance(each, nn.Parameter):
-                    lost.append(_full_name(fqn, name))
-                    break
-    for fqn, module in model.named_modules():
+            listed = attribute if isinstance(attribute, list | tuple) else (attribute,)
+            tensors = (each for each in listed if isinstance(each, torch.Tensor) and not isinstance(each, nn.Parameter))
+            lost += [_full_name(fqn, name)] if any(each.is_meta for each in tensors) else []
         buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
         todo = [name for name, buffer in buffers.items() if buffer.is_meta and id(buffer) not in moved]
         values, unset, _ = skeleton.recompute(fqn, "_buffers", todo, seed) if skeleton and todo else ({}, (), "")
@@ -435,10 +415,7 @@ class BuiltModel:
 
 
 def build_deferred(
-    build: Callable[[], nn.Module],
-    seed: int,
-    *,
-    stored: Callable[[nn.Module], frozenset[str]] | None = None,
+    build: Callable[[], nn.Module], seed: int, *, stored: Callable[[nn.Module], frozenset[str]] | None = None
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later. If that would
     lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds the whole model
@@ -451,8 +428,7 @@ def build_deferred(
         raise
     except INITIALISER_ERRORS as error:
         return _build_on_cpu(build, seed, f"it cannot be built on the meta device ({type(error).__name__}: {error})")
-    hooked = hooked_parameters(model)
-    if hooked:
+    if hooked := hooked_parameters(model):
         # Rebuilt parameters would lose the hooks, and tensors that hooks use, such as a mask, have no values on meta.
         return _build_on_cpu(build, seed, f"it registers hooks on the gradients of {some(hooked)}")
     source = SeededSource(model, seed)
@@ -469,8 +445,7 @@ def build_deferred(
     differing = partial(_initialised_otherwise, model, source.skeleton, log, seed)
     otherwise = "it initialises {} otherwise than `reset_parameters` does"
     for find, reason in ((source.unset_parameters, lost), (differing, otherwise), (lost_buffers, lost)):
-        names = tuple(name for name in find() if name not in kept)
-        if names:
+        if names := tuple(name for name in find() if name not in kept):
             return _build_on_cpu(build, seed, reason.format(some(names)))
     return BuiltModel(model=model, source=source)
 
@@ -483,15 +458,13 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn)
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
-    hooked = [name for name in hooked_parameters(model) if name in drawn]
-    if hooked:
+    if hooked := [name for name in hooked_parameters(model) if name in drawn]:
         raise LayoutError(
-            f"{some(tuple(hooked))}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
+            f"{some(hooked)}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
             "pass it built, or pass a callable that builds it"
         )
     source = SeededSource(model, seed)
-    lost = source.unset_parameters()
-    if lost:
+    if lost := source.unset_parameters():
         raise LostValuesError(lost, "nothing sets them again")
     reset = tuple(owner or type(model).__name__ for owner in owners if not source.skeleton.managed_by_pretrained(owner))
     note = (

@@ -67,9 +67,7 @@ class CheckpointState:
 
     def frozen(self) -> set[str]:
         """Return the names of the parameters of all pipeline stages that were never trained."""
-        names = [
-            s.spec.name for each in self._buckets for s in each.layout.slots if s.spec.fqn not in each.ever_trained
-        ]
+        names = [s.spec.name for b in self._buckets for s in b.layout.slots if s.spec.fqn not in b.ever_trained]
         return set(chain.from_iterable(self._mesh.pipeline.gather_json(names, "names of frozen parameters")))
 
     def encoded(self) -> set[str]:
@@ -80,14 +78,14 @@ class CheckpointState:
         """Return those of the encoded parameters `names` of which this rank has other bytes than `source` gives when encoded."""
         if self._options.weights is None:
             return []
-        found, codec = [], self._options.weights.codec
-        for bucket in self._buckets:
-            if not isinstance(own := bucket.master, EncodedTensor):
-                continue
-            for piece in bucket.layout.pieces(bucket.interval):
-                if piece.spec.name in names and own.differs(piece, encoded_part(piece.spec, codec, source)):
-                    found.append(piece.spec.name)
-        return found
+        codec = self._options.weights.codec
+        return [
+            piece.spec.name
+            for bucket in self._buckets
+            if isinstance(own := bucket.master, EncodedTensor)
+            for piece in bucket.layout.pieces(bucket.interval)
+            if piece.spec.name in names and own.differs(piece, encoded_part(piece.spec, codec, source))
+        ]
 
     def shards_to_write(self) -> list[TensorShard]:
         """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, and the first rank of
@@ -180,8 +178,7 @@ class CheckpointState:
     def _unsharded(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
         """Yield the optimizer states that are not divided as their parameters are, with the values that this rank reads, or of
         `written`, an interval of the bucket, those that it writes."""
-        optimizer = self._updater.optimizer_of(bucket)
-        if optimizer is None:
+        if (optimizer := self._updater.optimizer_of(bucket)) is None:
             return
         first = [
             piece.spec.fqn
@@ -253,18 +250,14 @@ def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[Tensor
 
 def tensors_by_stage(specs: Sequence[TensorSpec], pipeline: ProcessSet, what: str) -> list[list[TensorSpec]]:
     """List the tensors of each pipeline stage that no earlier stage has; all ranks of `pipeline` call this."""
-    rows = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
-    seen: set[tuple[str, str]] = set()
-    stages = []
-    for stage in pipeline.gather_json(rows, what):
-        new = [
-            TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
-            for kind, name, dtype, shape in stage
-            if (kind, name) not in seen
-        ]
-        seen.update((spec.kind, spec.name) for spec in new)
-        stages.append(new)
-    return stages
+    own = [[spec.kind, spec.name, str(spec.dtype).removeprefix("torch."), spec.shape] for spec in specs]
+    stages = pipeline.gather_json(own, what)
+    found: dict[tuple[str, str], tuple[int, TensorSpec]] = {}
+    for stage, rows in enumerate(stages):
+        for kind, name, dtype, shape in rows:
+            spec = TensorSpec(kind=kind, name=name, dtype=getattr(torch, dtype), shape=tuple(shape))
+            found.setdefault((kind, name), (stage, spec))
+    return [[spec for first, spec in found.values() if first == stage] for stage in range(len(stages))]
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -328,7 +321,7 @@ class FullState:
         divided = {
             spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
             for spec, _, _ in slots
-            if spec.part is not None and not spec.region.is_whole
+            if not spec.region.is_whole
         }
         self._regions: dict[str, list[Region]] = {}
         """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
@@ -349,7 +342,7 @@ class FullState:
     def parameters(self, names: Container[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every parameter, or of `names` alone: whole master weights, in their dtype. A tensor may be a
         view of this rank's own weights, which the next step changes: copy it to keep it."""
-        return self._gather_all_stages(self._specs if names is None else names, self._gather_bucket, None)
+        return self._gather_all_stages(self._specs if names is None else names, self._weights_of, None)
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(name, tensor)` of every persistent buffer of the whole model; of a shared buffer that of the first stage."""
@@ -378,7 +371,7 @@ class FullState:
         name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        named = next(self._gather_all_stages([name], self._gather_gradient, self._gradient_dtype), None)
+        named = next(self._gather_all_stages([name], _gradient_of, self._gradient_dtype), None)
         if named is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return named[1].clone()
@@ -408,8 +401,7 @@ class FullState:
                     self._replace(name, shown, restore)
                 before[name] = (shown, _fingerprint(shown))
             yield
-            written = [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]
-            if written:
+            if written := [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]:
                 raise PhaseError(
                     f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
                     "run has changed; change weights before training, in the model that is given to the trainer"
@@ -467,15 +459,15 @@ class FullState:
                     parameter.grad = None
 
     def _gather_all_stages(
-        self, names: Container[str], whole: Callable[[Bucket], torch.Tensor | None], dtype: torch.dtype | None
+        self, names: Container[str], shard_of: Callable[[Bucket], TieredTensor | None], dtype: torch.dtype | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole tensors of the named parameters on all ranks, cut from the bucket that `whole(bucket)` gathers, without
-        those for which it returns None. `dtype` None means the dtype of the master weights."""
+        """Yield the whole tensors of the named parameters on all ranks, gathered from `shard_of(bucket)`, without those for which
+        that is None. `dtype` None means the dtype of the master weights."""
         pipeline = self._mesh.pipeline
         for stage, specs in enumerate(self._stages):
             chosen = [spec for spec in specs if spec.name in names]
             here = {spec.name for spec in chosen} if stage == pipeline.index else set()
-            tensors = self._gather_this_stage(here, whole)
+            tensors = self._gather_this_stage(here, shard_of)
             for spec in chosen:
                 tensor = next(tensors, None)
                 if pipeline.gather_integers([int(tensor is not None)])[stage][0]:
@@ -492,35 +484,31 @@ class FullState:
         return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
 
     def _gather_this_stage(
-        self, names: set[str], whole: Callable[[Bucket], torch.Tensor | None]
+        self, names: set[str], shard_of: Callable[[Bucket], TieredTensor | None]
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the named tensors in the order of buckets, or None where `whole(bucket)` is None."""
+        """Yield the named tensors in the order of buckets, or None where `shard_of(bucket)` is None."""
         for bucket in all_buckets(self._units):
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
-            full = whole(bucket) if slots else None
+            full = None
+            if slots and (shard := shard_of(bucket)) is not None:
+                layout, ranks = bucket.layout, self._mesh.shard
+                held = bucket_placement(layout, ranks.size, whole=shard.numel == layout.padded)
+                whole, own = replicated(layout.padded, ranks.size), shard.load(self._mesh.device).detach()
+                full = redistribute(own, held, whole, ranks, f"reading of {bucket.name}")
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
                 if local is not None and name in self._regions:
                     local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
                 yield None if local is None else local.view(self._specs[name].shape)
 
-    def _gather_gradient(self, bucket: Bucket) -> torch.Tensor | None:
-        shard = bucket.grad
-        if shard is None and bucket.grad_rest is not None:
-            shard = bucket.grad_rest.load(self._mesh.device)
-        return None if shard is None or not bucket.trainable else self._gather_bucket(bucket, shard)
-
-    def _gather_bucket(self, bucket: Bucket, shard: torch.Tensor | None = None) -> torch.Tensor:
-        shard = self._weights_of(bucket).load(self._mesh.device) if shard is None else shard
-        layout, ranks = bucket.layout, self._mesh.shard
-        held = bucket_placement(layout, ranks.size, whole=shard.numel() == layout.padded)
-        whole = replicated(layout.padded, ranks.size)
-        return redistribute(shard.detach(), held, whole, ranks, f"reading of {bucket.name}")
-
     def _spec_of(self, fqn: str) -> TensorSpec:
         if fqn not in self._specs:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._specs[fqn]
+
+
+def _gradient_of(bucket: Bucket) -> TieredTensor | None:
+    return bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

@@ -141,8 +141,8 @@ class MemoryModel:
         elif not stays:
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
         if spec.requires_grad:
-            for kept in moment_dtypes(options.optimizer, options.precision.sums).values():
-                yield Purpose.MOMENTS, kept, offload.optimizer
+            for wide in moment_dtypes(options.optimizer, options.precision.sums).values():
+                yield Purpose.MOMENTS, options.optimizer.dtype_at_rest(wide), offload.optimizer
             if options.average is not None:
                 yield Purpose.AVERAGES, options.precision.master, offload.optimizer
             if not options.gradients_pass_through:

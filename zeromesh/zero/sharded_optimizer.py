@@ -166,21 +166,16 @@ def settings_of(
         modes[0]()
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
-    unknown = [p for group in groups for p in group["params"] if id(p) not in by_id]
-    if unknown:
+    if unknown := [p for group in groups for p in group["params"] if id(p) not in by_id]:
         raise ConfigError(
             f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
         )
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
     is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
     # Numbers are no trace of an update: APOLLO's constructor gives each parameter a seed.
-    initial = {
-        by_id[id(each)]: state
-        for each, state in optimizer.state.items()
-        if all(type(value) in (int, float) for value in state.values())
-    }
-    states = [state for each, state in optimizer.state.items() if by_id[id(each)] not in initial]
-    used = [state for state in states if not is_adagrad or state["step"] > 0]
+    states = {by_id[id(each)]: state for each, state in optimizer.state.items()}
+    initial = {each: state for each, state in states.items() if set(map(type, state.values())) <= {int, float}}
+    used = [each for each, state in states.items() if each not in initial and (not is_adagrad or state["step"] > 0)]
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
             group.get("differentiable") for group in groups
@@ -202,7 +197,7 @@ def settings_of(
         raise ConfigError(wrong[0])
     values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
-    name: Any = next((name for name, row in OPTIMIZERS.items() if row.kind is type(optimizer)), None)
+    name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
     if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
         own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)

@@ -166,12 +166,12 @@ def test_groups_by_name() -> None:
 def test_the_roles_of_dtypes_are_one_line() -> None:
     line = Precision(compute=torch.bfloat16).table("adamw")
     assert line == (
-        "precision: parameters and gradients bfloat16, sums float32, master weights and adamw moments float32, "
+        "precision: parameters and gradients bfloat16, sums float32, master weights float32, adamw moments float32, "
         "no loss scale"
     )
 
     line = Precision(reduce=torch.bfloat16, compute=torch.float32).table("sgd")
-    assert "sums float32 of what travels in bfloat16, master weights and sgd moments float32" in line
+    assert "sums float32 of what travels in bfloat16, master weights float32, sgd moments float32" in line
     assert HALF.table("adamw").endswith(", dynamic loss scale")
 
 

@@ -231,6 +231,25 @@ def test_states_that_no_checkpoint_can_store_are_refused(state: Any, shape: tupl
         classify(kept(state, *shape))
 
 
+def test_an_object_among_the_states_is_kept_as_its_tensors_and_numbers() -> None:
+    """As GaLore's projectors: flags and texts are the object's own, and the example has no memory."""
+
+    def state(each: nn.Parameter) -> dict[str, Any]:
+        made = SimpleNamespace(matrix=torch.zeros(len(each)), seen=0, rate=0.5, flag=True, kind="left", nothing=None)
+        return {"made": made, "sum": torch.zeros_like(each)}
+
+    found = classify(kept(state))
+    (plan,) = found.plans.values()
+    assert found.whole
+    assert plan.by_size
+    assert set(plan.tensors) == {"made.matrix", "sum"}
+    assert plan.scalars == {"made.seen": 0, "made.rate": 0.5}
+    assert "0x" not in repr(plan), "ranks compare their options as text"
+    made = vars(plan.states["made"])
+    assert made.pop("matrix").is_meta
+    assert made == {"seen": 0, "rate": 0.5, "flag": True, "kind": "left", "nothing": None}
+
+
 def test_a_trial_leaves_the_random_numbers_of_the_process_as_they_were() -> None:
     before = torch.get_rng_state()
     classify(kept(lambda each: {"drawn": float(torch.rand(()) * 0), "sum": torch.rand_like(each) * 0}))

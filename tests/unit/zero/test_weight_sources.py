@@ -213,9 +213,8 @@ def test_what_meta_would_lose_is_built_on_cpu(cls: type[Plain], reason: str) -> 
 
 
 def test_a_model_passed_on_meta_with_lost_values_is_refused() -> None:
-    with pytest.raises(LostValuesError, match="scale") as caught:
+    with pytest.raises(LostValuesError, match="initial values of scale are not known"):
         wrap_passed_model(on_meta(CONSTANT), seed=0)
-    assert caught.value.names == ("scale",)
     with pytest.raises(LostValuesError, match="scale"):
         SeededSource(on_meta(CONSTANT), seed=0).read("scale", 0, 1)
 
