@@ -9,7 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError
+from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.codec import Codec
+from zeromesh.intervals import ALIGNMENT
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.settings import keys
@@ -245,8 +247,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
                 "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer"
             )
         whole = self.optimizer.own_class is not None and self.optimizer.own_class.whole
-        if whole and (self.precision.masterless or self.optimizer.states == "bfloat16"):
-            key = "precision.master none" if self.precision.masterless else "optimizer.states bfloat16"
+        if whole and (self.precision.masterless or self.optimizer.states != "float32"):
+            key = "precision.master none" if self.precision.masterless else f"optimizer.states {self.optimizer.states}"
             problems.append(f"{key} is for optimizers that work element by element, and this one needs whole tensors")
         if self.precision.masterless and self.average is not None:
             problems.append("precision.master none does not go with averaged weights, which bfloat16 would round")
@@ -256,6 +258,11 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def alignment(self) -> int:
+        """The elements of which parameters and shards begin at a multiple: whole blocks of moments in 8 bits."""
+        return BLOCK if self.optimizer.states == "int8" else ALIGNMENT
 
     @property
     def evaluates_average(self) -> bool:

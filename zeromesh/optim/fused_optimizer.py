@@ -1,7 +1,8 @@
 """torch's fused optimizers on the flat shards of buckets, one by one: inside backward, or in parts that are streamed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.flat.block_states import BlockTensor, round_to_levels
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
@@ -21,6 +23,11 @@ from zeromesh.units.unit import Bucket
 
 _WIDENED_ELEMENTS = 1 << 20
 """The elements that are widened at a time."""
+_NARROW = {"bfloat16": torch.bfloat16, "int8": torch.uint8}
+"""The dtypes in which moments rest, by `optimizer.states`."""
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+"""The moments that are averages of squares."""
+_Round = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -87,9 +94,9 @@ def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
 def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtypes of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one element per
     weight."""
-    found = _moment_dtypes(settings, wide)
-    narrow = settings.states == "bfloat16"
-    return {name: torch.bfloat16 if narrow and each.is_floating_point else each for name, each in found.items()}
+    narrow = _NARROW.get(settings.states)
+    found = _moment_dtypes(settings, wide).items()
+    return {name: narrow if narrow is not None and each.is_floating_point else each for name, each in found}
 
 
 def _moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
@@ -120,10 +127,17 @@ class BucketOptimizer:
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
         self._bucket = bucket
         self._dtypes = _moment_dtypes(self._settings, self._wide)
-        self.moments = {
-            name: tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
-            for name, dtype in moment_dtypes(self._settings, self._wide).items()
-        }
+        self.moments = dict[str, TieredTensor]()
+        self._rounding: list[_Round | None] = [round_into if options.precision.masterless else None, None]
+        """How each tensor of an update is rounded at random to what it is at rest; None: it rests in the dtype of updates."""
+        for name, dtype in moment_dtypes(self._settings, self._wide).items():
+            what, wide, squares = f"{name} of {bucket.name}", self._dtypes[name], name in _SQUARES
+            if wide.is_floating_point and dtype == torch.uint8:
+                self.moments[name] = BlockTensor.allocate(master.numel, wide, tiers, at, what, squares=squares)
+                self._rounding.append(partial(round_to_levels, squares=squares))
+            else:
+                self.moments[name] = tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, what)
+                self._rounding.append(round_into if dtype != wide else None)
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.update_segments()
@@ -153,20 +167,20 @@ class BucketOptimizer:
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
-        Those in bfloat16 are updated in the dtype of gradients' sums, and rounded at random."""
-        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
-        if all(each.dtype == dtype for each, dtype in zip(tensors, dtypes, strict=True)):
+        Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random."""
+        if not any(self._rounding):
             self._step(start, tensors, groups)
             return
+        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
         for first in range(0, len(tensors[0]), _WIDENED_ELEMENTS):
             parts = [each[first : first + _WIDENED_ELEMENTS] for each in tensors]
             wide = [each.to(dtype) for each, dtype in zip(parts, dtypes, strict=True)]
             self._step(start + first, wide, groups)
             where = Interval(start=start + first, end=start + first + len(parts[0]))
             bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
-            narrow = [pair for pair in zip(parts, wide, strict=True) if pair[0] is not pair[1]]
-            for lane, (part, value) in enumerate(narrow):
-                round_into(part, value, bits, lane % LANES)
+            rounded = [each for each in zip(self._rounding, parts, wide, strict=True) if each[0] is not None]
+            for lane, (round_at_random, part, value) in enumerate(rounded):
+                round_at_random(part, value, bits, lane % LANES)
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment_start, segment_end, group, number in self._segments:

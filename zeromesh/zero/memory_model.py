@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
@@ -118,6 +119,8 @@ class MemoryModel:
                     if layout.first.codec is not None:
                         numel, dtype = layout.rest_nbytes(numel), torch.uint8
                     placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
+                    if purpose is Purpose.MOMENTS and dtype == torch.uint8:
+                        placed[purpose] += choice.numel_on(tier, numel // BLOCK) * torch.float32.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
@@ -152,7 +155,8 @@ class MemoryModel:
         widths = [
             sum(
                 not choice.is_whole_on(self._length(layout), self._device)
-                for *_, choice in self._shard_tensors(layout, stays=stays)
+                or (purpose is Purpose.MOMENTS and dtype == torch.uint8)
+                for purpose, dtype, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad

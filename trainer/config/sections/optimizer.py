@@ -27,8 +27,8 @@ class OptimizerName(NamedTuple):
     defaults: Mapping[str, Any] = {}
 
 
-_EIGHT_BITS = {"adamw": "bitsandbytes.optim:AdamW", "lion": "bitsandbytes.optim:Lion"}
-"""The classes with states in 8 bits, by the names of the optimizers."""
+_EIGHT_BITS = ("adamw", "adam", "lion")
+"""The optimizers whose moments may rest in 8 bits."""
 _ADAM = {"betas": (0.9, 0.95), "eps": 1e-8}
 OPTIMIZERS = {
     "adamw": OptimizerName("torch.optim:AdamW", _ADAM),
@@ -97,8 +97,13 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
 
 def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
     """Yield what is wrong with a section that no run could use, before there is a model. Classes of the user's are not imported."""
+    if section.states == "int8" and section.name not in _EIGHT_BITS:
+        yield (
+            f"optimizer.states: int8 is for {', '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take an "
+            "optimizer whose states have 8 bits by themselves, such as adamw_8bit"
+        )
     torchs = section.name in OPTIMIZERS and OPTIMIZERS[section.name].python.startswith("torch.")
-    if ":" not in section.name and (not torchs or section.options or section.states == "int8"):
+    if ":" not in section.name and (not torchs or section.options):
         try:
             make_optimizer(section, None)
         except ConfigError as error:
@@ -146,15 +151,7 @@ def _class_of(
     """Return the class of a section, the first arguments of its call, and the groups of its parameters."""
     groups: list[dict[str, Any]] = [{"params": [each for each in model.parameters() if each.is_floating_point()]}]
     values: dict[str, Any] = {"lr": section.lr}
-    if section.states == "int8":
-        if section.name not in _EIGHT_BITS:
-            raise ConfigError(
-                f"int8 is for {' and '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take a class of 8 bits",
-                where="optimizer.states",
-            )
-        _require_package(section.name, _EIGHT_BITS[section.name])
-        make, values["optim_bits"] = find_object(_EIGHT_BITS[section.name], "optimizer.states"), 8
-    elif section.name in OPTIMIZERS or ":" in section.name:
+    if section.name in OPTIMIZERS or ":" in section.name:
         python = OPTIMIZERS[section.name].python if section.name in OPTIMIZERS else section.name
         _require_package(section.name, python)
         make = find_object(python, "optimizer.name", folders)
