@@ -9,7 +9,9 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError
+from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.codec import Codec
+from zeromesh.intervals import ALIGNMENT
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.settings import keys
@@ -101,7 +103,8 @@ class OptimizerSettings(keys.OptimizerKeys):
 
     def dtype_at_rest(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which a moment is kept between updates, which compute it in `dtype`."""
-        return torch.bfloat16 if self.states == "bfloat16" and dtype.is_floating_point else dtype
+        narrow = {"bfloat16": torch.bfloat16, "int8": torch.uint8}
+        return narrow.get(self.states, dtype) if dtype.is_floating_point else dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,7 +228,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         parameters, states, masterless = self.offload.parameters, self.optimizer.states, self.precision.masterless
         own, inside, key = self.optimizer.own_class, self.optimizer_in_backward, "optimizer.in_backward"
         whole = own is not None and own.whole
-        narrow = "precision.master none" if masterless else "optimizer.states bfloat16"
+        narrow = "precision.master none" if masterless else f"optimizer.states {states}"
         problems = {
             f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}": self.stage not in STAGES,
             f"zero.prefetch is {self.prefetch}; it must be 0 or more units": self.prefetch < 0,
@@ -244,7 +247,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
                 self.evaluates_average and self.average is not None and self.average.decay
             ),
             f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": (
-                whole and (masterless or states == "bfloat16")
+                whole and (masterless or states != "float32")
             ),
             "precision.master none does not go with averaged weights, which bfloat16 would round": (
                 masterless and self.average is not None
@@ -255,6 +258,11 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         }
         if found := [problem for problem, holds in problems.items() if holds]:
             raise ConfigError(found)
+
+    @property
+    def alignment(self) -> int:
+        """The elements of which parameters and shards begin at a multiple: whole blocks of moments in 8 bits."""
+        return BLOCK if self.optimizer.states == "int8" else ALIGNMENT
 
     @property
     def evaluates_average(self) -> bool:

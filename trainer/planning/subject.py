@@ -66,7 +66,7 @@ class Subject:
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         self.stage_units = cache(self._stage_units)
         self._shared_layouts: dict[tuple[int, ...], UnitLayouts] = {}
-        self._layouts = cache(_layouts_of)
+        self._layouts = cache(partial(_layouts_of, alignment=self.zero.alignment))
 
     def close(self) -> None:
         self._tracer.close()
@@ -141,9 +141,9 @@ class Subject:
         return self._shared_layouts.setdefault(tuple(map(id, layouts)), layouts)
 
 
-def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int) -> list[BucketLayout]:
+def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int, alignment: int) -> list[BucketLayout]:
     buckets = UnitPlan(module=ROOT, specs=specs).buckets()
-    return [build_layout(str(number), bucket, parts) for number, bucket in enumerate(buckets)]
+    return [build_layout(str(number), bucket, parts, alignment) for number, bucket in enumerate(buckets)]
 
 
 def _refusal_of(call: Callable[[], T]) -> tuple[str, T | None]:

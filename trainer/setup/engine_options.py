@@ -112,7 +112,7 @@ def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Mod
         )
     section, settings = config.optimizer, options.optimizer
     exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
-    if section.name in FUSED and not section.options and section.states != "int8":
+    if section.name in FUSED and not section.options:
         if not section.groups:
             return replace(options, optimizer=replace(settings, no_decay=section.no_decay + exempt))
         found = parameter_groups(section, dict(model.named_parameters()), exempt)

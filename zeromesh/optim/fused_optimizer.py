@@ -1,7 +1,8 @@
 """torch's fused optimizers on the flat shards of buckets, one by one: inside backward, or in parts that are streamed."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -12,16 +13,20 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.flat.block_states import BlockTensor, round_to_levels
 from zeromesh.flat.layout import ShardSegment
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.optim.rounding import bits_of_shard, round_narrow
+from zeromesh.optim.rounding import LANES, bits_of_shard, round_into
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
 _WIDENED_ELEMENTS = 1 << 20
 """The elements that are widened at a time."""
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+"""The moments that are averages of squares."""
+_Round = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -108,11 +113,18 @@ class BucketOptimizer:
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
         self._bucket = bucket
         self._dtypes = moment_dtypes(self._settings, self._wide)
-        at_rest = {name: self._settings.dtype_at_rest(dtype) for name, dtype in self._dtypes.items()}
-        self.moments = {
-            name: tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, f"{name} of {bucket.name}")
-            for name, dtype in at_rest.items()
-        }
+        self.moments = dict[str, TieredTensor]()
+        self._rounding: list[_Round | None] = [round_into if options.precision.masterless else None, None]
+        """How each tensor of an update is rounded at random to what it is at rest; None: it rests in the dtype of updates."""
+        for name, wide in self._dtypes.items():
+            what, dtype = f"{name} of {bucket.name}", self._settings.dtype_at_rest(wide)
+            if dtype != wide and dtype == torch.uint8:
+                squares = name in _SQUARES
+                self.moments[name] = BlockTensor.allocate(master.numel, wide, tiers, at, what, squares=squares)
+                self._rounding.append(partial(round_to_levels, squares=squares))
+            else:
+                self.moments[name] = tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, what)
+                self._rounding.append(round_into if dtype != wide else None)
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.update_segments()
@@ -141,18 +153,20 @@ class BucketOptimizer:
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
-        Those in bfloat16 are updated in the dtype of gradients' sums, and rounded at random."""
-        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
-        if all(each.dtype == dtype for each, dtype in zip(tensors, dtypes, strict=True)):
+        Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random."""
+        if not any(self._rounding):
             self._step(start, tensors, groups)
             return
+        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
         for first in range(0, len(tensors[0]), _WIDENED_ELEMENTS):
             parts = [each[first : first + _WIDENED_ELEMENTS] for each in tensors]
             wide = [each.to(dtype) for each, dtype in zip(parts, dtypes, strict=True)]
             self._step(start + first, wide, groups)
             where = Interval(start=start + first, end=start + first + len(parts[0]))
             bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
-            round_narrow(parts, wide, bits)
+            for number, round_at_random in enumerate(self._rounding):
+                if round_at_random is not None:
+                    round_at_random(parts[number], wide[number], bits, number % LANES)
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment, parts in self._parts(start, tensors):

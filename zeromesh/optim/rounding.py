@@ -14,7 +14,7 @@ import xxhash
 from zeromesh.intervals import Interval
 from zeromesh.units.unit import Bucket
 
-_LANES = 4
+LANES = 4
 """The tensors that one hash of 64 bits rounds, each by 16 of them."""
 _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
@@ -48,13 +48,6 @@ def bits_of_shard(
 def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift to the right as unsigned integers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def round_narrow(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], bits: torch.Tensor) -> None:
-    """Round each of `values` into its target, unless they are the same tensor, by lanes of the random bits in turn."""
-    narrow = [pair for pair in zip(targets, values, strict=True) if pair[0] is not pair[1]]
-    for lane, (target, value) in enumerate(narrow):
-        round_into(target, value, bits, lane % _LANES)
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:

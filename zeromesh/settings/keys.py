@@ -175,7 +175,7 @@ class OptimizerKeys:
     """Weight decay of all parameters that `no_decay` does not match; adamw decouples it from the gradient."""
     states: Literal["float32", "bfloat16", "int8"] = "float32"
     """Dtype of the moments: float32, which stands for that of master weights; bfloat16, rounded at random, for classes that work
-    element by element; int8, bitsandbytes' blocks, for adamw and lion."""
+    element by element; int8, blocks with a scale, rounded so too, for adamw, adam and lion."""
     momentum: Fraction = 0.0
     """Momentum of sgd and of other classes that have one; 0: the class's own."""
     no_decay: Names = ()

@@ -16,7 +16,7 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choo
 from zeromesh.errors import LayoutError
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
-from zeromesh.intervals import Interval
+from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
@@ -60,8 +60,11 @@ class BuiltUnits:
     tiers: Tiers
 
 
-def plan_layouts(plan: Sequence[UnitPlan], parts: int) -> list[list[BucketLayout]]:
-    return [[build_layout(f"{unit.name}/{n}", specs, parts) for n, specs in enumerate(unit.buckets())] for unit in plan]
+def plan_layouts(plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT) -> list[list[BucketLayout]]:
+    return [
+        [build_layout(f"{unit.name}/{n}", specs, parts, alignment) for n, specs in enumerate(unit.buckets())]
+        for unit in plan
+    ]
 
 
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
@@ -77,7 +80,7 @@ def build_units(
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. A rank holds at
     most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
-    layouts = plan_layouts(plan, mesh.shard.size)
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.data, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
@@ -110,6 +111,7 @@ class MemoryModel:
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # Where ranks compute on a CPU, host memory is device memory.
+        in_blocks = options.optimizer.states == "int8"
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
             for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
@@ -118,6 +120,8 @@ class MemoryModel:
                     if layout.first.codec is not None:
                         numel, dtype = layout.rest_nbytes(numel), torch.uint8
                     placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
+                    if purpose is Purpose.MOMENTS and in_blocks and dtype == torch.uint8:
+                        placed[purpose] += choice.numel_on(tier, numel // BLOCK) * torch.float32.itemsize * count
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
@@ -149,10 +153,12 @@ class MemoryModel:
                 yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
 
     def _staging_bytes(self) -> int:
+        in_blocks = self._options.optimizer.states == "int8"
         widths = [
             sum(
                 not choice.is_whole_on(self._length(layout), self._device)
-                for *_, choice in self._shard_tensors(layout, stays=stays)
+                or (purpose is Purpose.MOMENTS and in_blocks and dtype == torch.uint8)
+                for purpose, dtype, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad

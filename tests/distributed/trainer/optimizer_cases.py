@@ -219,12 +219,16 @@ def refused(mesh: Mesh, folder: str, name: str, **sections: Any) -> str:
     return error_of(run, ConfigError)
 
 
-def narrow(mesh: Mesh, folder: str, precision: dict[str, str], **optimizer: str) -> str:
-    """Return a digest of the weights after a run that is stopped and resumed, with `optimizer` and `precision`."""
+def narrow(mesh: Mesh, folder: str, precision: dict[str, str], *, stop: bool, tier: str, **optimizer: str) -> str:
+    """Stop a run with `optimizer` and `precision`, or resume it; returns a digest of the weights."""
     roles = {"compute": "bfloat16", "master": "float32", "reduce": "float32", **precision}
     config = settings(folder, optimizer=optimizer, precision=roles, zero={"stage": 3}, checkpoint={"every_steps": 2})
+    config["offload"] = {"optimizer": tier, "directory": f"{folder}/swap"}
     # Microbatches of one sample each are summed in one order by any number of ranks; the norm is not.
     config |= {"batch": {"global_size": 8, "micro_size": 1}, "run": {**config["run"], "clip_norm": 0.0}}
-    with Trainer(seeded(lambda: llama(**SIZES)), config, sentences(), callbacks=[stopping(2)]) as trainer:
+    made = seeded(lambda: llama(**SIZES))
+    if not stop:
+        return digest(fitted(made, config, sentences()))
+    with Trainer(made, config, sentences(), callbacks=[stopping(2)]) as trainer:
         trainer.fit()
-    return digest(fitted(seeded(lambda: llama(**SIZES)), config, sentences()))
+    return ""

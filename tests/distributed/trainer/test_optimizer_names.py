@@ -87,9 +87,15 @@ def test_what_cannot_be_exact_is_refused(
 def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(
     workers: Workers, tmp_path: Path, optimizer: dict[str, str], precision: dict[str, str]
 ) -> None:
-    given = {"folder": str(tmp_path), "precision": precision, **optimizer}
-    found = [
-        workers.run(ranks, f"{CASES}:narrow", **{**given, "folder": str(tmp_path / str(ranks))}) for ranks in (1, 2)
-    ]
-    wide = workers.run(1, f"{CASES}:narrow", folder=str(tmp_path / "wide"), precision={})
-    assert found[0][0] == found[1][0] == found[1][1] != wide[0]
+    """Also of those that stop a run and that resume it, and on another tier."""
+
+    def trained(first: int, second: int, tier: str = "none", **given: object) -> set[str]:
+        folder = str(tmp_path / f"{first}{second}{tier}{len(given)}")
+        common = {"folder": folder, "tier": tier, **given}
+        workers.run(first, f"{CASES}:narrow", stop=True, **common)
+        return set(workers.run(second, f"{CASES}:narrow", stop=False, **common))
+
+    given = {"precision": precision, **optimizer}
+    found = trained(1, 2, **given) | trained(2, 1, "file", **given)
+    assert len(found) == 1
+    assert found != trained(1, 1, precision={})

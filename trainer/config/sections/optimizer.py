@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch.optim import Optimizer
 
 
-_EIGHT_BITS = {"adamw": "bitsandbytes.optim:AdamW", "lion": "bitsandbytes.optim:Lion"}
-"""The classes with states in 8 bits, by the names of the optimizers."""
+_EIGHT_BITS = ("adamw", "adam", "lion")
+"""The optimizers whose moments may rest in 8 bits."""
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",
     "adam": "torch.optim:Adam",
@@ -91,8 +91,13 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
 
 def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
     """Yield what is wrong with a section that no run could use, before there is a model. Classes of the user's are not imported."""
+    if section.states == "int8" and section.name not in _EIGHT_BITS:
+        yield (
+            f"optimizer.states: int8 is for {', '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take an "
+            "optimizer whose states have 8 bits by themselves, such as adamw_8bit"
+        )
     torchs = OPTIMIZERS.get(section.name, "").startswith("torch.")
-    if ":" not in section.name and (not torchs or section.options or section.states == "int8"):
+    if ":" not in section.name and (not torchs or section.options):
         try:
             make_optimizer(section, None)
         except ConfigError as error:
@@ -146,23 +151,15 @@ def _class_of(
     """Return the class of a section, the first arguments of its call, and the groups of its parameters."""
     groups: list[dict[str, Any]] = [{"params": [each for each in model.parameters() if each.is_floating_point()]}]
     values: dict[str, Any] = {"lr": section.lr}
-    python, where = OPTIMIZERS.get(section.name, section.name), "optimizer.name"
-    if section.states == "int8":
-        where = "optimizer.states"
-        if section.name not in _EIGHT_BITS:
-            raise ConfigError(
-                f"int8 is for {' and '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take a class of 8 bits",
-                where=where,
-            )
-        python, values["optim_bits"] = _EIGHT_BITS[section.name], 8
-    elif ":" not in python:
+    python = OPTIMIZERS.get(section.name, section.name)
+    if ":" not in python:
         make, values = _of_transformers(section, model, targets)
         return make, values, values.pop("params", groups)
     package = python.partition(":")[0].partition(".")[0]
     if section.name in OPTIMIZERS and find_spec(package) is None:
         problem = f"{section.name} needs a package that is not installed; run: pip install {package}"
         raise ConfigError(problem, where="optimizer.name")
-    return find_object(python, where, folders), values, groups
+    return find_object(python, "optimizer.name", folders), values, groups
 
 
 def _with_arguments(
@@ -173,7 +170,7 @@ def _with_arguments(
     given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
     given |= {"momentum": section.momentum} if section.momentum else {}
     for name, value in given.items():
-        if name in taken:
+        if name in taken or ("**" in taken and name in section.model_fields_set):
             values.setdefault(name, value)
         elif value and name not in values and "**" not in taken:
             cure = "set it to 0" if name == "weight_decay" else "leave it out"

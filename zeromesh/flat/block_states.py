@@ -1,0 +1,147 @@
+"""Moments in 8 bits: flat tensors that rest as codes with a float32 scale for each block, and are float32 while they are updated.
+
+A block's elements are divided by its largest magnitude and rounded to the levels of a dynamic type: seven decades, each divided
+evenly, a higher one more finely (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861). Here
+levels are the same on both sides of zero, so that a block has the same codes when it is decoded and encoded again: a checkpoint has
+decoded moments, and is exact in every layout. Of squares, whose range is twice as wide, the roots are kept.
+"""
+
+import copy
+from functools import cache
+
+import torch
+
+from zeromesh.intervals import round_up
+from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Transfer
+
+BLOCK = 256
+"""Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
+_CHUNK = 1 << 18
+"""Elements that are decoded or encoded at a time."""
+
+
+@cache
+def _levels(squares: bool, device: torch.device) -> torch.Tensor:
+    """Return the ascending levels of codes, float32: 256 from 0 to 1 for roots of squares, 255 from -1 to 1 for others."""
+    means = list[float]()
+    for decade in range(7):
+        bounds = torch.linspace(0.1, 1, 2 ** (decade + squares) + 1, dtype=torch.float64)
+        means += (10.0 ** (decade - 6) * (bounds[:-1] + bounds[1:]) / 2).tolist()
+    found = [0.0, *means, 1.0] if squares else [0.0, *means[1:], 1.0]
+    return torch.tensor(found if squares else [-each for each in found[:0:-1]] + found, device=device)
+
+
+def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values or their roots, each divided by the largest magnitude of its block, `[blocks, BLOCK]`, and these magnitudes."""
+    padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).float().view(-1, BLOCK)
+    blocks = padded.sqrt() if squares else padded
+    most = blocks.abs().amax(1)
+    return blocks / torch.where(most == 0, 1, most)[:, None], most
+
+
+def _values(codes: torch.Tensor, scales: torch.Tensor, *, squares: bool) -> torch.Tensor:
+    """Return the float32 values of codes `[blocks, BLOCK]`, flattened."""
+    found = _levels(squares, codes.device)[codes.int()] * scales[:, None]
+    return (found.square() if squares else found).view(-1)
+
+
+def round_to_levels(
+    target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int, *, squares: bool
+) -> None:
+    """Round `values` into `target`, both 1-D from the beginning of a block on, to the level below or above, with the probability of
+    the distance to the other one, by the 16 random bits of a lane of `bits`, int64. So changes smaller than a step of the levels
+    are kept on average."""
+    scaled, most = _scaled(values, squares=squares)
+    levels = _levels(squares, values.device)
+    above = torch.searchsorted(levels, scaled).clamp_(1, levels.numel() - 1)
+    low, high = levels[above - 1], levels[above]
+    chance = torch.nn.functional.pad(((bits >> (16 * lane)) & 0xFFFF).float(), (0, -values.numel() % BLOCK))
+    codes = above - ((scaled - low) / (high - low) * 65536 <= chance.view(-1, BLOCK)).int()
+    target.copy_(_values(codes, most, squares=squares)[: values.numel()])
+
+
+class BlockTensor(TieredTensor):
+    """A flat tensor, `[numel]` of `dtype`, that rests on its tiers as uint8 `codes` and a float32 scale for each block. It is
+    decoded into what it is read into, and encoded from what is written. A block of which a part is written keeps its values as they
+    were given until it is read, so that a tensor which is written in parts is encoded once."""
+
+    def __init__(self, dtype: torch.dtype, codes: TieredTensor, scales: TieredTensor, *, squares: bool) -> None:
+        super().__init__(dtype, ())
+        self.numel, self.squares, self._codes, self._scales = codes.numel, squares, codes, scales
+        self._at = 0
+        """Its first element among those that `codes` hold, of which it may be a slice."""
+        self._open: dict[int, torch.Tensor] = {}
+        """The values of blocks that are not yet encoded."""
+
+    @classmethod
+    def allocate(
+        cls, numel: int, dtype: torch.dtype, tiers: Tiers, at: TierChoice, label: str, *, squares: bool
+    ) -> "BlockTensor":
+        """Allocate zeros. Raises `StorageError`."""
+        codes = tiers.allocate(numel, torch.uint8, at, Purpose.MOMENTS, label)
+        scales = tiers.allocate(-(-numel // BLOCK), torch.float32, at, Purpose.MOMENTS, f"scales of {label}")
+        return cls(dtype, codes, scales, squares=squares)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel + -(-self.numel // BLOCK) * 4
+
+    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
+        return None if self.numel else torch.empty(0, dtype=self.dtype, device=device)
+
+    def slice(self, start: int, end: int) -> "BlockTensor":
+        if not 0 <= start <= end <= self.numel:
+            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
+        part = copy.copy(self)
+        part._at, part.numel = self._at + start, end - start
+        return part
+
+    def read(self, start: int, out: torch.Tensor) -> Transfer:
+        for block in list(self._open):
+            self._encode(block * BLOCK, self._open.pop(block)[: self._codes.numel - block * BLOCK])
+        begin = self._at + start
+        for first in range(0, out.numel(), _CHUNK):
+            part = out[first : first + _CHUNK]
+            skipped = (begin + first) % BLOCK
+            part.copy_(self._decode(begin + first - skipped, skipped + part.numel(), out.device)[skipped:])
+        return DONE
+
+    def write(self, start: int, data: torch.Tensor) -> Transfer:
+        begin, end = self._at + start, self._at + start + data.numel()
+        first = min(round_up(begin, BLOCK), end)
+        last = max(first, end if end == self._codes.numel else end // BLOCK * BLOCK)
+        for at in range(first, last, _CHUNK):
+            upto = min(at + _CHUNK, last)
+            for block in [each for each in self._open if at <= each * BLOCK < upto]:
+                del self._open[block]
+            self._encode(at, data[at - begin : upto - begin])
+        for at, upto in ((begin, first), (last, end)):
+            block = at // BLOCK
+            if at < upto and block not in self._open:
+                self._open[block] = self._decode(block * BLOCK, BLOCK, torch.device("cpu"))
+            if at < upto:
+                self._open[block][at - block * BLOCK : upto - block * BLOCK] = data[at - begin : upto - begin]
+        return DONE
+
+    def copy_to(self, out: torch.Tensor) -> None:
+        self._require_all(out.numel())
+        self.read(0, out)
+
+    def wait_for_writes(self) -> None:
+        self._codes.wait_for_writes()
+        self._scales.wait_for_writes()
+
+    def _decode(self, start: int, count: int, device: torch.device) -> torch.Tensor:
+        """Return `count` elements from `start` on, the first of a block, or as many as there are."""
+        end = min(start + count, self._codes.numel)
+        codes = self._codes.slice(start, end).load(device)
+        scales = self._scales.slice(start // BLOCK, -(-end // BLOCK)).load(device)
+        blocks = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK)).view(-1, BLOCK)
+        return _values(blocks, scales, squares=self.squares)[:count]
+
+    def _encode(self, start: int, values: torch.Tensor) -> None:
+        scaled, most = _scaled(values, squares=self.squares)
+        levels = _levels(self.squares, values.device)
+        codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
+        self._codes.write(start, codes.view(-1)[: values.numel()]).wait()
+        self._scales.write(start // BLOCK, most).wait()
