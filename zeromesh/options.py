@@ -9,8 +9,8 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError
-from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.codec import Codec
+from zeromesh.flat.narrow_states import BLOCK
 from zeromesh.intervals import ALIGNMENT
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator

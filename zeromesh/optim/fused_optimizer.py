@@ -13,12 +13,11 @@ from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.flat.block_states import BlockTensor, round_to_levels
 from zeromesh.flat.layout import ShardSegment
+from zeromesh.flat.narrow_states import LANES, BlockTensor, bits_of_shard, round_into, round_to_levels
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.optim.rounding import LANES, bits_of_shard, round_into
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
@@ -163,7 +162,9 @@ class BucketOptimizer:
             wide = [each.to(dtype) for each, dtype in zip(parts, dtypes, strict=True)]
             self._step(start + first, wide, groups)
             where = Interval(start=start + first, end=start + first + len(parts[0]))
-            bits = bits_of_shard(self._bucket, where, self.steps, self._seed, parts[0].device)
+            bits = bits_of_shard(
+                self._bucket.layout, self._bucket.interval, where, self.steps, self._seed, parts[0].device
+            )
             for number, round_at_random in enumerate(self._rounding):
                 if round_at_random is not None:
                     round_at_random(parts[number], wide[number], bits, number % LANES)

@@ -10,8 +10,8 @@ from functools import cached_property
 
 import torch
 
-from zeromesh.flat.block_states import BLOCK
 from zeromesh.flat.layout import BucketLayout
+from zeromesh.flat.narrow_states import BLOCK
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES

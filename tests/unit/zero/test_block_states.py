@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from zeromesh.flat.block_states import BLOCK, BlockTensor, round_to_levels
+from zeromesh.flat.narrow_states import BLOCK, BlockTensor, random_bits, round_to_levels
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers
-from zeromesh.optim.rounding import random_bits
 
 CPU = torch.device("cpu")
 SIGNS = pytest.mark.parametrize("squares", [False, True])

@@ -1,18 +1,15 @@
 """Moments and weights in bfloat16: rounding at random, alike in every layout, and the updates around it."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from tests.unit.zero.test_updates import bucket_of
 from zeromesh.errors import ConfigError
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, Region, build_layout
+from zeromesh.flat.narrow_states import bits_of_shard, random_bits, round_into
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, fused_update
-from zeromesh.optim.rounding import bits_of_shard, random_bits, round_into
 from zeromesh.options import OptimizerSettings, Precision, ZeroOptions
 
 CPU = torch.device("cpu")
@@ -52,10 +49,9 @@ def test_bits_are_those_of_places_in_the_whole_parameter() -> None:
             fqn="w", shape=region.local_shape, dtype=torch.float32, requires_grad=True, group=0, part=part
         )
         layout = build_layout("unit", [spec], 1)
-        bucket: Any = SimpleNamespace(layout=layout, interval=layout.shard(0))
         held = bits.view(4, 6)[:, slice(region.dims[1][0].start, region.dims[1][0].end)].flatten()
         for start, end in ((0, 64), (5, 9), (10, 12)):
-            found = bits_of_shard(bucket, Interval(start=start, end=end), [2], 3, CPU)
+            found = bits_of_shard(layout, layout.shard(0), Interval(start=start, end=end), [2], 3, CPU)
             expected = torch.zeros(64, dtype=torch.int64).index_copy(0, torch.arange(len(held)), held)
             assert torch.equal(found, expected[start:end])
     others = (random_bits(whole, 4, "w", 2), random_bits(whole, 3, "v", 2), random_bits(whole, 3, "w", 3))

@@ -1,23 +1,75 @@
-"""Moments in 8 bits: flat tensors that rest as codes with a float32 scale for each block, and are float32 while they are updated.
+"""Weights and moments in fewer bits than they are updated in: bfloat16 and 8-bit blocks, rounded at random after an update.
 
-A block's elements are divided by its largest magnitude and rounded to the levels of a dynamic type: seven decades, each divided
-evenly, a higher one more finely (Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861). Here
-levels are the same on both sides of zero, so that a block has the same codes when it is decoded and encoded again: a checkpoint has
-decoded moments, and is exact in every layout. Of squares, whose range is twice as wide, the roots are kept.
+A value between two that the format has becomes the upper one with the probability of its distance from the lower one, so that
+changes which are too small for the format are kept on average (Gupta et al., "Deep Learning with Limited Numerical Precision",
+2015). The random bits are a hash of a key and of the element's position in its parameter (SplitMix64: Steele et al., "Fast
+Splittable Pseudorandom Number Generators", 2014), so they are the same in every layout.
+
+In 8 bits a flat tensor rests as codes with a float32 scale for each block: elements are divided by the largest magnitude of their
+block and rounded to the levels of a dynamic type, seven decades, each divided evenly, a higher one more finely (Dettmers et al.,
+"8-bit Optimizers via Block-wise Quantization", 2022). Here levels are the same on both sides of zero, so that a block has the same
+codes when it is decoded and encoded again: a checkpoint has decoded moments, and is exact in every layout. Of squares, whose range
+is twice as wide, the roots are kept.
 """
 
 import copy
+from collections.abc import Sequence
 from functools import cache
 
 import torch
+import xxhash
 
-from zeromesh.intervals import round_up
+from zeromesh.flat.layout import BucketLayout
+from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Transfer
 
 BLOCK = 256
 """Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
 _CHUNK = 1 << 18
 """Elements that are decoded or encoded at a time."""
+LANES = 4
+"""The tensors that one hash of 64 bits rounds, each by 16 of them."""
+_INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
+"""SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
+
+
+def random_bits(positions: torch.Tensor, seed: int, name: str, update: int) -> torch.Tensor:
+    """Return 64 random bits, as int64, for each position in the flattened parameter `name` in its update number `update`."""
+    key = xxhash.xxh3_64_intdigest(f"{seed} {update} {name}".encode()) - (1 << 63)
+    mixed = positions * _INCREMENT + key
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = (mixed ^ _shifted(mixed, shift)) * factor
+    return mixed ^ _shifted(mixed, 31)
+
+
+def bits_of_shard(
+    layout: BucketLayout, shard: Interval, where: Interval, updates: Sequence[int], seed: int, device: torch.device
+) -> torch.Tensor:
+    """Return 64 random bits for each element `where` of a `shard`; 0 between parameters. `updates` counts those of each."""
+    bits = torch.zeros(where.length, dtype=torch.int64, device=device)
+    counts = {slot.spec.fqn: count for slot, count in zip(layout.slots, updates, strict=True)}
+    for piece in layout.pieces(shard):
+        if (here := piece.in_shard.intersect(where)).length:
+            moved = piece.in_parameter.start - piece.in_shard.start
+            runs = piece.spec.region.runs(here.after(-moved))
+            positions = torch.cat([torch.arange(run.logical, run.logical + run.length, device=device) for run in runs])
+            drawn = random_bits(positions, seed, piece.spec.name, counts[piece.spec.fqn])
+            bits[here.start - where.start : here.end - where.start] = drawn
+    return bits
+
+
+def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Shift to the right as unsigned integers."""
+    return (values >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:
+    """Round `values`, float32 or float64, into `target`, bfloat16, by the 16 random bits of a lane. What bfloat16 holds exactly,
+    and what is not finite, is copied."""
+    whole = values.float()
+    noise = _shifted(bits, 16 * lane).bitwise_and_(0xFFFF).int()
+    raised = ((whole.view(torch.int32) + noise) & -65536).view(torch.float32)
+    target.copy_(torch.where(whole.isfinite(), raised, whole))
 
 
 @cache
