@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import transformers as tf
+from safetensors.torch import save_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from bench.probe import memory_now
 from bench.worker import RESULT
@@ -41,22 +43,43 @@ _LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads":
 _CPU = torch.device("cpu")
 _UNTIL_TOLD = 2.5
 """Seconds after which Linux has told a host what memory is free: it does so two seconds after some was freed."""
+_WEIGHT_FILE = 400 << 20
+"""Bytes after which the next tensor goes into the next file of weights."""
 _REQUEST = 16 << 20
 """Bytes that a plain reader asks for at once, if it reads through the page cache."""
 _READERS, _PIECE = 2, 4 << 20
 """Threads of a plain reader past the page cache, and bytes of their buffers: eight threads, and 1 MiB, were not faster."""
 
 
-def make_model(folder: Path, layers: int) -> None:
-    """Write the model, and the tiny one, with random weights in bfloat16: hidden 2048, of 18 layers 1.06 billion parameters."""
-    torch.set_default_dtype(torch.bfloat16)
-    for name, sizes, count in (("tiny", _TINY, 1), ("large", _LARGE, layers)):
-        fields: dict[str, Any] = {**sizes, "num_hidden_layers": count, "max_position_embeddings": _LONGEST}
-        model = tf.LlamaForCausalLM(tf.LlamaConfig(**fields, pad_token_id=0, eos_token_id=None))
-        model.save_pretrained(folder / name, max_shard_size="400MB")
-        for path in (folder / name).glob("*.safetensors"):
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+def make_model(folder: Path, layers: int, **sizes: int) -> None:
+    """Write the model, and the tiny one, with random weights in bfloat16: hidden 2048, of 18 layers 1.06 billion parameters, or
+    what `sizes` say. A file of weights is in memory at a time."""
+    for name, fields in {
+        "tiny": {**_TINY, "num_hidden_layers": 1},
+        "large": {**_LARGE, "num_hidden_layers": layers, **sizes},
+    }.items():
+        path = folder / name
+        config = tf.LlamaConfig(
+            **fields, max_position_embeddings=_LONGEST, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16
+        )
+        config.architectures = ["LlamaForCausalLM"]
+        config.save_pretrained(path)
+        with torch.device("meta"):
+            shapes = [(key, each.shape) for key, each in tf.LlamaForCausalLM(config).named_parameters()]
+        index = dict[str, str]()
+        while shapes:
+            values, file = dict[str, torch.Tensor](), f"model-{len(set(index.values())):05d}.safetensors"
+            while shapes and sum(each.nbytes for each in values.values()) < _WEIGHT_FILE:
+                key, shape = shapes.pop(0)
+                values[key] = (
+                    torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(config.initializer_range)
+                )
+                values[key] = values[key].bfloat16()
+            save_file(values, path / file, metadata={"format": "pt"})
+            with (path / file).open("rb") as written:
+                os.fsync(written.fileno())
+            index |= dict.fromkeys(values, file)
+        (path / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -9,6 +9,7 @@ import json
 import statistics
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -79,14 +80,23 @@ def ours(folder: str, model: str, sections: dict[str, Any], steps: int, ranks: i
     return {
         "ledger_bytes": watching.ledger_bytes,
         "building_bytes": building,
-        **_measured(sampler, base.total, watching.seconds, watching.losses, began),
+        **_measured(sampler, base, watching.seconds, watching.losses, began),
     }
 
 
-def _measured(sampler: Sampler, base: int, seconds: list[float], losses: list[float], began: float) -> dict[str, Any]:
+def _measured(
+    sampler: Sampler, base: Memory, seconds: list[float], losses: list[float], began: float
+) -> dict[str, Any]:
     sampler.stop()
     start = time.perf_counter() - began - sum(seconds)
-    return {"peak_bytes": sampler.peak.total - base, "step_seconds": seconds, "losses": losses, "start_seconds": start}
+    growth = sampler.peak - base
+    return {
+        "peak_bytes": growth.total,
+        "growth": asdict(growth),
+        "step_seconds": seconds,
+        "losses": losses,
+        "start_seconds": start,
+    }
 
 
 def peft(model: str, steps: int, *, four_bits: bool) -> dict[str, Any]:
@@ -132,7 +142,7 @@ def peft(model: str, steps: int, *, four_bits: bool) -> dict[str, Any]:
         losses.append(step(made, optimizer, number))
         if number >= _WATCHED:
             seconds.append(time.perf_counter() - at)
-    return _measured(sampler, base.total, seconds, losses, began)
+    return _measured(sampler, base, seconds, losses, began)
 
 
 def generate(folder: str, model: str, sections: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -7,6 +7,8 @@
 
 `python scripts/benchmarks/bench_quantized.py --folder /a/disk` runs all with a Llama of 1.06 billion parameters, which it
 writes there first (2 GiB; about 10 GiB of memory). Rows run in turn, `--rounds` times. `--out` gets JSON.
+`--shape 8b --only "nf4" --rounds 1 --steps 3 train` asks whether one of 8.03 billion parameters (those of Llama 3: 16 GB of disk,
+and 5 for the cache) can be trained here.
 """
 
 import argparse
@@ -26,6 +28,17 @@ from bench.processes import python_path
 from bench.report import MEBIBYTE, Spread
 from bench.workload import Workload
 
+_SHAPES = {
+    "1b": {"layers": 18},
+    "8b": {
+        "layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+    },
+}
 _NF4: dict[str, Any] = {"model": {"weights": "nf4"}}
 _FILE: dict[str, Any] = {"zero": {"stage": 3}, "offload": {"parameters": "file"}}
 _TRAINED: dict[str, tuple[str, int, dict[str, Any]]] = {
@@ -44,17 +57,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="what to measure; all if nothing is named")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where the model, the cache and runs lie")
-    parser.add_argument("--layers", type=int, default=18, help="of the model; 18 are 1.06 billion parameters")
+    parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of the model, by its parameters")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--steps", type=int, default=6, help="of each run; the first two are not timed")
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     options = parser.parse_args()
-    folder = options.folder / "zeromesh-bench-quantized"
+    folder = options.folder / f"zeromesh-bench-quantized-{options.shape}"
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / "large").is_dir():
         command = [sys.executable, "-m", "bench.inference", "model"]
-        given = json.dumps({"folder": str(folder), "layers": options.layers})
+        given = json.dumps({"folder": str(folder), **_SHAPES[options.shape]})
         subprocess.run([*command, given], env={"PYTHONPATH": python_path(), "HF_HUB_OFFLINE": "1"}, check=True)
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     found: dict[str, Any] = {"time": time.strftime("%F %T")}
@@ -71,7 +84,7 @@ def main() -> int:
 def _run(name: str, what: str, ranks: int, arguments: dict[str, Any], failures: list[str]) -> list[dict[str, Any]]:
     began = time.perf_counter()
     try:
-        return run_ranks("bench.quantized", Workload(ranks=ranks), [what, json.dumps(arguments)], timeout=3600)
+        return run_ranks("bench.quantized", Workload(ranks=ranks), [what, json.dumps(arguments)], timeout=4 * 3600)
     except RunError as error:
         failures.append(f"{name}: {error}")
         return []
@@ -100,16 +113,13 @@ def _train(folder: Path, options: argparse.Namespace, failures: list[str]) -> di
     print(
         "\n| | s a step | peak above imports, all ranks, MiB | by the ledger, MiB | start, s: first, then |\n|---|---|---|---|---|"
     )
-    for name, runs in found.items():
-        seconds = Spread.of(
-            [max(each) for run in runs for each in zip(*(row["step_seconds"] for row in run), strict=True)]
-        )
+    for name, runs in [(name, runs) for name, runs in found.items() if runs]:
+        times = [max(each) for run in runs for each in zip(*(row["step_seconds"] for row in run), strict=True)]
+        seconds = Spread.of(times).text(2) if times else "not timed"
         peak = statistics.median(sum(row["peak_bytes"] for row in run) for run in runs) / MEBIBYTE
         ledger = statistics.median(sum(row.get("ledger_bytes", 0) for row in run) for run in runs) / MEBIBYTE
         starts = [max(row["start_seconds"] for row in run) for run in runs]
-        print(
-            f"| {name} | {seconds.text(2)} | {peak:.0f} | {ledger:.0f} | {', '.join(f'{each:.1f}' for each in starts)} |"
-        )
+        print(f"| {name} | {seconds} | {peak:.0f} | {ledger:.0f} | {', '.join(f'{each:.1f}' for each in starts)} |")
     return found
 
 
