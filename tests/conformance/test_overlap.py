@@ -75,8 +75,12 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         name = names[id(current[0])]
         timeline.add(f"launch {name}")
         reduction = original(*args, **kwargs)
-        timeline.wrap(reduction, "finish", f"finish {name}")
-        return reduction
+
+        def finish() -> None:
+            timeline.add(f"finish {name}")
+            reduction.finish()
+
+        return reduction._replace(finish=finish)
 
     gradients._post_reduction = remember  # type: ignore[method-assign]
     gradients._reducer.launch = launch  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ FINGERPRINTS = {
 INTERNALS = (
     "accelerate.PartialState._reset_state",
     "accelerate.PartialState._shared_state",
+    "torch.Tensor._make_subclass",
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C.TensorBase",

@@ -174,6 +174,7 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
 def _check_settings(kind: Any, wanted: Mapping[str, Any], where: str) -> None:
     """Raise `ConfigError` for settings that PEFT's class has not, or not of this type; PEFT itself would ignore or keep them."""
     types, problems = get_type_hints(kind) | {"peft_type": str}, []
+    types |= {"lora_alpha": float} if "lora_alpha" in types else {}  # PEFT multiplies by it.
     for name, value in wanted.items():
         if name not in types:
             near = get_close_matches(name, types)

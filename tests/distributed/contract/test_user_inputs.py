@@ -313,7 +313,8 @@ def momentum(mesh: Mesh, folder: str) -> None:
             schedule=make(optimizer),
         )
         key = f"{name} {make.__name__}"
-        config = settings(folder, optimizer={"name": name, "momentum": 0.8}, run={"name": key.replace(" ", "-")})
+        own = {"momentum": 0.8} if name == "sgd" else {}
+        config = settings(folder, optimizer={"name": name, **own}, run={"name": key.replace(" ", "-")})
         model = seeded(Modes).double()
         found = fitted(model, config, data, compute_loss=squares, lr_scheduler=make)
         assert distance(found, plain.states[-1]) <= 1e-9, key

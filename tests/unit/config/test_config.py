@@ -97,7 +97,7 @@ BAD = [
     ("optimizer: {name: adafactor, betas: [0.5, 0.5]}", ["optimizer.betas: adafactor takes no betas"]),
     ("optimizer: {name: nadam, betas: [0.5, 0.5], options: {betas: [0.5, 0.6]}}", ["betas is optimizer.betas too"]),
     ("optimizer: {name: nadam, options: {optim_target_modules: [a]}}", ["nadam takes no 'optim_target_modules'"]),
-    ("optimizer: {name: sgd, states: int8}", ["optimizer.states: int8 is for adamw and lion, not for sgd"]),
+    ("optimizer: {name: sgd, states: int8}", ["optimizer.states: int8 is for adamw, adam, lion, not for sgd"]),
     ("precision: {master: none, compute: float32}", ["precision.master: none goes with precision.compute bfloat16"]),
     ("precision: {master: none}\nema: {decay: 0.5}", ["precision.master: none does not go with ema.decay 0.5"]),
     ("optimizer: {name: radam, options: {eps: -1}}", ["optimizer: radam cannot be made with", "Invalid epsilon"]),

@@ -148,7 +148,7 @@ def test_the_length_and_the_warm_up_that_follows_from_it_may_differ_from_a_check
 
 def test_the_line_of_an_evaluation() -> None:
     run: Any = SimpleNamespace(progress=SimpleNamespace(step=3, evaluated_targets=1500))
-    run.config, run.data = SimpleNamespace(ema=SimpleNamespace(evaluate=True)), SimpleNamespace(byte_pair_entropy=2.0)
+    run.model, run.data = SimpleNamespace(evaluates_average=True), SimpleNamespace(byte_pair_entropy=2.0)
     values: Any = {
         "eval_loss": 2.0,
         "eval_runtime": 1.0,

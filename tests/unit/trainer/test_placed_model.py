@@ -109,14 +109,15 @@ def test_a_model_becomes_whole_where_it_and_its_copies_fit(
     monkeypatch.setattr(trained_model, "Stepper", lambda *_: "stepper")
     done: list[str] = []
     own = torch.ones(1)
-    state = SimpleNamespace(numel=10, make_whole=lambda _: done.append("whole"), parameters=lambda: [("w", own)])
+    weights = SimpleNamespace(numel=10, make_whole=lambda _: done.append("whole"))
+    average = SimpleNamespace(parameters=lambda: [("w", own)])
     engine = SimpleNamespace(
         options=SimpleNamespace(
             offload=SimpleNamespace(parameters=SimpleNamespace(leaves_device=lambda _: False)),
             precision=SimpleNamespace(master=torch.float32),
+            evaluates_average=False,
         ),
-        state=state,
-        full_state=lambda averaged: state if averaged else pytest.fail("these are no averages"),
+        full_state=lambda averaged: average if averaged else weights,
         optimizer_step=SimpleNamespace(averages=1 if averages else None),
         close=lambda: done.append("closed"),
     )
