@@ -124,7 +124,7 @@ class UpdateStream:
                 for read in flight.reads.values():
                     read.wait()
                 # Reading ahead takes only buffers that are free now, so that computing does not wait for writes in flight.
-                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.free:
+                while coming and len(self._flights) <= _DEPTH and self._missing(coming[0]) <= self._pool.qsize():
                     self._start(coming.popleft())
                 compute(row, [*flight.tensors])
                 self._write(flight)
@@ -149,7 +149,7 @@ class UpdateStream:
         while self._flights:
             flight = self._flights.popleft()
             for number, buffer in flight.buffers.items():
-                flight.reads.get(number, DONE).on_end(partial(self._pool.give_back, buffer))
+                flight.reads.get(number, DONE).on_end(partial(self._pool.put, buffer))
 
     def _missing(self, row: StreamRow) -> int:
         return sum(each.tensor.view(row.start, row.end, self.device) is None for each in row.operands)
@@ -164,7 +164,7 @@ class UpdateStream:
             tensor = rest.view(row.start, row.end, self.device)
             if tensor is None:
                 began = time.perf_counter()
-                buffer = flight.buffers[number] = self._pool.take()
+                buffer = flight.buffers[number] = self._pool.get()
                 self._waits.add(began)
                 tensor = buffer[: (row.end - row.start) * rest.dtype.itemsize].view(rest.dtype)
                 if operand.mode is not Access.WRITE:
@@ -177,7 +177,7 @@ class UpdateStream:
             write = DONE if operand.mode is Access.READ else operand.tensor.write(flight.row.start, tensor)
             if write.crosses_devices:
                 self._crossing.append(write)
-            write.on_end(partial(self._pool.give_back, flight.buffers.pop(number)))
+            write.on_end(partial(self._pool.put, flight.buffers.pop(number)))
 
 
 def run_whole(operands: Sequence[StreamOperand], compute: ComputeRow, device: torch.device) -> None:

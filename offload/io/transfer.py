@@ -260,23 +260,12 @@ def request_huge_pages(found: mmap.mmap, *part: int) -> None:
         found.madvise(mmap.MADV_HUGEPAGE, *part)
 
 
-class StagingPool:
-    """`count` buffers, `[nbytes]` uint8, allocated by `memory`, which bound the memory of transfers; threads may share them."""
+class StagingPool(SimpleQueue[torch.Tensor]):
+    """The free ones of `count` buffers, `[nbytes]` uint8, allocated by `memory`, which bound the memory of transfers. `get` waits
+    for one, and `put` gives it back; threads may share them."""
 
     def __init__(self, count: int, nbytes: int, memory: AllocateBuffer = allocate_pages) -> None:
         if count < 0 or nbytes < PAGE or nbytes % PAGE:
             raise ValueError(f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE} bytes")
-        self._free: SimpleQueue[torch.Tensor] = SimpleQueue()
         for _ in range(count):
-            self._free.put(memory(nbytes))
-
-    @property
-    def free(self) -> int:
-        return self._free.qsize()
-
-    def take(self) -> torch.Tensor:
-        """Wait for a free buffer, `[nbytes]`."""
-        return self._free.get()
-
-    def give_back(self, buffer: torch.Tensor) -> None:
-        self._free.put(buffer)
+            self.put(memory(nbytes))

@@ -113,7 +113,7 @@ def _plain(workload: Workload) -> System:
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in workload.build_model().parameters())
     nbytes = count * _BYTES_PER_PARAMETER // dist.get_world_size() // GRID * GRID
-    buffer = StagingPool(1, GRID).take()
+    buffer = StagingPool(1, GRID).get()
     buffer.random_(0, 255)
     name = f"rank-{dist.get_rank()}"
 

@@ -131,9 +131,9 @@ class Bench:
         count: int,
         flying: deque[Transfer],
     ) -> None:
-        buffer = pool.take()
+        buffer = pool.get()
         transfer = move(start, buffer[: 4 * count].view(torch.float32))
-        transfer.on_end(lambda: pool.give_back(buffer))
+        transfer.on_end(lambda: pool.put(buffer))
         flying.append(transfer)
 
     def close(self) -> None:

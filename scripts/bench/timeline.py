@@ -48,7 +48,7 @@ class Recorder:
             (Passes, "_run_backward", "backward", False),
             (BucketOptimizer, "step", "optimizer", False),
             (Transfer, "wait_for_end", "waiting for files", True),
-            (StagingPool, "take", "waiting for files", True),
+            (StagingPool, "get", "waiting for files", True),
             (Watchdog, "wait", "waiting for a peer", True),
             (FileTier, "read", "read", False),
             (FileTier, "write", "write", False),

@@ -151,8 +151,8 @@ class _PoolAfterWrite:
     piece: Any
     pool: Any
 
-    def give_back(self, buffer: Any) -> None:
+    def put(self, buffer: Any) -> None:
         try:
             self.visit("mid-write", Path(self.file.path), self.piece.where.start, self.piece.where.end)
         finally:
-            self.pool.give_back(buffer)
+            self.pool.put(buffer)

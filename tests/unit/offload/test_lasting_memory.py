@@ -85,12 +85,12 @@ def test_a_pool_has_buffers_of_whole_pages(count: int, nbytes: int, fits: int) -
             StagingPool(count, nbytes)
         return
     pool = StagingPool(count, nbytes)
-    taken = [pool.take() for _ in range(count)]
-    assert pool.free == 0
+    taken = [pool.get() for _ in range(count)]
+    assert pool.qsize() == 0
     assert {each.numel() for each in taken} <= {nbytes}
     for each in taken:
-        pool.give_back(each)
-    assert pool.free == count
+        pool.put(each)
+    assert pool.qsize() == count
 
 
 def test_a_range_of_a_segment_gets_the_pages_that_it_touches() -> None:

@@ -39,23 +39,24 @@ class Pool(StagingPool):
     """A pool that counts what is out."""
 
     def __init__(self, count: int, nbytes: int, memory: AllocateBuffer) -> None:
-        super().__init__(count, nbytes, memory)
-        self.count, self.most, self.twice = count, 0, 0
         self._out: set[int] = set()
         self._changed = threading.Condition()
+        self.twice = 0
+        super().__init__(count, nbytes, memory)
+        self.count, self.most, self.twice = count, 0, 0  # The first buffers were never out.
 
-    def take(self) -> torch.Tensor:
-        buffer = self._free.get(timeout=SECONDS / 2)
+    def get(self, block: bool = True, timeout: float | None = None) -> torch.Tensor:
+        buffer = super().get(block, timeout or SECONDS / 2)
         with self._changed:
             self._out.add(buffer.data_ptr())
             self.most = max(self.most, len(self._out))
         return buffer
 
-    def give_back(self, buffer: torch.Tensor) -> None:
+    def put(self, item: torch.Tensor, block: bool = True, timeout: float | None = None) -> None:
         with self._changed:
-            self.twice += buffer.data_ptr() not in self._out
-            self._out.discard(buffer.data_ptr())
-            super().give_back(buffer)
+            self.twice += item.data_ptr() not in self._out
+            self._out.discard(item.data_ptr())
+            super().put(item, block, timeout)
             self._changed.notify_all()
 
     @property
@@ -64,7 +65,9 @@ class Pool(StagingPool):
 
     def all_come_back(self) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: not self._out, SECONDS) and self.free == self.count and not self.twice
+            return (
+                self._changed.wait_for(lambda: not self._out, SECONDS) and self.qsize() == self.count and not self.twice
+            )
 
 
 def pool_of(found: UpdateStream) -> Pool:

@@ -131,10 +131,10 @@ class CheckpointReader:
         with ThreadPoolExecutor(_IO_THREADS) as threads:
             try:
                 while True:
-                    for piece in islice(rest, pool.free):
+                    for piece in islice(rest, pool.qsize()):
                         if piece.path not in opened:
                             opened[piece.path] = threads.submit(PositionalFile, self.path_of(piece.path))
-                        buffer = pool.take()
+                        buffer = pool.get()
                         task = threads.submit(self._fetch, piece, buffer, opened[piece.path])
                         in_flight.append((piece, buffer, task))
                     if not in_flight:
@@ -142,7 +142,7 @@ class CheckpointReader:
                     piece, buffer, future = in_flight.popleft()
                     wait([future])
                     yield piece, buffer[: piece.end - piece.begin], future
-                    pool.give_back(buffer)
+                    pool.put(buffer)
                     if piece.path not in [each.path for each, *_ in in_flight]:
                         _close(opened.pop(piece.path))
             finally:

@@ -244,7 +244,7 @@ class ShardWriter:
                 in_flight: deque[Future[None]] = deque()
                 while self._pieces:
                     piece = self._pieces.popleft()  # Dropped here with its memory, if that is a copy.
-                    buffer = pool.take()
+                    buffer = pool.get()
                     self._fill(piece, buffer[: piece.where.length])
                     in_flight.append(threads.submit(self._store, files[piece.path], piece, buffer, pool))
                     while in_flight and (in_flight[0].done() or len(in_flight) > STAGING_BUFFERS):
@@ -281,7 +281,7 @@ class ShardWriter:
             digest = checksum(data)
             file.write(data, where.start)
         finally:
-            pool.give_back(buffer)
+            pool.put(buffer)
         row = ChecksumPiece(path=piece.path, begin=where.start, end=where.end, checksum=digest, rank=self._rank)
         with self._changed:
             self._checksums.append(row)
