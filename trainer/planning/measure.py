@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -172,11 +171,7 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
 
 
 def _disk(directory: Path) -> dict[str, float]:
-    file = nearest_directory(directory.expanduser().absolute()) / f".zeromesh-plan-{secrets.token_hex(8)}.tmp"
-    try:
-        times = hardware.measure(file)
-    finally:
-        file.unlink(missing_ok=True)
+    times = hardware.measure(nearest_directory(directory.expanduser().absolute()))
     return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
 
 

@@ -129,15 +129,11 @@ def directory(path: Path) -> Iterator[Finding]:
     """Write and read a small file in a directory, or its nearest existing parent, for a few seconds at most; remove the file."""
     absolute = path.expanduser().absolute()
     used = nearest_directory(absolute)
-    file = used / f".zeromesh-doctor-{secrets.token_hex(8)}.tmp"
     try:
-        times = measure(file)
+        times = measure(used)
     except StorageError as error:
         yield judge("directory", f"cannot be written: {error}", path=path)
         return
-    finally:
-        with contextlib.suppress(OSError):
-            file.unlink()
     kind = mount_of(used)[1]
     memory = kind in IN_MEMORY
     yield judge(
@@ -161,9 +157,12 @@ def directory(path: Path) -> Iterator[Finding]:
         yield judge("locks", "flock and fcntl are refused")
 
 
-def measure(path: Path) -> DiskTimes:
-    """Measure the disk of a new file `path`. Raises `StorageError` where it cannot be written."""
-    with PositionalFile(path, write=True) as file:
+def measure(directory: Path) -> DiskTimes:
+    """Measure the disk of a directory by a new file, which is removed. Raises `StorageError` where it cannot be written."""
+    path = directory / f".zeromesh-disk-{secrets.token_hex(8)}.tmp"
+    with contextlib.ExitStack() as stack:
+        stack.callback(path.unlink, missing_ok=True)
+        file = stack.enter_context(PositionalFile(path, write=True))
         locks = False
         with path.open("rb") as opened, contextlib.suppress(OSError):
             locks = try_lock(opened.fileno())
