@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from zeromesh.errors import CollectiveError
 from zeromesh.files import write_whole
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload import accelerator
-from zeromesh.telemetry.watchdog import AsyncWork, Patience, Watchdog
+from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
@@ -65,7 +65,7 @@ class DeviceWorks:
         self._computing: deque[Callable[[], bool]] = deque()
         """Queries in launch order, each of which returns True once the device has computed all that was launched before it."""
         self._blocking_host: _Pending | None = None  # It blocks the host itself, in a call without a timeout.
-        self._patience: tuple[_Pending, Patience] | None = None
+        self._patience: tuple[_Pending, Iterator[None]] | None = None
         self.groups: list[dist.ProcessGroup] = []
         """The connected groups, which are supervised until they are destroyed."""
         self.nbytes = 0
@@ -132,10 +132,10 @@ class DeviceWorks:
         if first is None or self.watch.broken is not None:
             return
         if moved or self._patience is None or self._patience[0] is not first:
-            self._patience = first, Patience(self.watch, first.peers, first.what)
+            self._patience = first, self.watch.patience_with(first.peers, first.what)
             return
         try:
-            self._patience[1].check_peers()
+            next(self._patience[1])
         except CollectiveError as error:
             self._abort_communicators(error)
 

@@ -255,7 +255,7 @@ class Watchdog:
         since = time.monotonic_ns()
         self.ring.add(status_board.WAIT | self.ring.name(what), since)
         began, seconds, look_at, say_at = time.perf_counter(), 0.0, 0.0, 0.0
-        patience = Patience(self, peers, what, late)
+        patience = self.patience_with(peers, what, late)
         missing = behind() if behind is not None else []
         try:
             while not done():
@@ -270,7 +270,7 @@ class Watchdog:
                 look_at = now + 0.05
                 self.raise_if_broken()
                 try:
-                    patience.check_peers()
+                    next(patience)
                 except CollectiveError:  # A peer that has done its part before leaves its error to the next wait.
                     if self.may_hang or not done():
                         raise
@@ -427,34 +427,29 @@ class Watchdog:
             f"(parallel.timeout_seconds) and no peer made progress. {'; '.join(map(self.describe, others))}"
         )
 
-
-class Patience:
-    """The deadline of one wait: `timeout_seconds` after the latest progress of any peer."""
-
-    def __init__(
-        self, watch: Watchdog, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
-    ) -> None:
-        """Start the wait for `peers`; `what` names it in errors, and `late` makes the error after the deadline."""
-        self._watch, self._others, self._what = watch, watch._others(peers), what
-        self._timeout_error = late or partial(watch._timeout_error, self._others, what)
-        self._latest_progress, self._deadline, self._peer_left_at = -1, 0.0, float("inf")
-
-    def check_peers(self) -> None:
-        """Check the peers, a few times a second during the wait. Raises `CollectiveError` when one is gone, has failed, runs
-        another operation or left the call, or none makes progress."""
-        watch, now = self._watch, time.perf_counter()
-        watch.examine(self._others, self._what)
-        inside = dict(watch._calls)
-        for peer in self._others if inside else ():
-            number, why = watch.board.read(peer, RankNote.LEFT)
-            if number in inside:
-                self._peer_left_at = min(self._peer_left_at, now)
-                if now - self._peer_left_at >= watch.LEFT_SECONDS:
-                    left = f"rank {peer} has left {inside[number]} with {why}"
-                    raise CollectiveError(f"{self._what} cannot end: {left}")
-                break
-        progress = sum(map(watch.board.progress, self._others))
-        if progress != self._latest_progress:
-            self._latest_progress, self._deadline = progress, now + watch.timeout_seconds
-        elif now > self._deadline:
-            raise self._timeout_error()
+    def patience_with(
+        self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
+    ) -> Iterator[None]:
+        """Check the peers of a wait at each step of the iterator, a few times a second; `what` names the wait in errors. Raises
+        `CollectiveError` when one is gone, has failed, runs another operation or left the call, and the error that `late` makes when
+        for `timeout_seconds` none makes progress."""
+        others = self._others(peers)
+        latest_progress, deadline, peer_left_at = -1, 0.0, float("inf")
+        while True:
+            now = time.perf_counter()
+            self.examine(others, what)
+            inside = dict(self._calls)
+            for peer in others if inside else ():
+                number, why = self.board.read(peer, RankNote.LEFT)
+                if number in inside:
+                    peer_left_at = min(peer_left_at, now)
+                    if now - peer_left_at >= self.LEFT_SECONDS:
+                        left = f"rank {peer} has left {inside[number]} with {why}"
+                        raise CollectiveError(f"{what} cannot end: {left}")
+                    break
+            progress = sum(map(self.board.progress, others))
+            if progress != latest_progress:
+                latest_progress, deadline = progress, now + self.timeout_seconds
+            elif now > deadline:
+                raise late() if late is not None else self._timeout_error(others, what)
+            yield
