@@ -12,7 +12,6 @@ Between `copy_input` and `all_reduce_output` ranks have summands of a gradient, 
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -42,18 +41,17 @@ def all_reduce_output(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exch
 
 def all_gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
-    gathered, local = partial(_gather, dim, exchange, sizes), partial(_local_slice, dim, exchange, sizes)
-    return _apply(x, None, gathered, local)
+    return _apply(x, None, *_gather_and_split(dim, exchange, sizes))
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Return this rank's slice of `x` along `dim`; the slices are equal without `sizes`."""
-    return _apply(x, None, partial(_local_slice, dim, exchange, sizes), partial(_gather, dim, exchange, sizes))
+    return _apply(x, None, *_gather_and_split(dim, exchange, sizes)[::-1])
 
 
 def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    gathered = partial(_gather, dim, exchange, None)
+    gathered, _ = _gather_and_split(dim, exchange, None)
     return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), gathered)
 
 
@@ -63,13 +61,12 @@ def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[
     return sum(lengths[: exchange.index]), lengths[exchange.index]
 
 
-def _gather(dim: int, exchange: Exchange, sizes: Sequence[int] | None, x: torch.Tensor) -> torch.Tensor:
-    return exchange.all_gather_async(x, dim, sizes=sizes).wait()
+def _gather_and_split(dim: int, exchange: Exchange, sizes: Sequence[int] | None) -> tuple[_Move, _Move]:
+    def split(x: torch.Tensor) -> torch.Tensor:
+        # A copy, not a view, so that the memory of `x` can be freed.
+        return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
 
-
-def _local_slice(dim: int, exchange: Exchange, sizes: Sequence[int] | None, x: torch.Tensor) -> torch.Tensor:
-    """Return a copy of this rank's slice of `x` along `dim`, not a view, so that the memory of `x` can be freed."""
-    return x.narrow(dim, *share_of_dim(x, dim, exchange, sizes)).clone(memory_format=torch.contiguous_format)
+    return lambda x: exchange.all_gather_async(x, dim, sizes=sizes).wait(), split
 
 
 @uncompiled
