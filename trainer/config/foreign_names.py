@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import yaml
+from zeromesh.trainer.config.yaml_reader import read_texts
 
 
 class Fate(StrEnum):
@@ -31,13 +31,6 @@ class SettingRow:
     neutral: tuple[Any, ...] = ()
 
 
-def _read_table(name: str) -> dict[str, Any]:
-    # The loader in C takes a tenth of the time, where PyYAML was built with it.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    content: dict[str, Any] = loader(Path(__file__).with_name(name).read_text(encoding="utf-8")).get_single_data()
-    return content
-
-
 def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
     text, fate, unless = row.get("text"), Fate.MAPPED, row.get("unless", [])
     if text is None:
@@ -49,13 +42,13 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
     return [SettingRow(name=section + name, **shared) for name in row["names"].split()]
 
 
-_DEEPSPEED = _read_table("deepspeed.yaml")
+_DEEPSPEED = read_texts(Path(__file__).with_name("deepspeed.yaml"))
 SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
 TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 
 NO_KEY = "no key"
 """The prefix of explanations for settings without a key here."""
-_ROWS = [(key, names.split()) for key, names in _read_table("foreign_names.yaml").items()]
+_ROWS = [(key, names.split()) for key, names in read_texts(Path(__file__).with_name("foreign_names.yaml")).items()]
 NAMES: Mapping[str, tuple[str, ...]] = {
     key: others
     for key, names in _ROWS

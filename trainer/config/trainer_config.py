@@ -1,7 +1,9 @@
 """The configuration of a run as a whole: its sections, which have the keys, and the rules between keys."""
 
+import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -15,7 +17,7 @@ from zeromesh.trainer.config.sections.base import NamedFunction, Section
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
-from zeromesh.trainer.config.yaml_reader import plain_scalar
+from zeromesh.trainer.config.yaml_reader import plain_scalar, read_texts
 
 
 class TrainerConfig(Section):
@@ -131,7 +133,25 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     return None
 
 
+_CLAUSE = re.compile(r"(not )?([\w.]+)(?: (is not|is|<|>) (\S+))?")
+_SIGNS = {"is": operator.eq, "is not": operator.ne, "<": operator.lt, ">": operator.gt}
+
+
+def _holds(clause: str, config: TrainerConfig) -> bool:
+    """Return True if a clause of `rules.yaml` holds."""
+    negated, key, sign, given = _CLAUSE.fullmatch(clause).groups()  # type: ignore[union-attr]
+    found = operator.attrgetter(key)(config)
+    if sign is None:
+        return bool(found) != bool(negated)
+    return bool(_SIGNS[sign](found, operator.attrgetter(given)(config) if "." in given else plain_scalar(given)))
+
+
+def _rule(clauses: Sequence[str]) -> Callable[[TrainerConfig], bool]:
+    return lambda config: all(_holds(clause, config) for clause in clauses)
+
+
 _RULES: dict[str, Callable[[TrainerConfig], object]] = {
+    **{row["says"]: _rule(row["when"]) for row in read_texts(Path(__file__).with_name("rules.yaml"))},
     "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
     "are to differ from it (num_labels), or set it to null": lambda c: (
         c.model.source is not None and "model_type" in (c.model.config or {})
@@ -142,16 +162,8 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
         and c.model.config is not None
         and type(c.model.config.get("model_type")) is not str
     ),
-    "model.revision: is about model.source, and that is null; set model.source, or leave model.revision out": lambda c: (
-        c.model.revision and c.model.source is None
-    ),
-    "model.trust_remote_code: is about model.source, and that is null; set model.source, or leave "
-    "model.trust_remote_code out": lambda c: c.model.trust_remote_code and c.model.source is None,
     "model.lora.options: {0} are keys of model.lora: rank, alpha, dropout and targets; give them there": lambda c: (
         c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
-    ),
-    "model.lora and model.adapters are both given; name all adapters in model.adapters, or leave it out": lambda c: (
-        c.model.lora is not None and c.model.adapters is not None
     ),
     "model.adapters: {0} are no names; give letters, digits, _ and -": lambda c: (
         [name for name in c.model.adapters or {} if not re.fullmatch(r"[\w-]+", name)]
@@ -165,32 +177,15 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
     "raise the other": _positions,
-    "parallel.sequence: true shares sequences out to tensor ranks, and parallel.tensor is 1; set one of them": lambda c: (
-        c.parallel.tensor == 1 and c.parallel.sequence
-    ),
-    "parallel.plan says how layers are divided, and parallel.tensor is 1; set parallel.tensor, or no plan": lambda c: (
-        c.parallel.tensor == 1 and c.parallel.plan
-    ),
     "parallel.chunks: {c.parallel.chunks} with parallel.schedule {c.parallel.schedule}; `interleaved`, and it "
     "alone, has 2 or more stages on each rank": lambda c: (
         (c.parallel.schedule == "interleaved") != (c.parallel.chunks > 1)
-    ),
-    "parallel.schedule is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out": lambda c: (
-        c.parallel.pipeline == 1 and c.parallel.schedule == "interleaved"
-    ),
-    "parallel.stages is about stages, and parallel.pipeline is 1; set parallel.pipeline, or leave it out": lambda c: (
-        c.parallel.pipeline == 1 and c.parallel.stages
     ),
     "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
         c.parallel.stages
         and c.parallel.pipeline > 1
         and len(c.parallel.stages) != c.parallel.pipeline * c.parallel.chunks
         and (len(c.parallel.stages), c.parallel.pipeline * c.parallel.chunks)
-    ),
-    # zero_bubble computes weight gradients after backward.
-    "optimizer.in_backward does not go with parallel.schedule zero_bubble, whose gradients of weights come after "
-    "backward; set optimizer.in_backward: false, or another schedule": lambda c: (
-        c.optimizer.in_backward and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
     ),
     # An update adds gradient sums to master weights, so both have one dtype, no narrower than the compute dtype.
     "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
@@ -209,46 +204,6 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "{c.precision.compute} and {c.precision.reduce}; set these, or precision.master to float32": lambda c: (
         c.precision.master == "none" and (c.precision.compute, c.precision.reduce) != ("bfloat16", "float32")
     ),
-    "precision.master: none does not go with ema.decay {c.ema.decay}, whose averages bfloat16 would round; leave one of them out": (
-        lambda c: c.precision.master == "none" and c.ema.decay
-    ),
-    "precision.linear: float8 is for precision.compute bfloat16, not {c.precision.compute}; set one of them": lambda c: (
-        c.precision.linear is not None and c.precision.compute != "bfloat16"
-    ),
-    "precision.linear: float8 is for whole layers, and parallel.tensor {c.parallel.tensor} divides them; set it to 1, or leave "
-    "precision.linear out": lambda c: c.precision.linear is not None and c.parallel.tensor > 1,
-    "precision.linear: float8 does not go with parallel.schedule zero_bubble, which computes gradients of linear layers itself; "
-    "take another schedule": lambda c: (
-        c.precision.linear is not None and c.parallel.pipeline > 1 and c.parallel.schedule == "zero_bubble"
-    ),
-    "run.on_nonfinite: stop does not go with precision.compute float16, whose loss scale is found by skipping "
-    "steps that overflow; set it to skip, or precision.compute to bfloat16": lambda c: (
-        c.precision.compute == "float16" and c.run.on_nonfinite == "stop"
-    ),
-    # Inside backward, neither the norm nor the finiteness of all gradients is known yet.
-    "run.clip_norm: {c.run.clip_norm} does not go with optimizer.in_backward; set it to 0": lambda c: (
-        c.optimizer.in_backward and c.run.clip_norm > 0
-    ),
-    "run.on_nonfinite: skip does not go with optimizer.in_backward; set it to stop": lambda c: (
-        c.optimizer.in_backward and c.run.on_nonfinite != "stop"
-    ),
-    "optimizer.in_backward: does not go with the loss scale of precision.compute float16; set it to false, or "
-    "precision.compute to bfloat16": lambda c: c.optimizer.in_backward and c.precision.compute == "float16",
-    "offload.parameters: {c.offload.parameters.tier} does not go with zero.stage {c.zero.stage}, whose parameters "
-    "are whole on every rank all the time; set zero.stage to 3, or offload.parameters to none": lambda c: (
-        c.offload.parameters.tier != "none" and c.zero.stage < 3
-    ),
-    # Activation offload moves the inputs of recomputed blocks only.
-    "offload.activations: {c.offload.activations.tier} moves the inputs of recomputed blocks, and "
-    "model.activation_checkpointing is none; set it to block, or offload.activations to none": lambda c: (
-        c.offload.activations.tier != "none" and c.model.activation_checkpointing == "none"
-    ),
-    "offload.activations: {c.offload.activations.tier} does not go with model.compile, which stops at the hooks "
-    "that keep the inputs and would compile nothing; set model.compile to false, or offload.activations to none": lambda c: (
-        c.offload.activations.tier != "none" and c.model.activation_checkpointing != "none" and c.model.compile
-    ),
-    "data.train: {c.data.train!r} is given beside data.mixture, whose parts have their own; name it in one of them, or leave it "
-    "out": lambda c: c.data.mixture is not None and c.data.train != "stdlib",
     "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
     "it; leave the one out, or set the other to false": lambda c: (
         c.data.separate_documents is False and c.data.packing and any(each.has_answers for each in c.data.formats)
@@ -256,31 +211,15 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
         c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
     ),
-    "model.python returns the model, and model.source {c.model.source} is one too; leave one of them out": lambda c: (
-        c.model.python is not None and c.model.source is not None
-    ),
     "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
         any(
             isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
             for each in c.data.eval_sets().values()
         )
     ),
-    "batch.micro_size: {c.batch.micro_size} is more than batch.global_size {c.batch.global_size}; lower the one or "
-    "raise the other": lambda c: c.batch.micro_size > c.batch.global_size,
     "schedule.warmup_steps: {c.schedule.warmup_steps} is more than run.max_steps {c.run.max_steps}, so "
     "optimizer.lr would never be reached; lower the one, raise the other, or set schedule.warmup_ratio or "
     "run.epochs": lambda c: c.run.most_steps is not None and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
-    "run.load_best judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch": lambda c: (
-        c.run.load_best and not c.run.eval_every
-    ),
-    "run.patience judges by evaluations, and run.eval_every is 0; set it to a number of steps, or to epoch": lambda c: (
-        c.run.patience and not c.run.eval_every
-    ),
-    "run.load_best keeps the best weights in a checkpoint, and checkpoint.every_steps is 0; set it, or load_best "
-    "to false": lambda c: c.run.load_best and not c.checkpoint.every_steps,
-    "ema.evaluate: true needs averaged weights; set ema.decay, such as 0.999": lambda c: (
-        c.ema.evaluate and not c.ema.decay
-    ),
     "profile.steps: {0} ends before it begins; give the first and the last step that are recorded": lambda c: (
         c.profile.steps is not None and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps)
     ),

@@ -50,6 +50,12 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
+def read_texts(path: Path) -> Any:
+    """Return the value of a file of texts that stands beside the code and is always read: in a tenth of the time of `read_table`,
+    by the loader in C, where PyYAML was built with it. Its plain scalars are those of YAML 1.1."""
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8")).get_single_data()
+
+
 def parse_yaml(text: str, *, where: str) -> Any:
     """Return the value of the document in `text`. Raises `ConfigError`, with `where` and mostly the line, for refused text."""
     if len(text) > MAX_BYTES:
