@@ -143,7 +143,8 @@ def _holds(clause: str, config: TrainerConfig) -> bool:
     found = operator.attrgetter(key)(config)
     if sign is None:
         return bool(found) != bool(negated)
-    return bool(_SIGNS[sign](found, operator.attrgetter(given)(config) if "." in given else plain_scalar(given)))
+    other: Any = operator.attrgetter(given)(config) if "." in given else plain_scalar(given)
+    return bool(_SIGNS[sign](found, other))
 
 
 def _rule(clauses: Sequence[str]) -> Callable[[TrainerConfig], bool]:
