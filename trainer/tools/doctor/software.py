@@ -22,12 +22,7 @@ from zeromesh.trainer.config.yaml_reader import read_table
 from zeromesh.trainer.formatting import human_seconds
 
 _TEXTS: dict[str, dict[str, str]] = read_table(Path(__file__).with_name("findings.yaml"))
-_DEBUGGING = {
-    "CUDA_LAUNCH_BLOCKING": "1",
-    "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
-    "NCCL_P2P_DISABLE": "1",
-    "PYTHONMALLOC": "debug",
-}
+_DEBUGGING = {name: texts["slow"] for name, texts in _TEXTS.items() if "slow" in texts}
 """The values of debugging variables that slow runs down."""
 _SLOW_NAME_SECONDS = 1.0
 
