@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 from zeromesh.settings.keys import int_if_whole
-from zeromesh.trainer.config.foreign_names import TABLE, Fate, SettingRow
+from zeromesh.trainer.config.foreign_names import TABLE, WORDS, Fate, SettingRow
 from zeromesh.trainer.config.messages import join_choices, nearest_path, quote, unknown_key
 from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import ScheduleSection
@@ -34,23 +34,9 @@ _SHARED_SECTIONS = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
 _GRADIENT_CLIPPING = 1.0
 _WARMUP_STEPS, _WARMUP_DECAY_LR, _COSINE_END, _CYCLE_STEPS = 1000, 1e-3, 1e-4, 2000
 _SCALE_POWER, _SCALE_WINDOW = 16, 1000
-_ADAM = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 _TORCH_ADAMW_DECAY = 0.01
-_OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"name": "adamw"} | _ADAM,
-    "Adam": {"name": "adamw"} | _ADAM,
-    "SGD": {"name": "sgd", "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "Adagrad": {"name": "adagrad", "lr": 1e-2, "eps": 1e-10, "weight_decay": 0.0},
-}
-_CURVES = {
-    "WarmupLR": "constant_with_warmup",
-    "WarmupDecayLR": "linear",
-    "WarmupCosineLR": "cosine_warmup_with_min_lr",
-    "OneCycle": "polynomial",
-}
+_OPTIMIZERS, _CURVES, _TIERS, _DTYPES = (WORDS[kind] for kind in ("optimizers", "curves", "tiers", "dtypes"))
 _SHAPE_KEYS = ScheduleSection.model_fields.keys() - {"name", "warmup_steps", "warmup_ratio"}
-_TIERS = {"none": "none", "cpu": "host", "nvme": "file"}
-_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16", "half": "float16"}
 _BATCH_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _TENSOR_NAMES = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
 _LARGEST_COUNT = 1 << 53
