@@ -4,6 +4,7 @@ float64. The model itself is not run, and may be on meta."""
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from zeromesh.errors import PhaseError, summary
 from zeromesh.overrides import replaced
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
@@ -21,19 +23,16 @@ T = TypeVar("T")
 Outputs = list[tuple[str, list[Tensor]]]
 """Names of modules with copies of their outputs, in the order in which calls ended."""
 ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
+_SIZES = read_texts(Path(__file__).with_suffix(".yaml"))
+
+
+def named_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes by the names that configurations give to them, from sizes by their kinds in `small_copy.yaml`."""
+    return {name: size for kind, size in sizes.items() for name in _SIZES[kind]["names"].split()}
+
+
 # Sizes of a small copy and of its nested configurations; smaller values stay.
-_SMALL = {
-    "d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-    "encoder_layers": 2, "decoder_layers": 2, "max_target_positions": 64, "max_source_positions": 64, "image_size": 32,
-    "num_frames": 4,
-    "hidden_size": 32, "intermediate_size": 48, "ffn_dim": 48, "ffn_hidden_size": 48, "n_inner": 48, "d_ff": 48,
-    "vocab_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "word_embed_proj_dim": 32,
-    "embedding_size": 32, "rotary_dim": 4, "max_position_embeddings": 64, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "chunk_size": 16, "mamba_chunk_size": 16,
-    "n_group": 2, "topk_group": 1, "num_kv_shared_layers": 0,
-}  # fmt: skip
+_SMALL = named_sizes({kind: row["copy"] for kind, row in _SIZES.items() if "copy" in row})
 _WIDTHS = {name: _SMALL[name] for name in ("vocab_size", "num_experts", "num_local_experts", "num_experts_per_tok")}
 _NARROW = {**_SMALL, "head_dim": 8}
 # Sizes and layers to try one after the other: architectures tie sizes to each other, and hybrids need several layers.

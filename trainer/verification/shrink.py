@@ -22,7 +22,7 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of, settings_of_saved
 from zeromesh.trainer.models.build import pin_sources, read_configuration
-from zeromesh.trainer.models.small_copy import InFloat64, first_copy, perturb
+from zeromesh.trainer.models.small_copy import InFloat64, first_copy, named_sizes, perturb
 from zeromesh.trainer.models.user_model import ForwardInputs, integer, text_part, unwrap
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
@@ -204,25 +204,15 @@ def _sizes(text: Any, ranks: int) -> dict[str, int]:
     few = small("num_key_value_heads", 2) if groups else 0
     ratio = min(heads // groups, 2) if groups and heads % groups == 0 else 1
     many = few * ratio if groups else small("num_attention_heads", 4)
-    width = many * 8
-    inner = small("intermediate_size", 48)
-    return {
-        **dict.fromkeys(("hidden_size", "d_model", "embedding_size", "word_embed_proj_dim"), width),
-        **dict.fromkeys(("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "d_ff"), inner),
-        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), inner),
-        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads", "num_attention_heads"), many),
-        **({"num_key_value_heads": few} if groups else {}),
-        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
-        "head_dim": 8,
-        "d_kv": 8,
-        "rotary_dim": 4,
-        "vocab_size": small("vocab_size", _VOCABULARY),
-        **dict.fromkeys(("max_position_embeddings", "max_target_positions"), 64),
-        **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), max(4, ranks)),
-        "num_experts_per_tok": 2,
-        "state_size": 8,
-        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16 + -16 % ranks),
+    sizes = {"layers": 2, "head width": 8, "rotary width": 4, "state": 8, "positions": 64, "chosen experts": 2}
+    sizes |= {"width": many * 8, "inner width": small("intermediate_size", 48), "heads": many}
+    sizes |= {"key-value heads": few} if groups else {}
+    sizes |= {
+        "experts": max(4, ranks),
+        "expert width": 16 + -16 % ranks,
+        "vocabulary": small("vocab_size", _VOCABULARY),
     }
+    return named_sizes(sizes)
 
 
 def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[dict[str, Tensor]]:
