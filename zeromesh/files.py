@@ -113,11 +113,14 @@ def try_lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError` saying that `path` cannot be `what`, with the reason and a cure."""
+    """Turn an `OSError` inside the block into a `StorageError` saying that `path`, or what below it the error is about, cannot be
+    `what`, with the reason and a cure."""
     try:
         yield
     except OSError as error:
-        raise StorageError(f"{os.fspath(path)!r} cannot be {what}: {error.strerror or error}{cure}") from error
+        name, found = os.fspath(path), str(error.filename)
+        name = found if found.startswith(os.path.join(name, "")) else name
+        raise StorageError(f"{name!r} cannot be {what}: {error.strerror or error}{cure}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

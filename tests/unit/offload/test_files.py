@@ -133,6 +133,9 @@ def test_a_refusal_has_the_path_the_reason_and_the_cure() -> None:
     with pytest.raises(StorageError) as caught, refusals(Path("/a"), "written", "; free some space"):
         raise OSError(errno.ENOSPC, "No space left")
     assert str(caught.value) == "'/a' cannot be written: No space left; free some space"
+    for name, said in (("/a/b", "/a/b"), ("/ab", "/a")):
+        with pytest.raises(StorageError, match=f"^'{said}' cannot be written: "), refusals("/a", "written"):
+            raise OSError(errno.EISDIR, "Is a directory", name)
 
 
 def test_what_a_kill_left_unfinished_is_removed_and_nothing_else(tmp_path: Path) -> None:
@@ -188,7 +191,7 @@ def test_nothing_planted_in_a_run_is_written_through(tmp_path: Path, mesh: Mesh,
     plant, words = PLANTED[kind]
     plant(tmp_path / name)
     replaced = name == "config.resolved.yaml" and kind != "directory"
-    refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*{words}|cannot be written: Is a directory")
+    refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*({words}|cannot be written: Is a directory)")
     directory = RunDirectory(tmp_path, 0)
     with (
         contextlib.nullcontext() if replaced else refused,
