@@ -30,7 +30,7 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.text_sources import find_text, picture_suffixes
 from zeromesh.trainer.formatting import wrapped
-from zeromesh.trainer.monitoring.step_metrics import STARTS, StartTimes, read_metrics
+from zeromesh.trainer.monitoring.step_metrics import CONFIG, STARTS, StartTimes, read_metrics
 
 FORWARDED = (
     "OMP_NUM_THREADS",
@@ -110,7 +110,6 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
 
 EVALUATED = "evaluated.jsonl"
 """The file in a run's directory with a line per `zeromesh evaluate`."""
-_RESOLVED = "config.resolved.yaml"
 _DEFAULTS = "-"
 """The source that stands for a configuration of defaults and the keys of the command line."""
 
@@ -310,16 +309,16 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
     `source` is a run (its newest checkpoint), a checkpoint, a Hugging Face model directory, or a configuration."""
     path = Path(source).expanduser()
     if not path.is_dir():
-        if path.name == _RESOLVED:
+        if path.name == CONFIG:
             _require_no_script(path.parent)
         return path, (), None
     run = path.parent.parent if (path / "manifest.json").is_file() else path
-    if (run / _RESOLVED).is_file():
+    if (run / CONFIG).is_file():
         _require_no_script(run)
         from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
 
         # The run may have started from a checkpoint that no longer exists.
-        return run / _RESOLVED, ("checkpoint.resume=auto",), checkpoint_at(path)
+        return run / CONFIG, ("checkpoint.resume=auto",), checkpoint_at(path)
     if (path / "adapter_config.json").is_file():
         from zeromesh.trainer.models.adapters import saved_with_base
 
@@ -327,7 +326,7 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
         return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
         raise ConfigError(
-            f"a directory without {_RESOLVED} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
+            f"a directory without {CONFIG} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
             "model directory that save_pretrained wrote",
             where=source,
         )

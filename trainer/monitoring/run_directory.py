@@ -89,7 +89,7 @@ class RunDirectory:
                 return
             redaction = Redaction(secret_values())
             with refusals(self.path, "written", _ELSEWHERE):
-                write_whole(self.path / "config.resolved.yaml", config.to_yaml(redaction.values).encode())
+                write_whole(self.path / step_metrics.CONFIG, config.to_yaml(redaction.values).encode())
             name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
             hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}

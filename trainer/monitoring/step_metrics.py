@@ -17,7 +17,7 @@ from zeromesh.files import open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
-STARTS, RANKS, LOCK = "starts.jsonl", "ranks.json", "run.lock"
+STARTS, RANKS, LOCK, CONFIG = "starts.jsonl", "ranks.json", "run.lock", "config.resolved.yaml"
 """Files of a run's directory, which docs/guide.md describes. A line of `STARTS` has `step` before the start, `host` of rank 0,
 `hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
 runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`."""

@@ -22,6 +22,7 @@ from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, en
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.step_metrics import CONFIG
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 from zeromesh.trainer.weights.quantized_files import stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
@@ -264,7 +265,7 @@ def _merged_tensors(
 
 def _decoder(reader: CheckpointReader, model: torch.nn.Module) -> Callable[[TensorSpec, torch.Tensor], torch.Tensor]:
     """Return a function that gives tensors of the source the values that the run encoded. Raises `ConfigError` if it did not."""
-    resolved = reader.directory.parent.parent / "config.resolved.yaml"
+    resolved = reader.directory.parent.parent / CONFIG
     section = load_config(resolved, consent=Consent.GIVEN).model.weights if resolved.is_file() else None
     if (weights := encoded_weights(section)) is None:
         raise ConfigError(f"--base decoded is for runs with model.weights, and {resolved} has none; leave it out")

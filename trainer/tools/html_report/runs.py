@@ -17,9 +17,9 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.monitoring.plan_check import PlanTable, comparison_table
 from zeromesh.trainer.monitoring.rank_waits import read_ranks
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
+from zeromesh.trainer.monitoring.step_metrics import CONFIG, EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
-CONFIG, CHECKPOINTS, STEP_MEMORY = "config.resolved.yaml", "checkpoints", "step_memory.json"
+CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"
 _BROKEN_SHOWN, _RUNS_SHOWN = 3, 8
 StepMemory = tuple[int, float, list[tuple[float, str, str, float]]]
 """A step, its seconds, and its memory changes in order: seconds since the begin of the step, tier, purpose, and the new bytes."""
