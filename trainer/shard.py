@@ -362,7 +362,10 @@ def save(
     engine = engine_of(model)
     engine.require_same_parameters()
     progress = engine.progress()
-    groups = [] if optimizer is None else [_scalar_values(group) for group in optimizer.param_groups]
+    groups: list[dict[str, Any]] = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        kept = {name: value for name, value in group.items() if name != "params"}
+        groups.append({name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()})
     made = TrainerState(
         step=progress["updates"] if step is None else step,
         samples=0,
@@ -448,8 +451,3 @@ def load(
             f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
         )
     return None
-
-
-def _scalar_values(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name: value.item() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-    return {name: value for name, value in values.items() if name != "params"}
