@@ -132,16 +132,16 @@ def export(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
-def die_with_launcher() -> None:
-    """Make the kernel end this process when its launcher ends; exit if it has ended already. Call it before slow imports."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Make the kernel end this process when its parent ends; exit if that, by default the launcher that the environment names, has
+    ended already. Call it before slow imports."""
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-    launcher = setting(_LAUNCHER_PID)
-    if launcher is not None and launcher != str(os.getppid()):
+    if (parent or int(setting(_LAUNCHER_PID) or os.getppid())) != os.getppid():
         raise SystemExit(128 + int(signal.SIGKILL))
 
 
 def launched_by(pid: int) -> dict[str, str]:
-    """Return the variable that tells a process which one has launched it; see `die_with_launcher`."""
+    """Return the variable that tells a process which one has launched it; see `die_with_parent`."""
     return {_LAUNCHER_PID: str(pid)}
 
 

@@ -5,7 +5,6 @@ random numbers seeded by the microbatch, so their number changes no batch. They 
 cannot be pickled (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends.
 """
 
-import ctypes
 import faulthandler
 import fcntl
 import multiprocessing
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
-from zeromesh.environment import available_cores
+from zeromesh.environment import available_cores, die_with_parent
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, some, summary
 from zeromesh.launch.rank_processes import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
@@ -48,7 +47,6 @@ _MOST_PREFETCHED = 128  # microbatches; each tensor of them holds a file descrip
 _POLL_SECONDS = 0.25  # between two looks at the workers, while this process waits for a batch
 _GRACE_SECONDS = 2.0  # in which workers may end before they are killed
 _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
 
 _SEARCHED_BATCHES = 100
@@ -360,9 +358,7 @@ def _kill_processes(processes: Sequence[BaseProcess]) -> None:
 def _begin_worker(parent: int, report: int, worker: int) -> None:
     """Start a worker, which dies with its parent and ignores the stop signals of the run."""
     faulthandler.register(_STACK_SIGNAL, report, all_threads=False)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     for stop in STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     for name in ("stdout", "stderr"):  # Undo rich's redirection, as the console belongs to the parent.

@@ -16,7 +16,7 @@ from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from zeromesh.environment import IMPORTED, die_with_launcher, export, launched_by
+from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
 
 
 def _obstacle() -> str | None:
@@ -58,7 +58,7 @@ def _serve(connection: Connection) -> list[str] | None:
                     each.close()
                 os.setsid()
                 export({**request["variables"], **launched_by(parent)})
-                die_with_launcher()
+                die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
                     sys.modules["numpy.random"].seed()
                 return list(request["arguments"])
@@ -104,7 +104,7 @@ def _end(code: int) -> None:
 
 def main() -> None:
     descriptor, *modules = sys.argv[1:]
-    die_with_launcher()
+    die_with_parent()
     connection, began = Connection(int(descriptor)), time.monotonic()
     # torch asks the driver's management library then, so that a fork can still begin to use a GPU.
     export({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, RankRange, die_with_launcher, setting, worker_environment
+from zeromesh.environment import ERRORS, RankRange, die_with_parent, setting, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.nursery import Fork, Nursery
 
@@ -148,7 +148,7 @@ class RankProcesses:
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:
     """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it, with the exit code of
     the launching command. `whole`: errors have their tracebacks even where the message says all."""
-    die_with_launcher()
+    die_with_parent()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, OSError) and not whole:

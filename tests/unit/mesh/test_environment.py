@@ -251,9 +251,9 @@ def test_a_process_ends_with_the_one_that_has_launched_it(monkeypatch: pytest.Mo
     monkeypatch.setattr(launch, "ctypes", SimpleNamespace(CDLL=lambda _: library))
     for variables in ({}, launch.launched_by(os.getppid())):
         with launch.kept_environment(variables):
-            launch.die_with_launcher()
+            launch.die_with_parent()
     with launch.kept_environment(launch.launched_by(os.getpid())), pytest.raises(SystemExit) as ended:
-        launch.die_with_launcher()
+        launch.die_with_parent()
     assert ended.value.code == 128 + 9
     assert asked == [(1, 9)] * 3  # PR_SET_PDEATHSIG, SIGKILL
 
