@@ -2,7 +2,7 @@
 
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,12 +147,13 @@ def _holds(clause: str, config: TrainerConfig) -> bool:
     return bool(_SIGNS[sign](found, other))
 
 
-def _rule(clauses: Sequence[str]) -> Callable[[TrainerConfig], bool]:
-    return lambda config: all(_holds(clause, config) for clause in clauses)
+def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], bool]:
+    either = [row[key] for key in ("when", "or") if key in row]
+    return lambda config: any(all(_holds(clause, config) for clause in clauses) for clauses in either)
 
 
 _RULES: dict[str, Callable[[TrainerConfig], object]] = {
-    **{row["says"]: _rule(row["when"]) for row in read_texts(Path(__file__).with_name("rules.yaml"))},
+    **{row["says"]: _rule(row) for row in read_texts(Path(__file__).with_name("rules.yaml"))},
     "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
     "are to differ from it (num_labels), or set it to null": lambda c: (
         c.model.source is not None and "model_type" in (c.model.config or {})
@@ -178,32 +179,11 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
     "raise the other": _positions,
-    "parallel.chunks: {c.parallel.chunks} with parallel.schedule {c.parallel.schedule}; `interleaved`, and it "
-    "alone, has 2 or more stages on each rank": lambda c: (
-        (c.parallel.schedule == "interleaved") != (c.parallel.chunks > 1)
-    ),
     "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
         c.parallel.stages
         and c.parallel.pipeline > 1
         and len(c.parallel.stages) != c.parallel.pipeline * c.parallel.chunks
         and (len(c.parallel.stages), c.parallel.pipeline * c.parallel.chunks)
-    ),
-    # An update adds gradient sums to master weights, so both have one dtype, no narrower than the compute dtype.
-    "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
-    "precision.compute is; set both to float32, or both to float64": lambda c: (
-        c.precision.reduce != "bfloat16"
-        and c.precision.master != "none"
-        and (c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master)
-    ),
-    "precision.reduce: bfloat16 goes with precision.master float32 and precision.compute bfloat16 or float32, and not with "
-    "{c.precision.master} and {c.precision.compute}; set precision.reduce to {c.precision.master}": lambda c: (
-        c.precision.reduce == "bfloat16"
-        and c.precision.master != "none"
-        and (c.precision.master != "float32" or c.precision.compute not in ("bfloat16", "float32"))
-    ),
-    "precision.master: none goes with precision.compute bfloat16 and precision.reduce float32, and not with "
-    "{c.precision.compute} and {c.precision.reduce}; set these, or precision.master to float32": lambda c: (
-        c.precision.master == "none" and (c.precision.compute, c.precision.reduce) != ("bfloat16", "float32")
     ),
     "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
     "it; leave the one out, or set the other to false": lambda c: (
