@@ -105,6 +105,7 @@ CoreDumper.add_representer(str, CoreDumper.represent_text)
 
 
 _UNKNOWN_LENGTH = 1 << 50  # steps, more than any warm-up or decay
+_MASTERLESS = ("none", "kahan")  # of precision.master
 _POLYNOMIAL_END = 1e-7  # the final learning rate of transformers' polynomial schedule
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
@@ -196,22 +197,21 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "precision.master {c.precision.master}, precision.reduce {c.precision.reduce}: the two have to be equal, and float64 where "
     "precision.compute is; set both to float32, or both to float64": lambda c: (
         c.precision.reduce != "bfloat16"
-        and c.precision.master != "none"
+        and c.precision.master not in _MASTERLESS
         and (c.precision.master != c.precision.reduce or c.precision.compute == "float64" != c.precision.master)
     ),
     "precision.reduce: bfloat16 goes with precision.master float32 and precision.compute bfloat16 or float32, and not with "
     "{c.precision.master} and {c.precision.compute}; set precision.reduce to {c.precision.master}": lambda c: (
         c.precision.reduce == "bfloat16"
-        and c.precision.master != "none"
+        and c.precision.master not in _MASTERLESS
         and (c.precision.master != "float32" or c.precision.compute not in ("bfloat16", "float32"))
     ),
-    "precision.master: none goes with precision.compute bfloat16 and precision.reduce float32, and not with "
+    "precision.master: {c.precision.master} goes with precision.compute bfloat16 and precision.reduce float32, and not with "
     "{c.precision.compute} and {c.precision.reduce}; set these, or precision.master to float32": lambda c: (
-        c.precision.master == "none" and (c.precision.compute, c.precision.reduce) != ("bfloat16", "float32")
+        c.precision.master in _MASTERLESS and (c.precision.compute, c.precision.reduce) != ("bfloat16", "float32")
     ),
-    "precision.master: none does not go with ema.decay {c.ema.decay}, whose averages bfloat16 would round; leave one of them out": (
-        lambda c: c.precision.master == "none" and c.ema.decay
-    ),
+    "precision.master: {c.precision.master} does not go with ema.decay {c.ema.decay}, whose averages bfloat16 would round; leave "
+    "one of them out": lambda c: c.precision.master in _MASTERLESS and c.ema.decay,
     "precision.linear: float8 is for precision.compute bfloat16, not {c.precision.compute}; set one of them": lambda c: (
         c.precision.linear is not None and c.precision.compute != "bfloat16"
     ),

@@ -13,8 +13,9 @@ is twice as wide, the roots are kept.
 """
 
 import copy
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import xxhash
@@ -197,3 +198,42 @@ class BlockTensor(TieredTensor):
         codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
         self._codes.write(start, codes.view(-1)[: values.numel()]).wait()
         self._scales.write(start // BLOCK, most).wait()
+
+
+Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""Rounds values into a target by random bits, as `round_into` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFormat:
+    """How moments rest between updates, which compute them in a wide dtype."""
+
+    dtype: torch.dtype | None = None
+    """That of elements at rest; None: that of updates."""
+    block: int = 0
+    """Elements that share a float32 scale; 0: none has one."""
+
+    def lengths(self, numel: int, wide: torch.dtype) -> dict[torch.dtype, int]:
+        """Return the elements of each dtype that a moment of `numel` elements has at rest."""
+        if self.dtype is None or not wide.is_floating_point:
+            return {wide: numel}
+        return {self.dtype: numel} | ({torch.float32: -(-numel // self.block)} if self.block else {})
+
+    def allocate(
+        self, numel: int, wide: torch.dtype, tiers: Tiers, at: TierChoice, label: str, *, squares: bool
+    ) -> tuple[TieredTensor, Rounding | None]:
+        """Allocate zeros, of averages of `squares` or of others. Returns how an update rounds to them; None: it writes them itself.
+        Raises `StorageError`."""
+        dtype, *scales = self.lengths(numel, wide)
+        if scales:
+            blocks = BlockTensor.allocate(numel, wide, tiers, at, label, squares=squares)
+            return blocks, partial(round_to_levels, squares=squares)
+        return tiers.allocate(numel, dtype, at, Purpose.MOMENTS, label), None if dtype == wide else round_into
+
+
+STATE_FORMATS = {
+    "float32": StateFormat(),
+    "bfloat16": StateFormat(dtype=torch.bfloat16),
+    "int8": StateFormat(dtype=torch.uint8, block=BLOCK),
+}
+"""The formats that `optimizer.states` names. float32 stands for the dtype of master weights."""

@@ -123,7 +123,7 @@ class PieceOptimizer(BucketOptimizer):
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
-        states = dict(zip(plan.tensors if self.whole else self.moments, given, strict=True))
+        states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
         kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.

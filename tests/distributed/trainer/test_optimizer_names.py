@@ -82,6 +82,7 @@ def test_what_cannot_be_exact_is_refused(
         pytest.param({"name": "lion", "states": "int8"}, {}, marks=FULL),
         pytest.param({"name": "rmsprop", "states": "bfloat16"}, {}, marks=FULL),
         ({"states": "bfloat16"}, {"master": "none"}),
+        pytest.param({}, {"master": "kahan"}, marks=FULL),
     ],
 )
 def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(

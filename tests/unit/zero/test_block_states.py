@@ -1,12 +1,21 @@
 """Moments in 8 bits: levels, blocks, rounding at random, and tensors that are written in parts."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
-from zeromesh.flat.narrow_states import BLOCK, BlockTensor, random_bits, round_to_levels
+from zeromesh.flat.narrow_states import BLOCK, STATE_FORMATS, BlockTensor, random_bits, round_to_levels
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers
+from zeromesh.settings.keys import OptimizerKeys
 
 CPU = torch.device("cpu")
+
+
+def test_each_format_that_is_named_has_a_row() -> None:
+    assert {*STATE_FORMATS} == {*get_args(get_type_hints(OptimizerKeys)["states"])}
+
+
 SIGNS = pytest.mark.parametrize("squares", [False, True])
 
 
