@@ -26,7 +26,7 @@ from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Tra
 
 BLOCK = 256
 """Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 """Elements that are decoded or encoded at a time."""
 LANES = 4
 """The tensors that one hash of 64 bits rounds, each by 16 of them."""
@@ -84,6 +84,27 @@ def _levels(squares: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(found if squares else [-each for each in found[:0:-1]] + found, device=device)
 
 
+@cache
+def _first_levels(squares: bool, device: torch.device) -> torch.Tensor:
+    """Return the number of levels below all float32 numbers whose upper 16 bits, as a signed integer, are -32768, -32767 and so on."""
+    upper = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
+    least = ((upper << 16) | (upper < 0).int() * 0xFFFF).view(torch.float32)
+    levels = _levels(squares, device)
+    return torch.searchsorted(levels, least).clamp_(max=levels.numel() - 1).int()
+
+
+def _look_up(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return `table[places]`, of int32 `places` of any shape, in less time."""
+    return table.index_select(0, places.flatten()).view_as(places)
+
+
+def _above(scaled: torch.Tensor, levels: torch.Tensor, *, squares: bool) -> torch.Tensor:
+    """Return the number of the lowest level that is not below each value, but 1 for the lowest of all. Levels are so far from each
+    other that the upper 16 bits of a value leave two."""
+    first = _look_up(_first_levels(squares, scaled.device), (scaled.view(torch.int32) >> 16) + 32768)
+    return (first + (_look_up(levels, first) < scaled)).clamp_(min=1)
+
+
 def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values or their roots, each divided by the largest magnitude of its block, `[blocks, BLOCK]`, and these magnitudes."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).float().view(-1, BLOCK)
@@ -94,7 +115,7 @@ def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, *, squares: bool) -> torch.Tensor:
     """Return the float32 values of codes `[blocks, BLOCK]`, flattened."""
-    found = _levels(squares, codes.device)[codes.int()] * scales[:, None]
+    found = _look_up(_levels(squares, codes.device), codes.int()) * scales[:, None]
     return (found.square() if squares else found).view(-1)
 
 
@@ -106,8 +127,8 @@ def round_to_levels(
     are kept on average."""
     scaled, most = _scaled(values, squares=squares)
     levels = _levels(squares, values.device)
-    above = torch.searchsorted(levels, scaled).clamp_(1, levels.numel() - 1)
-    low, high = levels[above - 1], levels[above]
+    above = _above(scaled, levels, squares=squares)
+    low, high = _look_up(levels, above - 1), _look_up(levels, above)
     chance = torch.nn.functional.pad(((bits >> (16 * lane)) & 0xFFFF).float(), (0, -values.numel() % BLOCK))
     codes = above - ((scaled - low) / (high - low) * 65536 <= chance.view(-1, BLOCK)).int()
     target.copy_(_values(codes, most, squares=squares)[: values.numel()])
@@ -195,7 +216,8 @@ class BlockTensor(TieredTensor):
     def _encode(self, start: int, values: torch.Tensor) -> None:
         scaled, most = _scaled(values, squares=self.squares)
         levels = _levels(self.squares, values.device)
-        codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
+        above = _above(scaled, levels, squares=self.squares)
+        codes = (above - (scaled <= _look_up((levels[:-1] + levels[1:]) / 2, above - 1)).int()).to(torch.uint8)
         self._codes.write(start, codes.view(-1)[: values.numel()]).wait()
         self._scales.write(start // BLOCK, most).wait()
 

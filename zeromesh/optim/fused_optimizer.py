@@ -20,8 +20,8 @@ from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-_WIDENED_ELEMENTS = 1 << 20
-"""The elements that are widened at a time."""
+_WIDENED_ELEMENTS = 1 << 16
+"""The elements that are widened at a time, few enough for a processor's cache."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """The moments that are averages of squares."""
 COMPENSATION = "compensation"
