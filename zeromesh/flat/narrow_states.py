@@ -86,7 +86,7 @@ def _levels(squares: bool, device: torch.device) -> torch.Tensor:
 
 @cache
 def _first_levels(squares: bool, device: torch.device) -> torch.Tensor:
-    """Return the number of levels below all float32 numbers whose upper 16 bits, as a signed integer, are -32768, -32767 and so on."""
+    """Return the number of levels below all float32 numbers with the same upper 16 bits, from those of -32768 on."""
     upper = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
     least = ((upper << 16) | (upper < 0).int() * 0xFFFF).view(torch.float32)
     levels = _levels(squares, device)

@@ -14,6 +14,7 @@ from zeromesh.flat.layout import BucketLayout
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
+from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
@@ -116,6 +117,12 @@ class MemoryModel:
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
                     for dtype, numel in lengths.items():
                         placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
+        own_class, at = options.optimizer.own_class, options.offload.optimizer
+        if own_class is not None and own_class.whole:
+            layouts = [layout for unit in self.units for layout in unit if layout.first.requires_grad]
+            nbytes = most_owned_nbytes(layouts, own_class, self._parts, options.precision.master)
+            for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                placed[Purpose.MOMENTS] += at.numel_on(tier, nbytes)
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
