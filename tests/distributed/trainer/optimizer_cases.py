@@ -18,6 +18,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier
 from zeromesh.trainer.data.sampler import SampleOrder
+from zeromesh.trainer.inference.generator import layout_of
 from zeromesh.zero.memory_model import MemoryModel
 
 RATE, DECAY = 1e-2, 0.1
@@ -214,6 +215,8 @@ def named(
     rows = mesh.world.gather_integers([held[0], predicted[0]])
     assert not whole or sum(row[0] for row in rows) == nbytes
     assert {max(row[0] for row in rows)} == {row[1] for row in rows}
+    unread = error_of(lambda: layout_of(Path(folder) / "run", None, {}))
+    assert ("evaluates other weights than it trains" in unread) == (name == MODES or name.startswith("schedule_free"))
     refused = error_of(lambda: Trainer(seeded(llama), settings(folder, optimizer={"name": name, "options": {"x": 1}})))
     assert "optimizer.options" in refused or name.count(":")
 
