@@ -100,6 +100,10 @@ _RANKS = {"rank": 8, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 PLAIN: dict[str, Callable[..., list[Optimizer]]] = {
     "nadam": of("torch.optim", "NAdam"),
     "rmsprop": of("torch.optim", "RMSprop"),
+    "radam": of("torch.optim", "RAdam"),
+    "adadelta": of("torch.optim", "Adadelta"),
+    "lion": of("bitsandbytes.optim", "Lion"),
+    "adamw_torch_fp8": of("torchao.optim", "AdamWFp8"),
     "torch.optim:Adamax": of("torch.optim", "Adamax"),
     "adamw": of("torch.optim", "AdamW", betas=(0.9, 0.95), amsgrad=True),
     "adamw_torch": of("torch.optim", "AdamW"),
