@@ -28,6 +28,11 @@ MODES = f"{__name__}:TwoModes"
 Groups = list[dict[str, Any]]
 
 
+def any_arguments(params: Any, lr: float, **others: Any) -> Optimizer:
+    """RAdam, by a function that names only some of its arguments."""
+    return torch.optim.RAdam(params, lr=lr, **others)
+
+
 class TwoModes(Optimizer):
     """Defazio et al., "The Road Less Scheduled", 2024, with SGD: it evaluates other weights than it trains, and groups count."""
 
@@ -100,6 +105,7 @@ _RANKS = {"rank": 8, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 PLAIN: dict[str, Callable[..., list[Optimizer]]] = {
     "nadam": of("torch.optim", "NAdam"),
     "rmsprop": of("torch.optim", "RMSprop"),
+    f"{__name__}:any_arguments": of("torch.optim", "RAdam"),
     "radam": of("torch.optim", "RAdam"),
     "adadelta": of("torch.optim", "Adadelta"),
     "lion": of("bitsandbytes.optim", "Lion"),

@@ -23,6 +23,7 @@ test_a_named_optimizer_is_its_class = tried(
     CASES,
     [
         (1, "named", {"name": "nadam", "stage": 3}),
+        (1, "named", {"name": MODES.replace("TwoModes", "any_arguments"), "stage": 1}),
         (2, "named", {"name": "rmsprop", "stage": 2}),
         (2, "named", {"name": "torch.optim:Adamax", "stage": 3}),
         pytest.param(2, "named", {"name": "radam", "stage": 1}, marks=FULL),

@@ -170,9 +170,9 @@ def _with_arguments(
     given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
     given |= {"momentum": section.momentum} if section.momentum else {}
     for name, value in given.items():
-        if name in taken or ("**" in taken and name in section.model_fields_set):
+        if {name, "**"} & {*taken}:
             values.setdefault(name, value)
-        elif value and name not in values and "**" not in taken:
+        elif value and name not in values:
             cure = "set it to 0" if name == "weight_decay" else "leave it out"
             raise ConfigError(f"{section.name} takes no {name}; {cure}", where=f"optimizer.{name}")
         if name in section.options and name != "weight_decay":
