@@ -24,7 +24,7 @@ _WIDENED_ELEMENTS = 1 << 16
 """The elements that are widened at a time, few enough for a processor's cache."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """The moments that are averages of squares."""
-COMPENSATION = "compensation"
+COMPENSATION = "master_compensation"
 """The state of weights in bfloat16 that has what was rounded off."""
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
