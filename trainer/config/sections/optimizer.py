@@ -216,9 +216,9 @@ def muon(
 
     from zeromesh.zero.sharded_optimizer import ChainedOptimizer
 
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    tables |= {id(head.weight)} if head is not None else set()
+    kept = [each for each in model.modules() if isinstance(each, nn.Embedding) or each is head]
+    tables = {id(parameter) for module in kept for parameter in module.parameters()}
 
     def part(*, matrices: bool) -> list[dict[str, Any]]:
         """Return the groups with their matrices alone, or with their other parameters; none that is empty."""
