@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import Codec
-from zeromesh.flat.narrow_states import BLOCK
+from zeromesh.flat.narrow_states import STATE_FORMATS, StateFormat
 from zeromesh.intervals import ALIGNMENT
 from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
@@ -101,10 +101,10 @@ class OptimizerSettings(keys.OptimizerKeys):
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
 
-    def dtype_at_rest(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which a moment is kept between updates, which compute it in `dtype`."""
-        narrow = {"bfloat16": torch.bfloat16, "int8": torch.uint8}
-        return narrow.get(self.states, dtype) if dtype.is_floating_point else dtype
+    @property
+    def format(self) -> StateFormat:
+        """How moments rest between updates."""
+        return STATE_FORMATS[self.states]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,13 +123,16 @@ class Precision(keys.PrecisionKeys):
     compute: torch.dtype = torch.float32  # type: ignore[assignment]  # a configuration has its name
     master: torch.dtype = torch.float32  # type: ignore[assignment]
     reduce: torch.dtype = torch.float32  # type: ignore[assignment]
+    compensated: bool = False
+    """True if weights without a wider copy have a state with what was rounded off, which the next update adds (Kahan, "Further
+    remarks on reducing truncation errors", 1965)."""
     loss_scale: ScalerSettings | None = None
 
     def __post_init__(self) -> None:
         if self.masterless and (self.compute, self.reduce) != (torch.bfloat16, torch.float32):
             raise ConfigError(
-                f"precision.master none goes with precision.compute bfloat16 and precision.reduce float32, not with {self.compute} "
-                f"and {self.reduce}"
+                "precision.master none or kahan goes with precision.compute bfloat16 and precision.reduce float32, not with "
+                f"{self.compute} and {self.reduce}"
             )
         problems = [
             f"precision.{role} is {dtype}, less than precision.compute {self.compute}"
@@ -146,7 +149,7 @@ class Precision(keys.PrecisionKeys):
 
     @property
     def masterless(self) -> bool:
-        """True if weights have no wider copy: they are widened for an update, and rounded at random after it."""
+        """True if weights have no wider copy: they are widened for an update, and rounded after it."""
         return self.master is torch.bfloat16
 
     @property
@@ -164,6 +167,7 @@ class Precision(keys.PrecisionKeys):
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
         moments = sums if states == "float32" else states
         weights = "no master weights" if self.masterless else f"master weights {master}"
+        weights += " but Kahan's compensation" if self.compensated else ""
         kept = f"{weights}, {optimizer} moments {moments}, {scale}"
         return f"precision: parameters and gradients {compute}, sums {reduce}, {kept}"
 
@@ -228,7 +232,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         parameters, states, masterless = self.offload.parameters, self.optimizer.states, self.precision.masterless
         own, inside, key = self.optimizer.own_class, self.optimizer_in_backward, "optimizer.in_backward"
         whole = own is not None and own.whole
-        narrow = "precision.master none" if masterless else f"optimizer.states {states}"
+        narrow = "precision.master none or kahan" if masterless else f"optimizer.states {states}"
         problems = {
             f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}": self.stage not in STAGES,
             f"zero.prefetch is {self.prefetch}; it must be 0 or more units": self.prefetch < 0,
@@ -249,7 +253,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": (
                 whole and (masterless or states != "float32")
             ),
-            "precision.master none does not go with averaged weights, which bfloat16 would round": (
+            "precision.master none or kahan does not go with averaged weights, which bfloat16 would round": (
                 masterless and self.average is not None
             ),
             "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": (
@@ -261,8 +265,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
 
     @property
     def alignment(self) -> int:
-        """The elements of which parameters and shards begin at a multiple: whole blocks of moments in 8 bits."""
-        return BLOCK if self.optimizer.states == "int8" else ALIGNMENT
+        """The elements of which parameters and shards begin at a multiple: whole blocks of moments that rest in blocks."""
+        return self.optimizer.format.block or ALIGNMENT
 
     @property
     def evaluates_average(self) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import tempfile
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -81,6 +81,9 @@ class Layout:
     reduce_once: bool = False
     reduce: str = ""
     """The dtype in which gradients travel; empty for that of their sums."""
+    states: str = "float32"
+    master: str = ""
+    """`none` or `kahan`; empty for master weights in the dtype of sums."""
     sequence: bool = False
     schedule: str = "1f1b"
     chunks: int = 1
@@ -94,6 +97,8 @@ class Layout:
         transport: Any = (
             self.transport if current_accelerator() is None else "auto"
         )  # The others move the host's memory.
+        narrow: Any = self.states
+        masterless = {"master": torch.bfloat16, "compensated": self.master == "kahan"} if self.master else {}
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
         return ZeroOptions(
             stage=self.stage,
@@ -101,8 +106,8 @@ class Layout:
             gathered_budget="auto" if self.budget is None else self.budget,
             overlap=self.overlap,
             transport=transport,
-            precision=Precision(compute=compute, master=wide, reduce=reduce, loss_scale=scale),
-            optimizer=problem.settings(),
+            precision=Precision(**{"compute": compute, "master": wide, **masterless}, reduce=reduce, loss_scale=scale),
+            optimizer=replace(problem.settings(), states=narrow),
             offload=offload_options(self.offload),
             accumulation=self.accumulation,
             reduce_once=self.reduce_once,

@@ -13,7 +13,7 @@ ALIKE = {
         "DeBERTa",
         "Pvt",
         "spectral norm in bfloat16",
-        "parametrized spectral norm in float64",
+        "spectral norm in float64",
         "a scripted part of a block",
     ),
     *("blocks return a object", "frozen blocks return a dataclass", "lists in a list", "sparse embedding bag"),

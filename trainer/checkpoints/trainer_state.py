@@ -132,6 +132,13 @@ def state_of(reader: CheckpointReader) -> TrainerState | None:
     return TrainerState.from_json(reader.document(name), where) if name in reader.manifest.files else None
 
 
+def evaluates_average(reader: CheckpointReader) -> bool:
+    """True if the checkpoint's optimizer evaluates other weights than it trains: averages without a decay are the optimizer's."""
+    name = state_file_of(reader.manifest.files)
+    state = reader.document(name) if name in reader.manifest.files else {}
+    return bool(state.get("averages")) and "ema.decay" not in state.get("settings", {})
+
+
 def description_of(model: nn.Module) -> dict[str, Any]:
     """Describe the model's class and configuration, paths aside, which a resumed run must match."""
     config: Any = getattr(model, "config", None)

@@ -206,7 +206,7 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
 
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
 _REASONS = {
-    ("precision.master", "bfloat16"): "none keeps weights in bfloat16 alone, and rounds updates at random",
+    ("precision.master", "bfloat16"): "none and kahan keep weights in bfloat16",
     **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
     **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
 }

@@ -19,6 +19,7 @@ import xxhash
 from transformers import GenerationConfig
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
+from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import (
     CollectiveError,
     ConfigError,
@@ -33,6 +34,7 @@ from zeromesh.errors import (
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
 from zeromesh.rng import seed_of
+from zeromesh.trainer.checkpoints.trainer_state import evaluates_average
 from zeromesh.trainer.config.load import ConfigSource, Consent, foreign_code, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
@@ -402,6 +404,11 @@ def layout_of(
     directory = find_source(source)
     run = Path(directory).parent.parent / _RESOLVED
     in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
+    if in_checkpoint and evaluates_average(CheckpointReader(Path(directory), checked=False)):
+        raise ConfigError(
+            f"the optimizer of {directory} evaluates other weights than it trains; write these and give their directory: zeromesh "
+            f"checkpoint export {source} OUT"
+        )
     values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run)) if in_checkpoint else {}
     of_run = {name: each for name, each in (values or {}).items() if isinstance(each, dict)}
     model = merged.get("model", {})

@@ -49,8 +49,8 @@ class ModelFlops:
         dense = 0.0
         head = getattr(model, "get_output_embeddings", lambda: None)()
         multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
-        tables = (module.weight for module in model.modules() if isinstance(module, nn.Embedding))
-        looked_up = {id(weight) for weight in tables} - multiplied
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        looked_up = {id(parameter) for table in tables for parameter in table.parameters()} - multiplied
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and id(parameter) not in looked_up:
                 each = 6 if parameter.requires_grad else 4

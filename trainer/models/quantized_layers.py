@@ -113,9 +113,9 @@ def codes_of(model: nn.Module) -> dict[str, QuantizedLayer]:
 
 
 def _is_of_bitsandbytes(module: nn.Module) -> bool:
-    kind = type(getattr(module, "weight", None)).__name__
-    linear = isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
-    return linear and kind in ("Params4bit", "Int8Params")
+    # Reading the weight of others could compute it, and advance the power iteration of a spectral norm.
+    own = isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
+    return own and type(module.weight).__name__ in ("Params4bit", "Int8Params")
 
 
 def _form_of_codes(module: nn.Module) -> str | None:

@@ -79,6 +79,9 @@ class Subject:
         """Return the reason why a run refuses the model on a mesh, from the run's own checks; empty if it is accepted."""
         mesh = MeshShape(tensor=min(2, tensor * pipeline), shard=min(2, data))
         refused = self._refused_meshes[mesh] or (pipeline > 1 and self._cut_refusal) or (tensor > 1 and self._unequal)
+        own_class = self.zero.optimizer.own_class
+        if tensor > 1 and own_class is not None and own_class.whole:
+            refused = refused or f"{self.config.optimizer.name} needs whole tensors"
         return refused or _refusal_of(lambda: self.units(tensor))[0]
 
     def refusal(self, layout: Layout) -> str:

@@ -59,7 +59,7 @@ def biases_and_norms(model: nn.Module) -> list[str]:
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     """Return the engine's options; `accumulation` is the number of microbatches of a step."""
     precision, optimizer, offload = config.precision, config.optimizer, config.offload
-    # Without master weights (none), weights are in bfloat16.
+    # Without master weights (none, kahan), weights are in bfloat16.
     roles = {each.name: getattr(torch, getattr(precision, each.name), torch.bfloat16) for each in fields(PrecisionKeys)}
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
@@ -70,6 +70,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         transport=config.parallel.transport,
         precision=Precision(
             **roles,
+            compensated=precision.master == "kahan",
             loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(

@@ -13,8 +13,9 @@ is twice as wide, the roots are kept.
 """
 
 import copy
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import xxhash
@@ -25,7 +26,7 @@ from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Tra
 
 BLOCK = 256
 """Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
-_CHUNK = 1 << 18
+_CHUNK = 1 << 16
 """Elements that are decoded or encoded at a time."""
 LANES = 4
 """The tensors that one hash of 64 bits rounds, each by 16 of them."""
@@ -83,6 +84,27 @@ def _levels(squares: bool, device: torch.device) -> torch.Tensor:
     return torch.tensor(found if squares else [-each for each in found[:0:-1]] + found, device=device)
 
 
+@cache
+def _first_levels(squares: bool, device: torch.device) -> torch.Tensor:
+    """Return the number of levels below all float32 numbers with the same upper 16 bits, from those of -32768 on."""
+    upper = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
+    least = ((upper << 16) | (upper < 0).int() * 0xFFFF).view(torch.float32)
+    levels = _levels(squares, device)
+    return torch.searchsorted(levels, least).clamp_(max=levels.numel() - 1).int()
+
+
+def _look_up(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return `table[places]`, of int32 `places` of any shape, in less time."""
+    return table.index_select(0, places.flatten()).view_as(places)
+
+
+def _above(scaled: torch.Tensor, levels: torch.Tensor, *, squares: bool) -> torch.Tensor:
+    """Return the number of the lowest level that is not below each value, but 1 for the lowest of all. Levels are so far from each
+    other that the upper 16 bits of a value leave two."""
+    first = _look_up(_first_levels(squares, scaled.device), (scaled.view(torch.int32) >> 16) + 32768)
+    return (first + (_look_up(levels, first) < scaled)).clamp_(min=1)
+
+
 def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values or their roots, each divided by the largest magnitude of its block, `[blocks, BLOCK]`, and these magnitudes."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).float().view(-1, BLOCK)
@@ -93,7 +115,7 @@ def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, *, squares: bool) -> torch.Tensor:
     """Return the float32 values of codes `[blocks, BLOCK]`, flattened."""
-    found = _levels(squares, codes.device)[codes.int()] * scales[:, None]
+    found = _look_up(_levels(squares, codes.device), codes.int()) * scales[:, None]
     return (found.square() if squares else found).view(-1)
 
 
@@ -105,8 +127,8 @@ def round_to_levels(
     are kept on average."""
     scaled, most = _scaled(values, squares=squares)
     levels = _levels(squares, values.device)
-    above = torch.searchsorted(levels, scaled).clamp_(1, levels.numel() - 1)
-    low, high = levels[above - 1], levels[above]
+    above = _above(scaled, levels, squares=squares)
+    low, high = _look_up(levels, above - 1), _look_up(levels, above)
     chance = torch.nn.functional.pad(((bits >> (16 * lane)) & 0xFFFF).float(), (0, -values.numel() % BLOCK))
     codes = above - ((scaled - low) / (high - low) * 65536 <= chance.view(-1, BLOCK)).int()
     target.copy_(_values(codes, most, squares=squares)[: values.numel()])
@@ -194,6 +216,46 @@ class BlockTensor(TieredTensor):
     def _encode(self, start: int, values: torch.Tensor) -> None:
         scaled, most = _scaled(values, squares=self.squares)
         levels = _levels(self.squares, values.device)
-        codes = torch.bucketize(scaled, (levels[:-1] + levels[1:]) / 2).to(torch.uint8)
+        above = _above(scaled, levels, squares=self.squares)
+        codes = (above - (scaled <= _look_up((levels[:-1] + levels[1:]) / 2, above - 1)).int()).to(torch.uint8)
         self._codes.write(start, codes.view(-1)[: values.numel()]).wait()
         self._scales.write(start // BLOCK, most).wait()
+
+
+Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+"""Rounds values into a target by random bits, as `round_into` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateFormat:
+    """How moments rest between updates, which compute them in a wide dtype."""
+
+    dtype: torch.dtype | None = None
+    """That of elements at rest; None: that of updates."""
+    block: int = 0
+    """Elements that share a float32 scale; 0: none has one."""
+
+    def lengths(self, numel: int, wide: torch.dtype) -> dict[torch.dtype, int]:
+        """Return the elements of each dtype that a moment of `numel` elements has at rest."""
+        if self.dtype is None or not wide.is_floating_point:
+            return {wide: numel}
+        return {self.dtype: numel} | ({torch.float32: -(-numel // self.block)} if self.block else {})
+
+    def allocate(
+        self, numel: int, wide: torch.dtype, tiers: Tiers, at: TierChoice, label: str, *, squares: bool
+    ) -> tuple[TieredTensor, Rounding | None]:
+        """Allocate zeros, of averages of `squares` or of others. Returns how an update rounds to them; None: it writes them itself.
+        Raises `StorageError`."""
+        dtype, *scales = self.lengths(numel, wide)
+        if scales:
+            blocks = BlockTensor.allocate(numel, wide, tiers, at, label, squares=squares)
+            return blocks, partial(round_to_levels, squares=squares)
+        return tiers.allocate(numel, dtype, at, Purpose.MOMENTS, label), None if dtype == wide else round_into
+
+
+STATE_FORMATS = {
+    "float32": StateFormat(),
+    "bfloat16": StateFormat(dtype=torch.bfloat16),
+    "int8": StateFormat(dtype=torch.uint8, block=BLOCK),
+}
+"""The formats that `optimizer.states` names. float32 stands for the dtype of master weights."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, summary
-from zeromesh.flat.layout import ParameterSpec
+from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
@@ -56,8 +56,14 @@ def make_optimizers(
     if own_class is None or not own_class.whole:
         kind = BucketOptimizer if own_class is None else PieceOptimizer
         return [kind(bucket, options, tiers) for bucket in buckets]
-    owners: list[dict[int, int]] = [{} for _ in buckets]
-    slots = [(slot.spec, at, n) for at, each in enumerate(buckets) for n, slot in enumerate(each.layout.slots)]
+    owners = _owners_of([bucket.layout for bucket in buckets], own_class, loads)
+    return [WholeOptimizer(bucket, options, tiers, group, each) for bucket, each in zip(buckets, owners, strict=True)]
+
+
+def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads: list[int]) -> list[dict[int, int]]:
+    """Return, for each layout, the rank that owns each parameter, by its number. See `make_optimizers`."""
+    owners: list[dict[int, int]] = [{} for _ in layouts]
+    slots = [(slot.spec, at, n) for at, layout in enumerate(layouts) for n, slot in enumerate(layout.slots)]
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
         if not spec.region.is_whole:
             raise ConfigError(
@@ -67,7 +73,17 @@ def make_optimizers(
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
-    return [WholeOptimizer(bucket, options, tiers, group, each) for bucket, each in zip(buckets, owners, strict=True)]
+    return owners
+
+
+def most_owned_nbytes(layouts: Sequence[BucketLayout], own_class: OptimizerClass, ranks: int, wide: torch.dtype) -> int:
+    """Return the most bytes of states that one of `ranks` ranks owns, for weights that are updated in dtype `wide`."""
+    held = [0] * ranks
+    for layout, owners in zip(layouts, _owners_of(layouts, own_class, [0] * ranks), strict=True):
+        for number, rank in owners.items():
+            plan = _plan_of(own_class, layout.slots[number].spec, wide)
+            held[rank] += sum(each.nbytes for each in plan.tensors.values())
+    return max(held)
 
 
 class PieceOptimizer(BucketOptimizer):
@@ -83,9 +99,7 @@ class PieceOptimizer(BucketOptimizer):
         integers = {name: not torch.as_tensor(each).is_floating_point() for name, each in scalars.items()}
         self._scalars = {n: torch.zeros(count, dtype=torch.int64 if integers[n] else torch.float64) for n in scalars}
         self._scalars_before = self._scalars
-        specs = [slot.spec for slot in bucket.layout.slots]
-        nothing = StatePlan(states={}, tensors={}, scalars={})
-        self._plans = [own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing) for spec in specs]
+        self._plans = [_tried_plan(own_class, slot.spec) for slot in bucket.layout.slots]
         super().__init__(bucket, options, tiers)
 
     def _segment_keys(self) -> Sequence[object]:
@@ -123,7 +137,7 @@ class PieceOptimizer(BucketOptimizer):
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
         master, grad, *given = tensors
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
-        states = dict(zip(plan.tensors if self.whole else self.moments, given, strict=True))
+        states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
         kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
@@ -158,39 +172,10 @@ class WholeOptimizer(PieceOptimizer):
         self._states: dict[tuple[int, str], TieredTensor] = {}
         for number, owner in owners.items():
             spec = bucket.layout.slots[number].spec
-            plan = self._plans[number] = self._plan_of(spec, self._plans[number], bucket.master.dtype)
+            plan = self._plans[number] = _plan_of(self._class, spec, bucket.master.dtype)
             for name, each in plan.tensors.items() if owner == group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
-
-    def _plan_of(self, spec: ParameterSpec, tried: StatePlan, dtype: torch.dtype) -> StatePlan:
-        """Return the states that the class keeps for a parameter. Raises `ConfigError` if they depend on its elements."""
-        shape = spec.shape or (1,)  # A scalar is updated as a vector of one.
-        if not tried.by_size:
-            sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
-            tensors = {
-                name: each.new_empty([sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype))
-                for name, each in tried.tensors.items()
-            }
-            return replace(tried, tensors=tensors)
-        key = spec.group, shape
-        if key not in self._class.sized:
-            name, group = type(self._class.optimizer).__name__, self._class.optimizer.param_groups[spec.group]
-            # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
-            codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
-            value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
-            gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-            try:
-                inputs = [(value, gradient, self._class.initial.get(spec.fqn, {}))]
-                with torch.compiler.set_stance("force_eager"):
-                    (state,) = _run_step(self._blank, group, inputs, tried.scalars)
-            except Exception as error:
-                raise ConfigError(
-                    f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
-                    f"a step with its shape failed: {summary(error)}"
-                ) from error
-            self._class.sized[key] = _state_plan(name, state)
-        return self._class.sized[key]
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
         owned = self._owners.get(number) == self._group.index
@@ -231,6 +216,41 @@ class WholeOptimizer(PieceOptimizer):
             place = at.after(self._bucket.interval.start)
             master[place.start : place.end] = part
         self._ledger.add(Tier.DEVICE, Purpose.STAGING, -nbytes)
+
+
+def _tried_plan(own_class: OptimizerClass, spec: ParameterSpec) -> StatePlan:
+    nothing = StatePlan(states={}, tensors={}, scalars={})
+    return own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing)
+
+
+def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype) -> StatePlan:
+    """Return the states that a class keeps for a whole parameter. Raises `ConfigError` if they depend on its elements."""
+    tried, shape = _tried_plan(own_class, spec), spec.shape or (1,)  # A scalar is updated as a vector of one.
+    if not tried.by_size:
+        sizes = dict(zip(_TRIAL_SIZES, shape, strict=False))
+        tensors = {
+            name: each.new_empty([sizes.get(size, size) for size in each.shape], dtype=state_dtype(each, dtype))
+            for name, each in tried.tensors.items()
+        }
+        return replace(tried, tensors=tensors)
+    key = spec.group, shape
+    if key not in own_class.sized:
+        name, group = type(own_class.optimizer).__name__, own_class.optimizer.param_groups[spec.group]
+        # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
+        codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
+        value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
+        gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
+        try:
+            inputs = [(value, gradient, own_class.initial.get(spec.fqn, {}))]
+            with torch.compiler.set_stance("force_eager"):
+                (state,) = _run_step(blank_copy_of(own_class.optimizer), group, inputs, tried.scalars)
+        except Exception as error:
+            raise ConfigError(
+                f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
+                f"a step with its shape failed: {summary(error)}"
+            ) from error
+        own_class.sized[key] = _state_plan(name, state)
+    return own_class.sized[key]
 
 
 def _own_names(state: Mapping[str, Any]) -> set[str]:

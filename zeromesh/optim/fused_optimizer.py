@@ -1,8 +1,7 @@
 """torch's fused optimizers on the flat shards of buckets, one by one: inside backward, or in parts that are streamed."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -14,18 +13,19 @@ from torch.optim.sgd import sgd
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.flat.layout import ShardSegment
-from zeromesh.flat.narrow_states import LANES, BlockTensor, bits_of_shard, round_into, round_to_levels
+from zeromesh.flat.narrow_states import LANES, Rounding, bits_of_shard, round_into
 from zeromesh.intervals import Interval
 from zeromesh.offload import Purpose, TieredTensor, Tiers
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-_WIDENED_ELEMENTS = 1 << 20
-"""The elements that are widened at a time."""
+_WIDENED_ELEMENTS = 1 << 16
+"""The elements that are widened at a time, few enough for a processor's cache."""
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 """The moments that are averages of squares."""
-_Round = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+COMPENSATION = "master_compensation"
+"""The state of weights in bfloat16 that has what was rounded off."""
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -108,22 +108,21 @@ class BucketOptimizer:
     """True if `step` takes all elements at once, on all ranks of the shard group."""
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-        master, at = bucket.master, options.offload.optimizer
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed
-        self._bucket = bucket
+        self._bucket, self._compensated = bucket, options.precision.compensated
         self._dtypes = moment_dtypes(self._settings, self._wide)
         self.moments = dict[str, TieredTensor]()
-        self._rounding: list[_Round | None] = [round_into if options.precision.masterless else None, None]
-        """How each tensor of an update is rounded at random to what it is at rest; None: it rests in the dtype of updates."""
-        for name, wide in self._dtypes.items():
-            what, dtype = f"{name} of {bucket.name}", self._settings.dtype_at_rest(wide)
-            if dtype != wide and dtype == torch.uint8:
-                squares = name in _SQUARES
-                self.moments[name] = BlockTensor.allocate(master.numel, wide, tiers, at, what, squares=squares)
-                self._rounding.append(partial(round_to_levels, squares=squares))
-            else:
-                self.moments[name] = tiers.allocate(master.numel, dtype, at, Purpose.MOMENTS, what)
-                self._rounding.append(round_into if dtype != wide else None)
+        at_random = options.precision.masterless and not self._compensated
+        self._rounding: dict[int, Rounding] = {0: round_into} if at_random else {}
+        """How the tensors of an update, by their numbers, are rounded at random to what they are at rest."""
+        numel, at, form = bucket.master.numel, options.offload.optimizer, self._settings.format
+        for number, (name, wide) in enumerate(self._dtypes.items(), 2):
+            label, squares = f"{name} of {bucket.name}", name in _SQUARES
+            self.moments[name], rounding = form.allocate(numel, wide, tiers, at, label, squares=squares)
+            self._rounding |= {number: rounding} if rounding is not None else {}
+        if self._compensated:
+            label = f"compensation of {bucket.name}"
+            self.moments[COMPENSATION] = tiers.allocate(numel, options.precision.master, at, Purpose.MOMENTS, label)
         self.steps = [0] * len(bucket.layout.slots)
         """The number of updates of each parameter. As in torch, a parameter frozen for a while continues its own count."""
         self.update_segments()
@@ -152,22 +151,31 @@ class BucketOptimizer:
 
     def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
-        Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random."""
-        if not any(self._rounding):
+        Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random, or weights to the nearest,
+        which leaves a compensation."""
+        if not (self._rounding or self._compensated):
             self._step(start, tensors, groups)
             return
-        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values()]
+        dtypes = [self._wide, tensors[1].dtype, *self._dtypes.values(), *[self._wide] * self._compensated]
         for first in range(0, len(tensors[0]), _WIDENED_ELEMENTS):
             parts = [each[first : first + _WIDENED_ELEMENTS] for each in tensors]
             wide = [each.to(dtype) for each, dtype in zip(parts, dtypes, strict=True)]
+            if self._compensated:
+                wide[0] += wide.pop()
             self._step(start + first, wide, groups)
-            where = Interval(start=start + first, end=start + first + len(parts[0]))
-            bits = bits_of_shard(
-                self._bucket.layout, self._bucket.interval, where, self.steps, self._seed, parts[0].device
-            )
-            for number, round_at_random in enumerate(self._rounding):
-                if round_at_random is not None:
+            if self._compensated:
+                self._round_off(start + first, parts[0], parts[-1], wide[0])
+            if self._rounding:
+                where, bucket = Interval(start=start + first, end=start + first + len(parts[0])), self._bucket
+                bits = bits_of_shard(bucket.layout, bucket.interval, where, self.steps, self._seed, parts[0].device)
+                for number, round_at_random in self._rounding.items():
                     round_at_random(parts[number], wide[number], bits, number % LANES)
+
+    def _round_off(self, start: int, weights: torch.Tensor, rest: torch.Tensor, exact: torch.Tensor) -> None:
+        """Round the `exact` values of updated parameters, from `start` on, into `weights`, and what is left of them into `rest`."""
+        for segment, (narrow, left, wide) in self._parts(start, [weights, rest, exact]):
+            if self._updated[segment.number]:
+                left.copy_(wide - narrow.copy_(wide))
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment, parts in self._parts(start, tensors):

@@ -130,8 +130,9 @@ class PrecisionKeys:
 
     compute: Literal["bfloat16", "float16", "float32", "float64"] = "bfloat16"
     """Dtype of forward and backward, and of the parameters that they read."""
-    master: Literal["float32", "float64", "none"] = "float32"
-    """Dtype of master weights and optimizer state. none: weights are in bfloat16 alone, and updates are rounded at random."""
+    master: Literal["float32", "float64", "none", "kahan"] = "float32"
+    """Dtype of master weights and optimizer state. none: weights are in bfloat16 alone, and updates are rounded at random. kahan:
+    weights are in bfloat16, and so is what was rounded off, which the next update adds."""
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
     """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
     bytes between accelerators."""

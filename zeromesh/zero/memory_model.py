@@ -11,10 +11,10 @@ from functools import cached_property
 import torch
 
 from zeromesh.flat.layout import BucketLayout
-from zeromesh.flat.narrow_states import BLOCK
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
+from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
@@ -111,17 +111,18 @@ class MemoryModel:
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
         # Where ranks compute on a CPU, host memory is device memory.
-        in_blocks = options.optimizer.states == "int8"
         hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
-            for purpose, dtype, choice in self._shard_tensors(layout, stays=stays):
+            for purpose, lengths, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                    numel = self._length(layout)
-                    if layout.first.codec is not None:
-                        numel, dtype = layout.rest_nbytes(numel), torch.uint8
-                    placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
-                    if purpose is Purpose.MOMENTS and in_blocks and dtype == torch.uint8:
-                        placed[purpose] += choice.numel_on(tier, numel // BLOCK) * torch.float32.itemsize * count
+                    for dtype, numel in lengths.items():
+                        placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
+        own_class, at = options.optimizer.own_class, options.offload.optimizer
+        if own_class is not None and own_class.whole:
+            layouts = [layout for unit in self.units for layout in unit if layout.first.requires_grad]
+            nbytes = most_owned_nbytes(layouts, own_class, self._parts, options.precision.master)
+            for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                placed[Purpose.MOMENTS] += at.numel_on(tier, nbytes)
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
@@ -133,32 +134,36 @@ class MemoryModel:
     def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
 
-    def _shard_tensors(self, layout: BucketLayout, *, stays: bool) -> Iterator[tuple[Purpose, torch.dtype, TierChoice]]:
-        """Yield the tensors of a bucket's shard as `build_units` allocates them, each of `_length` elements."""
-        spec, options, offload = layout.first, self._options, self._options.offload
+    def _shard_tensors(
+        self, layout: BucketLayout, *, stays: bool
+    ) -> Iterator[tuple[Purpose, Mapping[torch.dtype, int], TierChoice]]:
+        """Yield the tensors of a bucket's shard as `build_units` allocates them, with the elements of each dtype in them."""
+        spec, options, offload, length = layout.first, self._options, self._options.offload, self._length(layout)
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
         if dtype != spec.dtype:
-            yield Purpose.MASTER, dtype, offload.optimizer
-            if not stays and not offload.optimizer.is_whole_on(self._length(layout), self._device):
-                yield Purpose.PARAMETERS, spec.dtype, offload.parameters
+            yield Purpose.MASTER, {dtype: length}, offload.optimizer
+            if not stays and not offload.optimizer.is_whole_on(length, self._device):
+                yield Purpose.PARAMETERS, {spec.dtype: length}, offload.parameters
         elif not stays:
-            yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, dtype, offload.parameters
+            rest = {dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
+            yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, rest, offload.parameters
         if spec.requires_grad:
             for wide in moment_dtypes(options.optimizer, options.precision.sums).values():
-                yield Purpose.MOMENTS, options.optimizer.dtype_at_rest(wide), offload.optimizer
+                yield Purpose.MOMENTS, options.optimizer.format.lengths(length, wide), offload.optimizer
+            if options.precision.compensated:
+                yield Purpose.MOMENTS, {torch.bfloat16: length}, offload.optimizer
             if options.average is not None:
-                yield Purpose.AVERAGES, options.precision.master, offload.optimizer
+                yield Purpose.AVERAGES, {options.precision.master: length}, offload.optimizer
             if not options.gradients_pass_through:
-                yield Purpose.GRADIENTS, options.precision.sums, offload.gradients_at
+                yield Purpose.GRADIENTS, {options.precision.sums: length}, offload.gradients_at
 
     def _staging_bytes(self) -> int:
-        in_blocks = self._options.optimizer.states == "int8"
+        # Moments with scales are decoded wherever they rest.
         widths = [
             sum(
-                not choice.is_whole_on(self._length(layout), self._device)
-                or (purpose is Purpose.MOMENTS and in_blocks and dtype == torch.uint8)
-                for purpose, dtype, choice in self._shard_tensors(layout, stays=stays)
+                len(lengths) > 1 or not choice.is_whole_on(self._length(layout), self._device)
+                for _, lengths, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad

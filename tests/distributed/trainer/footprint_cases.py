@@ -33,7 +33,8 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
-    predicted = MemoryModel(plan_layouts(plan, mesh.shard.size), options, mesh.shard.size, transport, mesh.device)
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment)
+    predicted = MemoryModel(layouts, options, mesh.shard.size, transport, mesh.device)
     run = Run.start(mesh, task, how)
     ledger = run.engine.ledger
     built = _named(ledger.by_purpose())
@@ -54,7 +55,8 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     # All gradient shards are there before the update, but perhaps not while most is gathered.
     assert (predicted.total if stay else total) <= peak <= predicted.total
     assert built == terms
-    terms.pop(Purpose.GRADIENT_BUCKETS.name, None)
+    for passing in (Purpose.GRADIENT_BUCKETS, Purpose.STAGING):
+        terms.pop(passing.name, None)
     assert tensors == terms
 
 

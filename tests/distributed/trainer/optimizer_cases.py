@@ -18,12 +18,19 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier
 from zeromesh.trainer.data.sampler import SampleOrder
+from zeromesh.trainer.inference.generator import layout_of
+from zeromesh.zero.memory_model import MemoryModel
 
 RATE, DECAY = 1e-2, 0.1
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 """Matrices of 4096 elements and more, which 8-bit optimizers quantize."""
 MODES = f"{__name__}:TwoModes"
 Groups = list[dict[str, Any]]
+
+
+def any_arguments(params: Any, lr: float, **others: Any) -> Optimizer:
+    """RAdam, by a function that names only some of its arguments."""
+    return torch.optim.RAdam(params, lr=lr, **others)
 
 
 class TwoModes(Optimizer):
@@ -98,6 +105,11 @@ _RANKS = {"rank": 8, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
 PLAIN: dict[str, Callable[..., list[Optimizer]]] = {
     "nadam": of("torch.optim", "NAdam"),
     "rmsprop": of("torch.optim", "RMSprop"),
+    f"{__name__}:any_arguments": of("torch.optim", "RAdam"),
+    "radam": of("torch.optim", "RAdam"),
+    "adadelta": of("torch.optim", "Adadelta"),
+    "lion": of("bitsandbytes.optim", "Lion"),
+    "adamw_torch_fp8": of("torchao.optim", "AdamWFp8"),
     "torch.optim:Adamax": of("torch.optim", "Adamax"),
     "adamw": of("torch.optim", "AdamW", betas=(0.9, 0.95), amsgrad=True),
     "adamw_torch": of("torch.optim", "AdamW"),
@@ -178,8 +190,8 @@ def call_all(optimizers: Iterable[Any], mode: str) -> None:
 def named(
     mesh: Mesh, folder: str, name: str, stage: int, whole: bool = False, tier: str = "none", within: float = 1e-9
 ) -> None:
-    """A run that stops after two steps and is resumed has the weights of the class, evaluates and saves them. With `whole`, the
-    bytes of states are those of the class."""
+    """A run that stops after two steps and is resumed has the weights of the class, evaluates and saves them. The bytes of states
+    are as predicted, and with `whole` those of the class."""
     with torch.compiler.set_stance("force_eager"):  # Compiled kernels round otherwise, and take seconds for each shape.
         wanted, loss, nbytes = plain_weights(name)
     config = settings(
@@ -189,11 +201,15 @@ def named(
         offload={"optimizer": tier, "directory": folder},
         checkpoint={"every_steps": 2},
     )
-    data, held = sentences(), list[int]()
+    data, held, predicted = sentences(), list[int](), list[int]()
 
     def count(trainer: Any, step: int) -> None:
-        ledger = trainer.engine.ledger
-        held.append(sum(ledger.by_purpose(each).get(Purpose.MOMENTS, 0) for each in Tier))
+        engine, ranks = trainer.engine, mesh.shard.size
+        held.append(sum(engine.ledger.by_purpose(each).get(Purpose.MOMENTS, 0) for each in Tier))
+        layouts = [[bucket.layout for bucket in unit.buckets] for unit in engine.units]
+        found = MemoryModel(layouts, engine.options, ranks, engine.transport.name, mesh.device)
+        terms = found.terms, found.host_terms, found.files
+        predicted.append(sum(each.get(Purpose.MOMENTS, 0) for each in terms))
 
     given: Any = {"callbacks": [after_steps(count)]}
     with torch.compiler.set_stance("force_eager"):
@@ -206,7 +222,11 @@ def named(
             trainer.save(Path(folder) / "saved")
     saved = tf.AutoModelForCausalLM.from_pretrained(Path(folder) / "saved", dtype=torch.float64)
     assert distance(dict(saved.named_parameters()), wanted) <= within
-    assert not whole or sum(row[0] for row in mesh.world.gather_integers(held[:1])) == nbytes
+    rows = mesh.world.gather_integers([held[0], predicted[0]])
+    assert not whole or sum(row[0] for row in rows) == nbytes
+    assert {max(row[0] for row in rows)} == {row[1] for row in rows}
+    unread = error_of(lambda: layout_of(Path(folder) / "run", None, {}))
+    assert ("evaluates other weights than it trains" in unread) == (name == MODES or name.startswith("schedule_free"))
     refused = error_of(lambda: Trainer(seeded(llama), settings(folder, optimizer={"name": name, "options": {"x": 1}})))
     assert "optimizer.options" in refused or name.count(":")
 

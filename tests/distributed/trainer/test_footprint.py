@@ -54,6 +54,10 @@ SETTINGS = {
     ),
     "momentum": Setting(problem=replace(LLAMA, optimizer="sgd"), layout=Layout(transport="shared")),
     "adagrad": Setting(problem=replace(LLAMA, optimizer="adagrad"), layout=Layout(transport="gloo", stage=1)),
+    "moments in bfloat16": Setting(problem=LLAMA, layout=Layout(states="bfloat16", stage=2)),
+    "moments in blocks": Setting(problem=BF16, layout=Layout(states="int8")),
+    "bfloat16 alone": Setting(problem=BF16, layout=Layout(states="bfloat16", master="none")),
+    "compensated": Setting(problem=BF16, layout=Layout(states="int8", master="kahan", stage=1)),
     "inside backward, accumulating": Setting(
         problem=LLAMA, layout=Layout(transport="shared", in_backward=True, accumulation=2)
     ),

@@ -23,8 +23,12 @@ test_a_named_optimizer_is_its_class = tried(
     CASES,
     [
         (1, "named", {"name": "nadam", "stage": 3}),
+        (1, "named", {"name": MODES.replace("TwoModes", "any_arguments"), "stage": 1}),
         (2, "named", {"name": "rmsprop", "stage": 2}),
         (2, "named", {"name": "torch.optim:Adamax", "stage": 3}),
+        pytest.param(2, "named", {"name": "radam", "stage": 1}, marks=FULL),
+        pytest.param(1, "named", {"name": "adadelta", "stage": 3}, marks=FULL),
+        pytest.param(2, "named", {"name": "lion", "stage": 3}, marks=FULL),
         (2, "named", {"name": "adamw", "stage": 3}),
         (2, "named", {"name": "adamw_torch", "stage": 2}),
         (2, "named", {"name": "adafactor", "stage": 3, "whole": True}),
@@ -47,6 +51,7 @@ test_a_named_optimizer_is_its_class = tried(
             {"name": "adamw_torch_4bit", "stage": 2, **NARROW},
             marks=WITHOUT["torchao"],
         ),
+        pytest.param(2, "named", {"name": "adamw_torch_fp8", "stage": 3, **NARROW}, marks=WITHOUT["torchao"]),
         pytest.param(2, "named", {"name": "galore_adamw", "stage": 3}, marks=WITHOUT["galore_torch"]),
         pytest.param(2, "named", {"name": "apollo_adamw", "stage": 3}, marks=WITHOUT["apollo_torch"]),
         pytest.param(2, "named", {"name": "stable_adamw", "stage": 3}, marks=WITHOUT["optimi"]),
@@ -82,6 +87,7 @@ def test_what_cannot_be_exact_is_refused(
         pytest.param({"name": "lion", "states": "int8"}, {}, marks=FULL),
         pytest.param({"name": "rmsprop", "states": "bfloat16"}, {}, marks=FULL),
         ({"states": "bfloat16"}, {"master": "none"}),
+        pytest.param({}, {"master": "kahan"}, marks=FULL),
     ],
 )
 def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(

@@ -105,7 +105,7 @@ BAD = [
     ("precision: {compute: bf16}", ["precision.compute: got 'bf16'", "did you mean bfloat16?"]),
     (
         "precision: {master: bfloat16}",
-        ["precision.master: bfloat16 is not available: none", "float32, float64 or none"],
+        ["precision.master: bfloat16 is not available: none and kahan", "float32, float64, none or kahan"],
     ),
     ("batch: {micro_size: 32}", ["batch.micro_size: 32 is more than batch.global_size 16"]),
     ("batch: {micro_size: 0}", ["batch.micro_size: got 0; allowed is an integer >= 1"]),

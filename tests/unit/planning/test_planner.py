@@ -351,3 +351,12 @@ def test_it_fits_a_phone_and_a_wide_screen(subject: Subject, tmp_path: Path) -> 
     page.write_text(plan_picture(Planner(subject, MACHINE, fixed={"micro": 1}).plan(4)), encoding="utf-8")
     with Browser(str(find_browser()), tmp_path / "browser") as browser:
         assert looks_of(browser, page) == []
+
+
+def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:
+    subject = subject_of(_config("optimizer.name=muon"))
+    assert [subject.mesh_refusal(tensor=each) for each in (1, 2)] == ["", "muon needs whole tensors"]
+    found = Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, stage=2, micro=1, accumulation=4))
+    # One state of matrices, and two of embedding and head.
+    assert subject.parameters * 4 / 2 < found.device[Purpose.MOMENTS.value] < subject.parameters * 8 / 2
+    subject.close()

@@ -1,12 +1,21 @@
 """Moments in 8 bits: levels, blocks, rounding at random, and tensors that are written in parts."""
 
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
-from zeromesh.flat.narrow_states import BLOCK, BlockTensor, random_bits, round_to_levels
+from zeromesh.flat.narrow_states import BLOCK, STATE_FORMATS, BlockTensor, random_bits, round_to_levels
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers
+from zeromesh.settings.keys import OptimizerKeys
 
 CPU = torch.device("cpu")
+
+
+def test_each_format_that_is_named_has_a_row() -> None:
+    assert {*STATE_FORMATS} == {*get_args(get_type_hints(OptimizerKeys)["states"])}
+
+
 SIGNS = pytest.mark.parametrize("squares", [False, True])
 
 
@@ -115,3 +124,19 @@ def test_bytes_are_in_the_ledger_and_on_the_tier(tmp_path: object) -> None:
     tiers.close()
     with pytest.raises(ValueError, match="do not lie in"):
         tensor.slice(0, 8193)
+
+
+@SIGNS
+def test_each_value_rests_as_the_nearest_level(squares: bool) -> None:
+    decades = 10 ** torch.linspace(-8, 0, 100 * BLOCK)
+    even = torch.linspace(0, 1, 100 * BLOCK)
+    blocks = torch.cat([decades, even] if squares else [decades, even, -decades, -even]).view(-1, BLOCK)
+    blocks[:, 0] = 1
+    tensor = block_tensor(blocks.numel(), squares=squares)
+    tensor.write(0, blocks.flatten().square() if squares else blocks.flatten()).wait()
+    found = tensor.load(CPU).view_as(blocks).double()
+    found = found.sqrt() if squares else found
+    levels = found.unique()
+    assert len(levels) == 256 - (not squares)
+    distances = (blocks.double()[..., None] - levels).abs().amin(-1)
+    assert ((found - blocks).abs() <= distances * (1 + 1e-6) + 1e-9).all()

@@ -62,16 +62,16 @@ def test_bits_are_those_of_places_in_the_whole_parameter() -> None:
     assert (counts - 0.5).abs().max() < 0.05
 
 
-def updated(states: str, master: torch.dtype, cut: int) -> list[torch.Tensor]:
+def updated(states: str, master: torch.dtype, cut: int, *, compensated: bool = False) -> list[torch.Tensor]:
     """The weights and the moments after 3 updates, in two parts at `cut`."""
-    precision = Precision(**NARROW, master=master)
+    precision = Precision(**NARROW, master=master, compensated=compensated)
     settings = OptimizerSettings(states=states)  # type: ignore[arg-type]
     bucket = bucket_of([0, 0, 0], [True] * 3)
     optimizer = BucketOptimizer(
         bucket, ZeroOptions(optimizer=settings, precision=precision), Tiers(device=CPU, ledger=Ledger())
     )
     random, numel = torch.Generator().manual_seed(0), bucket.length
-    weights = torch.randn(numel, generator=random).to(master)
+    weights = torch.randn(numel, generator=random).bfloat16().to(master)
     moments = [each.load(CPU) for each in optimizer.moments.values()]
     group = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     for _ in range(3):
@@ -99,6 +99,18 @@ def test_an_update_is_the_same_in_any_parts_and_near_the_wide_one(states: str, m
         assert torch.allclose(one.float(), exact, rtol=0.03, atol=0.03)
 
 
+def test_a_compensation_has_what_weights_in_bfloat16_lack() -> None:
+    """The sum of both is near the wide weights, and it is the same in any parts."""
+    found, again = (updated("float32", torch.bfloat16, cut, compensated=True) for cut in (64, 128))
+    wide = updated("float32", torch.float32, 64)
+    weights, *moments, rest = found
+    assert [each.dtype for each in found] == [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
+    assert all(map(torch.equal, found, again))
+    assert all(map(torch.equal, moments, wide[1:]))
+    assert torch.allclose(weights.float() + rest.float(), wide[0], rtol=2**-15, atol=0.0)
+    assert not torch.allclose(weights.float(), wide[0], rtol=2**-10, atol=0.0)
+
+
 def test_small_changes_add_up() -> None:
     """Weights of 1 take 400 steps of 1/8 of the distance to the next number, which rounding to the nearest would lose."""
     narrow = torch.ones(64, dtype=torch.bfloat16)
@@ -114,7 +126,7 @@ def test_small_changes_add_up() -> None:
     [
         (
             {"compute": torch.float32, "master": torch.bfloat16},
-            "precision.master none goes with precision.compute bfloat16",
+            "precision.master none or kahan goes with precision.compute bfloat16",
         ),
         ({**NARROW, "master": torch.bfloat16, "reduce": torch.bfloat16}, "precision.reduce float32, not with"),
     ],

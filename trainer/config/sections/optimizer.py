@@ -170,9 +170,9 @@ def _with_arguments(
     given |= {name: value for name in ("betas", "eps") if (value := getattr(section, name)) is not None}
     given |= {"momentum": section.momentum} if section.momentum else {}
     for name, value in given.items():
-        if name in taken or ("**" in taken and name in section.model_fields_set):
+        if {name, "**"} & {*taken}:
             values.setdefault(name, value)
-        elif value and name not in values and "**" not in taken:
+        elif value and name not in values:
             cure = "set it to 0" if name == "weight_decay" else "leave it out"
             raise ConfigError(f"{section.name} takes no {name}; {cure}", where=f"optimizer.{name}")
         if name in section.options and name != "weight_decay":
@@ -216,9 +216,9 @@ def muon(
 
     from zeromesh.zero.sharded_optimizer import ChainedOptimizer
 
-    tables = {id(each.weight) for each in model.modules() if isinstance(each, nn.Embedding)}
     head = getattr(model, "get_output_embeddings", lambda: None)()
-    tables |= {id(head.weight)} if head is not None else set()
+    kept = [each for each in model.modules() if isinstance(each, nn.Embedding) or each is head]
+    tables = {id(parameter) for module in kept for parameter in module.parameters()}
 
     def part(*, matrices: bool) -> list[dict[str, Any]]:
         """Return the groups with their matrices alone, or with their other parameters; none that is empty."""

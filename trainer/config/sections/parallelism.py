@@ -106,6 +106,10 @@ class PrecisionSection(Section, keys.PrecisionKeys):  # type: ignore[misc]  # py
     loss_scale: LossScaleSection = LossScaleSection()
     """The dynamic loss scale of float16."""
 
+    @property
+    def masterless(self) -> bool:
+        return self.master in ("none", "kahan")
+
 
 class ZeroSection(Section, keys.ZeroKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The partitioning of optimizer state, gradients and parameters, and their communication."""

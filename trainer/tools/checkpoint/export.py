@@ -16,7 +16,7 @@ from zeromesh.errors import CheckpointError, ConfigError, counted
 from zeromesh.files import read_whole, write_whole
 from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
 from zeromesh.options import EncodedWeights
-from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, state_file_of
+from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, evaluates_average
 from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
@@ -99,11 +99,9 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
     away = [t for t in reader.manifest.tensors if reader.manifest.is_elsewhere(t.path)]
     compute = getattr(torch, str(reader.manifest.layout.get("compute")), torch.float32)
     kept |= {spec.name: compute for spec in away if spec.dtype.is_floating_point}
-    state = reader.document(state_file_of(reader.manifest.files))
-    # Averages without a decay are the optimizer's, which trains other weights than it evaluates.
-    if ema or (state.get("averages") and "ema.decay" not in state.get("settings", {})):
+    if ema or evaluates_average(reader):
         kinds += ("ema",)
-        if not state.get("averages"):
+        if not any(t.kind == "ema" for t in reader.manifest.tensors):
             raise ConfigError(f"{reader.directory} has no averaged weights (ema.decay); leave --ema out")
     found = {t.name: t for kind in kinds for t in reader.manifest.tensors if t.kind == kind}
     if not found:
