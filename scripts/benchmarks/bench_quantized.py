@@ -60,6 +60,9 @@ def main() -> int:
     parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of the model, by its parameters")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--steps", type=int, default=6, help="of each run; the first two are not timed")
+    parser.add_argument(
+        "--tokens", default="512", help="of each sequence; with commas, of the first ones in turn: 16,512"
+    )
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     options = parser.parse_args()
@@ -106,7 +109,8 @@ def _train(folder: Path, options: argparse.Namespace, failures: list[str]) -> di
     for _ in range(options.rounds):
         for name in found:
             what, ranks, how = _TRAINED[name]
-            arguments = {"model": str(folder / "large"), "steps": options.steps}
+            lengths = list(map(int, options.tokens.split(",")))
+            arguments = {"model": str(folder / "large"), "steps": options.steps, "tokens": lengths}
             arguments |= {"folder": str(folder / "runs"), "sections": how, "ranks": ranks} if what == "ours" else how
             if rows := _run(name, what, ranks, arguments, failures):
                 found[name].append(rows)
