@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument(
         "--tokens", default="512", help="of each sequence; with commas, of the first ones in turn: 16,512"
     )
-    parser.add_argument("--only", default="", help="measure rows whose name contains this")
+    parser.add_argument("--only", default="", help="measure the row of this name, or those that contain it")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     options = parser.parse_args()
     folder = options.folder / f"zeromesh-bench-quantized-{options.shape}"
@@ -105,7 +105,8 @@ def _encode(_folder: Path, _options: argparse.Namespace, failures: list[str]) ->
 
 
 def _train(folder: Path, options: argparse.Namespace, failures: list[str]) -> dict[str, Any]:
-    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in _TRAINED if options.only in name}
+    chosen = [name for name in _TRAINED if name == options.only] or [name for name in _TRAINED if options.only in name]
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
     for _ in range(options.rounds):
         for name in found:
             what, ranks, how = _TRAINED[name]
