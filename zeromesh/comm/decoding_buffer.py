@@ -21,6 +21,7 @@ class DecodingBuffer(GatherBuffer):
         self._decoded = self._memory = ReleasableBuffer(length, dtype, gathered.full.device, spare=spare)
         self.full = self._decoded.full
         self.decoded_nbytes = self.full.nbytes
+        # Bytes are due from `gather` to `wait`, values are there from `wait` to `release`.
         self.persistent = self._is_due = self._is_decoded = False
 
     def transient_nbytes(self, share: float) -> int:
@@ -38,6 +39,8 @@ class DecodingBuffer(GatherBuffer):
             self._is_due = True
 
     def wait(self) -> None:
+        """Wait for the bytes, decode them where they were asked for since the last release, and release them. Raises `StorageError`
+        when there is no memory for the values."""
         self._gathered.wait()
         if not self._is_due:
             return
