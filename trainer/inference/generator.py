@@ -406,7 +406,7 @@ def layout_of(
     in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
     if in_checkpoint and evaluates_average(CheckpointReader(Path(directory), checked=False)):
         raise ConfigError(
-            f"{directory}: its optimizer evaluates other weights than it trains; write them: zeromesh checkpoint export {source} OUT"
+            f"{directory}: its optimizer evaluates other weights than it trains: zeromesh checkpoint export {source} OUT"
         )
     values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run)) if in_checkpoint else {}
     of_run = {name: each for name, each in (values or {}).items() if isinstance(each, dict)}
