@@ -12,6 +12,7 @@ import transformers as tf
 import yaml
 
 from zeromesh import Trainer
+from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.inference.generator import Generator, find_source, layout_of
@@ -81,7 +82,7 @@ def test_the_tokenizer_of_a_checkpoint_is_that_of_its_run(tmp_path: Path) -> Non
     assert layout_of(source, None, {}).data.tokenizer is None
     resolved.write_text(yaml.safe_dump({"data": {"tokenizer": "bytes", "train": "stdlib"}}))
     assert layout_of(source, None, {}).data.tokenizer is None, "a model's directory belongs to no run"
-    (source / "manifest.json").write_text("{}")
+    (source / "manifest.json").write_bytes(Manifest(step=1, files={}).to_json())
     assert layout_of(source, None, {}).data.tokenizer == "bytes"
     assert layout_of(source, None, {"data": {"tokenizer": "other"}}).data.tokenizer == "other"
     (source / "tokenizer.json").write_text("{}")
