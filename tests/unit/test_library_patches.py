@@ -54,6 +54,7 @@ INTERNALS = (
     "torch.ops.aten._local_scalar_dense.default",
     "torch.utils._python_dispatch",
     "torch.utils._pytree",
+    "torch.utils.checkpoint._CachedTorchDispatchMode",
     "transformers.GenerationMixin._get_logits_processor",
     "transformers.SchedulerType._value2member_map_",
 )

@@ -14,7 +14,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    _CachedTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
@@ -80,7 +85,7 @@ def enable_activation_checkpointing(
         )
     run = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
-        run = partial(run, context_fn=partial(create_selective_checkpoint_contexts, _selective_policy))
+        run = partial(run, context_fn=_selective_contexts)
     away = 0 if store is None else store.offloaded_count(len(recomputed))
     offloads = set(map(id, recomputed[:away]))
     for block in layers if by_itself else recomputed:
@@ -153,9 +158,27 @@ def _aligned(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.clone(memory_format=torch.contiguous_format)
 
 
+def _is_kept(operation: Any) -> bool:
+    return operation.name().partition(".")[0] in _KEPT_OPERATORS  # `aten::mm` of `aten::mm.out`
+
+
 def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    kept = operation.name().partition(".")[0] in _KEPT_OPERATORS  # `aten::mm` of `aten::mm.out`
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if _is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _KeptResults(_CachedTorchDispatchMode):
+    """Returns results that were kept. The base class also refuses an operator that did not run before; but a cache, such as that of
+    a transport's views, may answer in the forward and not when a block is recomputed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_kept(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        return func(*args, **(kwargs or {}))
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    forward, _ = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
+    return forward, _KeptResults(None, forward.storage)
 
 
 def _wrap_forward(block: nn.Module, run: _Function) -> None:

@@ -29,16 +29,21 @@ pytestmark = pytest.mark.usefixtures("at_once")
 test_results_and_messages = tried("generate_command_cases", [row(2, case) for case in ("commands", "refusals")])
 
 
-def started(folder: Path, *words: str, **streams: Any) -> "subprocess.Popen[Any]":
+PYTHON = sys.executable
+"""The interpreter itself, which no fixture has replaced yet: the processes of its command are below it."""
+
+
+def started(folder: Path, *words: str, python: str = "", **streams: Any) -> "subprocess.Popen[Any]":
     """`zeromesh WORDS` in a folder; its errors are read from a pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "zeromesh", *words]
+    command = [python or sys.executable, "-m", "zeromesh", *words]
     return subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, **streams)
 
 
 def _ranks(command: "subprocess.Popen[Any]") -> list[psutil.Process]:
-    children = psutil.Process(command.pid).children()
-    return [child for child in children if "--worker" in " ".join(child.cmdline())]
+    """The processes that the command's fork server has started."""
+    (server,) = psutil.Process(command.pid).children()
+    return sorted(server.children(), key=lambda child: child.pid)
 
 
 @pytest.mark.full
@@ -50,7 +55,7 @@ def test_a_killed_generation_goes_on(tmp_path: Path, whole: bool) -> None:
     (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in prompts))
     words = ["generate", "model", "--prompts", "p.jsonl", "--nproc", "2", "--batch", "4", "--out", "r.jsonl"]
     words += ["zero.stage=0", "parallel.timeout_seconds=10", "generation.eos_token_id=-1"]
-    command = started(tmp_path, *words)
+    command = started(tmp_path, *words, python=PYTHON)
     journal = tmp_path / "r.jsonl.part"
     deadline = time.monotonic() + 120
     while not journal.exists() or len(journal.read_bytes().splitlines()) < 5:
@@ -127,10 +132,10 @@ MESSAGES: Any = [{"role": "user", "content": "Hi"}]
 
 
 @contextmanager
-def serving(folder: Path, *words: str) -> Iterator[tuple["subprocess.Popen[str]", openai.OpenAI]]:
+def serving(folder: Path, *words: str, python: str = "") -> Iterator[tuple["subprocess.Popen[str]", openai.OpenAI]]:
     """A server of a tiny model, and a client of it."""
     write_model(folder / "model")
-    server = started(folder, "serve", "model", "--port", "0", "--grace", "3", *words, text=True)
+    server = started(folder, "serve", "model", "--port", "0", "--grace", "3", *words, python=python, text=True)
     try:
         said = ""
         while not (found := re.search(r"serving model at (\S+)", said)):
@@ -199,10 +204,11 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
 
 @pytest.mark.full
 def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nproc", "2", "zero.stage=3", "parallel.timeout_seconds=5") as (server, client):
+    words = ["zero.stage=3", "parallel.timeout_seconds=5", "generation.eos_token_id=-1"]
+    with serving(tmp_path, "--nproc", "2", *words, python=PYTHON) as (server, client):
         stream = client.completions.create(model="model", prompt="Once", max_tokens=500, stream=True, temperature=2.0)
         next(iter(stream))
-        ranks = [child for child in psutil.Process(server.pid).children() if "--worker" in child.cmdline()]
+        ranks = _ranks(server)
         began = time.monotonic()
         ranks[1].kill()
         with pytest.raises(openai.APIError, match=r"the generator has failed: .*rank 1 is gone"):
@@ -214,7 +220,8 @@ def test_a_killed_rank_ends_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_second_signal_ends_open_requests_with_an_answer(tmp_path: Path) -> None:
-    with serving(tmp_path, "--nproc", "2", "--grace", "60") as (server, client):
+    words = ["--nproc", "2", "--grace", "60", "generation.eos_token_id=-1"]
+    with serving(tmp_path, *words) as (server, client):
         stream = client.completions.create(model="model", prompt="Once", max_tokens=500, stream=True, temperature=2.0)
         next(iter(stream))
         server.send_signal(signal.SIGTERM)

@@ -137,7 +137,7 @@ def equals(mesh: Mesh, models: list[str], sequence: bool = False, checkpointing:
         with InFloat64():
             whole, model = build(name), build(name)
             parallel = divided(model, exchange, sequence=sequence)
-            if checkpointing:
+            if checkpointing and model.supports_gradient_checkpointing:
                 model.gradient_checkpointing_enable(
                     {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InFloat64())}
                 )

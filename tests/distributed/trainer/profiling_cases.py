@@ -144,7 +144,7 @@ def measured(mesh: Mesh, folder: str) -> dict[str, Any]:
     """Measure this machine with tiny sizes."""
     told: list[str] = []
     return {
-        "machine": measure_machine(mesh, Path(folder), told.append, TINY_SIZES).to_yaml(),
+        "machine": measure_machine(mesh, Path(folder), told.append, TINY_SIZES).model_dump_json(exclude_defaults=True),
         "told": told,
         "left": [name for name in mesh.process_sets if name.startswith(("shared", "gloo"))],
     }

@@ -59,6 +59,25 @@ def test_gradients_are_the_same(build: Any, mode: Mode) -> None:
     assert any(extra > 0 for extra in forward.values()) == (mode == "block"), forward
 
 
+def test_a_recomputation_may_run_operators_that_a_cache_spared_the_forward() -> None:
+    found: list[Any] = []
+    for mode in ("none", "selective"):
+        model, spared = llama(), iter([True] * 3 + [False] * 3)  # a block's forward, then its recomputation
+
+        def transport(_module: Any, args: Any, spared: Any = spared) -> None:
+            if not next(spared):
+                args[0].detach().view(torch.int64)
+
+        if mode == "selective":
+            enable_activation_checkpointing(model, mode)
+            for layer in model.model.layers:
+                layer.mlp.register_forward_pre_hook(transport)
+        found.append(step(model)[:2])
+        assert mode == "none" or not list(spared)
+    assert torch.equal(found[0][0], found[1][0])
+    assert all(torch.equal(gradient, found[1][1][name]) for name, gradient in found[0][1].items())
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
