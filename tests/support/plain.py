@@ -89,18 +89,21 @@ def plain_fit(
     after_step: Hook = nothing,
     rows: Sequence[Sequence[int]] = (),
     groups: Callable[[Any], list[Any]] = lambda model: [*model.parameters()],
+    dtype: torch.dtype = torch.float64,
 ) -> Plain:
-    """Train as torch's users do, in float64, by the rules that `settings` names. `rows` are the samples of each step, by default
-    those that the trainer takes; `groups` those of the optimizer."""
+    """Train as torch's users do, in float64 or another `dtype` of all that has a fraction, by the rules that `settings` names.
+    `rows` are the samples of each step, by default those that the trainer takes; `groups` those of the optimizer."""
     run, size = config["run"], config["batch"]["global_size"]
     for parameter in model.parameters():
-        parameter.data = parameter.data.double()
+        parameter.data = parameter.data.to(dtype) if parameter.is_floating_point() else parameter.data
     if not rows:
         order = SampleOrder(length=len(dataset), seed=run["seed"])
         numbers = [range(step * size, (step + 1) * size) for step in range(run["max_steps"])]
         rows = [[order.dataset_index(number) for number in each] for each in numbers]
     eps = config["optimizer"].get("eps", 1e-8)
-    optimizer = torch.optim.AdamW(groups(model), lr=1e-2, betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        groups(model), lr=config["optimizer"]["lr"], betas=(0.9, 0.95), eps=eps, weight_decay=0.1
+    )
 
     def mean(model: Any, batch: Any) -> torch.Tensor:
         total, count = loss_sum(model, batch)

@@ -1,6 +1,7 @@
 """Models whose frozen weights are kept encoded, against plain ones with the values that the codes stand for."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 import transformers as tf
 
 from tests.distributed.trainer.lora_cases import adapted, base_of, in_peft, logits, require_like
-from tests.support.architecture_cases import differences
-from tests.support.plain import compare, error_of, plain_fit
+from tests.support import quantized_models
+from tests.support.architecture_cases import EPSILON, differences
+from tests.support.plain import apart, compare, error_of, plain_fit
 from tests.support.trainer_cases import digest, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
@@ -90,6 +92,50 @@ def moved(
     with Trainer(None, config, sentences()) as trainer:
         losses = trainer.fit().losses
         return {"losses": losses, "digest": digest(dict(trainer.state_dict()))}
+
+
+def beside_bitsandbytes(
+    mesh: Mesh,
+    folder: str,
+    stage: int,
+    adapter: Mapping[str, Any] | None = None,
+    start: int = 0,
+    batch: Mapping[str, int] | None = None,
+    **sections: Any,
+) -> None:
+    """Losses of twenty steps in float32, or of those after `start` of a run in another layout, and what is trained, beside a plain
+    loop with PEFT on bitsandbytes' own layers. DoRA begins with norms of what is quantized, so that it is given these layers."""
+    if mesh.rank == 0:
+        quantized_models.written(Path(folder) / "base")
+    mesh.world.barrier("base")
+    # Adapters that do something from the first step on, and little enough that rounding does not grow in twenty steps.
+    lora = peft.LoraConfig(
+        **{"r": 3, "lora_alpha": 1, "target_modules": "all-linear", "init_lora_weights": False, **(adapter or {})}
+    )
+    build = partial(quantized_models.adapted, settings=lora, use_gradient_checkpointing=False)
+    config = settings(
+        folder,
+        precision={"compute": "float32", "master": "float32", "reduce": "float32"},
+        run={"max_steps": 20, "name": f"on-{mesh.world_size}-{start}"},
+        optimizer={"lr": 1e-3, "eps": EPSILON, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        batch={"global_size": 8, "micro_size": 2, **(batch or {})},
+        checkpoint={
+            "every_steps": 10,
+            "resume": f"{folder}/on-4-0/checkpoints/step-0000{start:04}" if start else "never",
+        },
+        zero={"stage": stage, "gathered_budget": 0},
+        **{**sections, "model": {"weights": None if lora.use_dora else "nf4", **sections.get("model", {})}},
+    )
+    plain = plain_fit(build(quantized_models.loaded(Path(folder) / "base")), sentences(), config, dtype=torch.float32)
+    load = quantized_models.loaded if lora.use_dora else tf.AutoModelForCausalLM.from_pretrained
+    mine = build(load(Path(folder) / "base"))
+    trained = {name for name, parameter in mine.named_parameters() if parameter.requires_grad}
+    with Trainer(mine, config, sentences()) as trainer:
+        losses = trainer.fit().losses
+        state = {name: value for name, value in trainer.state_dict() if name in trained}
+    assert apart(losses, plain.losses[start:]) <= 1e-6, apart(losses, plain.losses[start:])
+    found = {name: float((state[name] - plain.states[-1][name]).abs().max()) for name in trained}
+    assert max(found.values()) <= 1e-6, found
 
 
 def another_base(mesh: Mesh, folder: str) -> str:

@@ -41,6 +41,38 @@ test_losses_are_those_of_the_decoded_weights = tried(
         row(2, "trained", stage=3, activation_checkpointing="block"),
     ],
 )
+MANY = {"use_dora": True, "use_rslora": True, "modules_to_save": ["embed_tokens"]}
+test_twenty_steps_are_those_of_peft_with_bitsandbytes = tried(
+    "encoded_cases",
+    [
+        row(1, "beside_bitsandbytes", stage=0),
+        *(row(ranks, "beside_bitsandbytes", FULL, stage=stage) for ranks, stage in ((1, 3), (2, 1), (3, 2), (4, 3))),
+        *(
+            row(2, "beside_bitsandbytes", FULL, stage=stage, parallel=axes)
+            for stage, axes in ((3, {"tensor": 2}), (1, {"pipeline": 2}))
+        ),
+        *(row(2, "beside_bitsandbytes", FULL, stage=3, offload=tier) for tier in (HOST, FILE)),
+        row(2, "beside_bitsandbytes", FULL, stage=2, model={"activation_checkpointing": "block"}),
+        row(2, "beside_bitsandbytes", FULL, stage=3, batch={"micro_size": 1}),
+        *(row(2, "beside_bitsandbytes", FULL, stage=3, adapter={name: value}) for name, value in MANY.items()),
+    ],
+)
+
+
+@pytest.mark.full
+def test_a_run_of_four_ranks_goes_on_elsewhere_as_peft_with_bitsandbytes(workers: Workers, tmp_path: Path) -> None:
+    for ranks, stage, axes, start in ((4, 3, {}, 0), (1, 0, {}, 10), (2, 1, {"tensor": 2}, 10)):
+        workers.run(
+            ranks,
+            "encoded_cases:beside_bitsandbytes",
+            folder=str(tmp_path),
+            stage=stage,
+            parallel=axes,
+            start=start,
+            adapter=MANY,
+        )
+
+
 test_memory_is_what_was_predicted = tried(
     "encoded_cases",
     [
