@@ -75,9 +75,9 @@ class Scene:
     def __init__(self, *, seconds: float = 0.0, limit: int = 8, **options: Any) -> None:
         self.inbox = Inbox(limit=limit)
         self.generator = Repeating(self.inbox, seconds)
-        self.server = HttpServer(self.inbox, "repeater", ServerOptions(port=0, **options))
+        self.server = HttpServer(self.inbox, ServerOptions(port=0, **options))
         served: Any = self.generator
-        self.url = self.server.start(served)
+        self.url = self.server.start(served, {"repeater": None, "styled": "style"})
         self.http = httpx.Client(base_url=self.url.removesuffix("/v1"), timeout=10)
         self.client = openai.OpenAI(base_url=self.url, api_key=options.get("token") or "none", max_retries=0)
 
