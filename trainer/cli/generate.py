@@ -280,14 +280,9 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _adapter_keys(words: Sequence[str]) -> list[str]:
     """Return the keys of the configuration for adapters that are given as NAME=DIR."""
-    found: dict[str, str] = {}
-    for word in words:
-        name, _, directory = word.partition("=")
-        if not (name and directory) or "." in name:
-            raise ConfigError(f"--adapter {word}: give NAME=DIR, with a name that has no dot")
-        if name in found:
-            raise ConfigError(f"--adapter: {name} is the name of {found[name]} and of {directory}; name one otherwise")
-        found[name] = directory
+    found = dict(word.partition("=")[::2] for word in words)
+    if not all(found.values()) or any("." in name for name in found) or len(found) < len(words):
+        raise ConfigError(f"--adapter {' --adapter '.join(words)}: give NAME=DIR, each of another name without a dot")
     return [f"model.adapters.{name}={json.dumps(directory)}" for name, directory in found.items()]
 
 

@@ -52,17 +52,13 @@ class AdapterRows:
                 outermost = f"{name}."
                 inside = [each for each in module.modules() if hasattr(each, "_disable_adapters")]
                 plain, once = module.forward, isinstance(module, import_peft().tuners.lora.Linear)
-                module.forward = partial(self._forward, name, plain, inside, once and not any(module.lora_variant))
+                module.forward = partial(self._forward, name, plain, inside, once and not module.lora_variant)
 
     def require(self, adapter: Any, where: str) -> None:
         """Raise `ConfigError`, which begins with `where`, for an adapter that rows cannot have."""
-        if adapter is not None and adapter not in self.names:
-            there = f"there are {', '.join(self.names)}" if self.names else "the model has none"
-            raise ConfigError(f"{where}: no adapter is named {adapter!r:.60}; {there}")
-        if adapter not in (None, *self.names[:1]) and self.why_alone:
-            raise ConfigError(
-                f"{where}: adapter {adapter!r} is not active, and {self.names[0]} runs alone: {self.why_alone}"
-            )
+        choices, why = self.names[: 1 if self.why_alone else None], self.why_alone and f", as {self.why_alone}"
+        if adapter not in (None, *choices):
+            raise ConfigError(f"{where}: no adapter {adapter!r:.60}; there are {', '.join(choices) or 'none'}{why}")
 
     def enter(self, adapters: Sequence[str | None] = (), shape: tuple[int, int] = (0, 0)) -> None:
         """Have the rows of the next forwards, over ids of `shape` [rows, columns], these adapters; None is the active one. Without
