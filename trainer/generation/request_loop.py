@@ -50,9 +50,7 @@ class RequestLoop:
         # Half of the memory that is free may be filled with keys and values.
         cached = max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages
         limits = {"rows": -(-rows // stages), "prefill_tokens": _PREFILL_TOKENS, "cache_tokens": cached}
-        self._batches = [
-            RunningBatch(placed.module, placed.adapters, device=mesh.device, **limits) for _ in range(stages)
-        ]
+        self._batches = [RunningBatch(placed, **limits) for _ in range(stages)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
         self._queue: list[tuple[int, Request, GenerationConfig]] = []

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.row_cache import RowCache, layers_of
 from zeromesh.trainer.generation.sampling import RowSampler, at_least_float32, logprobs_of
-from zeromesh.trainer.generation.settings import ends_of
+from zeromesh.trainer.generation.settings import ServedModel, ends_of
 
 
 class ForwardKind(Enum):
@@ -58,21 +57,13 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The requests of one replica and their forwards through `module`: at most `rows` at a time, `prefill_tokens` prompt tokens in
+    """The requests of one replica and their forwards through its model: at most `rows` at a time, `prefill_tokens` prompt tokens in
     a forward and `cache_tokens` in the cache, both with padding; one request always runs. Finished rows stay until `remove_ended`,
     so that tokens do not change shapes."""
 
-    def __init__(
-        self,
-        module: Any,
-        adapters: AdapterRows,
-        *,
-        rows: int,
-        prefill_tokens: int,
-        cache_tokens: int,
-        device: torch.device,
-    ) -> None:
-        self._module, self._adapters, self._device = module, adapters, device
+    def __init__(self, placed: ServedModel, *, rows: int, prefill_tokens: int, cache_tokens: int) -> None:
+        module = self._module = placed.module
+        self._adapters, self._device = placed.adapters, placed.mesh.device
         self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
         self._layers = layers_of(module.config) or 0
         takes = inspect.signature(module.forward).parameters

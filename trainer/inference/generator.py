@@ -219,7 +219,7 @@ class Generator(ModelOnMesh):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any((each.fields, each.adapter) != (requests[0].fields, requests[0].adapter) for each in requests):
             raise ConfigError(
-                f"generate: {why}, so all prompts are generated alike; give all of them the same fields and adapter"
+                f"generate: {why}, so all prompts are generated alike; give all the same fields and adapter"
             )
         try:
             with placed.guarded("generator.generate()"):
@@ -479,13 +479,10 @@ def served_models(source: str, name: str | None, layout: TrainerConfig, why_alon
     models: list[tuple[str, str | None]] = [(own, inside), *((each, each) for each in others)]
     if inside != BASE:
         models.append((Path(base).name if Path(base).is_dir() else base, BASE))
-    if len(named := dict(models)) < len(models):
-        names = [each for each, _ in models]
-        twice = next(each for each in names if names.count(each) > 1)
-        raise ConfigError(
-            f"two models would have the name {twice!r} ({', '.join(names)}); give --name, or name adapters otherwise"
-        )
-    return named
+    if len({*dict(models)}) < len(models):
+        names = ", ".join(each for each, _ in models)
+        raise ConfigError(f"two models have one name: {names}; give --name, or name the adapters otherwise")
+    return dict(models)
 
 
 def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:

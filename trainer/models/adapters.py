@@ -360,10 +360,8 @@ def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[
     peft, directory = import_peft(where), adapter_directory(saved, where)
     path = directory / ADAPTER_WEIGHTS
     with library_errors(where, f"{path}: "):
-        own, stored = (
-            peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False),
-            load_file(path),
-        )
+        own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+        stored = load_file(path)
     base: Any = pretrained_of(model)
     of = f"{type(base).__name__} {getattr(base, 'name_or_path', '')}".rstrip()
     problems = []

@@ -271,7 +271,7 @@ def test_the_names_of_served_models(folder: Path, tmp_path: Path) -> None:
     assert names(tmp_path / "one", two, "mine") == {"mine": "default", "two": "two", folder.name: BASE}
     assert names(tmp_path / "one", [], None, "of a reason") == {"one": None}
     assert names(folder, [f"model.adapters.one={tmp_path / 'one'}"], None, "of a reason") == {"one": None}
-    with pytest.raises(ConfigError, match=r"two models would have the name 'two' \(two, two, .*\); give --name"):
+    with pytest.raises(ConfigError, match=r"two models have one name: two, two, .*; give --name"):
         names(tmp_path / "one", two, "two")
     with pytest.raises(ConfigError, match=r"model\.adapters: of a reason; serve it without the other adapters"):
         names(folder, given, None, "of a reason")
@@ -314,5 +314,5 @@ def test_an_adapter_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     with Generator(folder, overrides=[f"model.adapters.style={tmp_path / 'style'}"]) as made:
         with pytest.raises(ConfigError, match="prompt 1: no adapter 'other'; there are style, __base__"):
             made.generate([[5], {"input_ids": [5], "adapter": "other"}])
-        with pytest.raises(ConfigError, match="all prompts are generated alike; give all of them the same fields and"):
+        with pytest.raises(ConfigError, match="all prompts are generated alike; give all the same fields and adapter"):
             made.generate([{"input_ids": [5], "adapter": BASE}, [5]], num_beams=2)

@@ -125,7 +125,10 @@ def test_completions(scene: Scene) -> None:
 
 @pytest.mark.parametrize(("model", "adapter"), [("repeater", None), ("styled", "style"), (None, None)])
 def test_a_model_is_a_name_of_an_adapter(scene: Scene, model: str | None, adapter: str | None) -> None:
-    for path, prompt in (("completions", {"prompt": "Hi"}), ("chat/completions", {"messages": [{**USER, "content": "Hi"}]})):
+    for path, prompt in (
+        ("completions", {"prompt": "Hi"}),
+        ("chat/completions", {"messages": [{**USER, "content": "Hi"}]}),
+    ):
         for stream in (False, True):
             asked = {**prompt, "max_tokens": 2, "stream": stream, **({} if model is None else {"model": model})}
             found = scene.http.post(f"/v1/{path}", json=asked)

@@ -236,8 +236,8 @@ class HttpServer:
     def _reply(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> ASGIApp:
         """Submit a request, and return the response that sends its answer, whole or in parts, until the client leaves."""
         name = asked.model or ""
-        options = {"most": self._options.new_tokens, "parser": parser, "adapter": self._models[name]}
-        answer = Answer(self._inbox, self._served, asked, tokens, **options)
+        how = {"most": self._options.new_tokens, "parser": parser, "adapter": self._models[name]}
+        answer = Answer(self._inbox, self._served, asked, tokens, **how)
         self._answers.add(answer)
         if self.failure is not None:  # The generator has failed meanwhile.
             answer.put(self.failure)
