@@ -68,7 +68,7 @@ class AdapterRows:
             self._rows.setdefault(self.names[0] if name is None else name, []).append(row)
 
     def _forward(
-        self, name: str, plain: Callable[..., Any], inside: Sequence[Any], once: bool, *args: Any, **kwargs: Any
+        self, name: str, plain: Callable[..., Any], inside: Sequence[Any], once: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         if len(self._rows) < 2:
             out = _with_adapter(next(iter(self._rows), None), plain, inside, *args, **kwargs)
@@ -95,7 +95,7 @@ class AdapterRows:
 
 
 def _with_adapter(
-    adapter: str | None, plain: Callable[..., Any], inside: Sequence[Any], *args: Any, **kwargs: Any
+    adapter: str | None, plain: Callable[..., Any], inside: Sequence[Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """Return what PEFT's forward does with one adapter for all rows; None is the active one."""
     with ExitStack() as undone:
