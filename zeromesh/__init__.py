@@ -3,6 +3,7 @@
 Most users need only `from zeromesh import Trainer`. The engine is in the subpackages of this package, the trainer in
 `zeromesh.trainer`, and memory tiers in `zeromesh.offload`."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,8 @@ _LOOP_NAMES = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shar
 _TRAINER_NAMES = ("Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig")
 _MODULES = dict.fromkeys(_LOOP_NAMES, "shard") | {"receive_weights": "weights.handoff"}
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig", "__version__", *_MODULES]
+# bitsandbytes warns, whoever imports it, that it lacks a package for products of codes, which are not made here.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

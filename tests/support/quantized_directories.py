@@ -68,6 +68,28 @@ def quantize_fp8(source: Path, target: Path, block: int) -> Values:
     return decoded
 
 
+def quantize_packed(source: Path, target: Path) -> Values:
+    """Write the directory `source` with projections as compressed-tensors packs 4 bits; the values that it stands for."""
+    decoded, stored = _begin(source, target), dict[str, torch.Tensor]()
+    for name, value in decoded.items():
+        if "_proj.weight" not in name:
+            stored[name] = value
+            continue
+        rows, columns = value.shape
+        groups = value.float().view(rows, columns // 16, 16)
+        scales = (groups.abs().amax(-1, keepdim=True) / 7.5).to(torch.bfloat16)
+        codes = (groups / scales.float()).round().clamp(-8, 7).to(torch.int32)
+        shifted = (codes + 8).view(rows, columns // 8, 8) << torch.arange(0, 32, 4, dtype=torch.int32)
+        stored[f"{name}_packed"] = shifted.sum(-1).to(torch.int32)
+        stored |= {f"{name}_scale": scales[..., 0].contiguous(), f"{name}_shape": torch.tensor([rows, columns])}
+        decoded[name] = (codes.to(torch.bfloat16) * scales).view(rows, columns)
+    save_file(stored, target / "model.safetensors", {"format": "pt"})
+    weights = {"num_bits": 4, "type": "int", "group_size": 16, "strategy": "group", "symmetric": True}
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    mark(target, {**how, "ignore": ["lm_head"], "config_groups": {"all": {"targets": ["Linear"], "weights": weights}}})
+    return decoded
+
+
 def random_mxfp4(directory: Path) -> None:
     """Write a tiny gpt-oss whose experts are random MXFP4."""
     import transformers as tf

@@ -1,5 +1,4 @@
-"""Tensors that bitsandbytes has quantized, of model directories and of layers: matrices in 4 bits as they lie or decoded by element
-range, and those of LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339) decoded."""
+"""Tensors that bitsandbytes has quantized, of directories and of layers, as they lie or decoded by element range."""
 
 import json
 import os
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from transformers.quantizers import AutoHfQuantizer, AutoQuantizationConfig
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, HfQuantizer
 
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
@@ -26,7 +25,7 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
 _STATE_BYTES = 512
 """Bytes of a description in JSON that is written, which ends in spaces, so that its size is known before the values."""
 _STEP = 7.874015718698502e-3
-"""1 / 127: of the codes of LLM.int8(), in parts of a row's largest magnitude."""
+"""1 / 127: of the codes of LLM.int8() (Dettmers et al. 2022, arXiv:2208.07339), in parts of a row's largest magnitude."""
 
 
 class _Encoded(NamedTuple):
@@ -206,14 +205,15 @@ def open_files(directory: Path) -> tuple[TensorFiles, Any]:
     method = quantization.get("quant_method")
     if method == "bitsandbytes":
         return QuantizedFiles(directory), None
-    with library_errors("model.source", f"{directory} is quantized by {method}, which is not decoded here: "):
-        config = AutoQuantizationConfig.from_dict({**quantization, "dequantize": True})
-        quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
-        decodes = "dequantize" in quantizer.get_load_operations()
-    if not decodes:
+    quantizer, base = None, HfQuantizer
+    if AUTO_QUANTIZER_MAPPING.get(str(method), base).get_load_operations is not base.get_load_operations:
+        with library_errors("model.source", f"{directory} is quantized by {method}, whose decoder does not start: "):
+            quantizer = AutoHfQuantizer.from_config({**quantization, "dequantize": True}, pre_quantized=True)
+            quantizer.validate_environment()
+    if quantizer is None or "dequantize" not in quantizer.get_load_operations():
         raise ConfigError(
-            f"{directory} is quantized by {method}, which transformers does not decode while it loads; dequantize and save it "
-            "first, or give the model in 16 bits with model.weights: nf4",
+            f"{directory} is quantized by {method}, which transformers does not decode while it loads; dequantize it with the "
+            "library that wrote it and save it first, or give the model in 16 bits with model.weights: nf4",
             where="model.source",
         )
     return TensorFiles(directory), quantizer

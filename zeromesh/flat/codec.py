@@ -10,7 +10,6 @@ The whole parameter is encoded at once, in the dtype that it is computed with, s
 layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted.
 """
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -188,8 +187,6 @@ class Codec:
 @cache
 def _bitsandbytes() -> Any:
     """Return bitsandbytes' operators; None where it is not installed."""
-    # It warns that it lacks a package for products of codes, which are not made here.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         import_module("bitsandbytes")
     except ImportError:

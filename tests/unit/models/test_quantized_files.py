@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from tests.support.quantized_directories import mark, quantize, quantize_fp8, random_mxfp4
+from tests.support.quantized_directories import mark, quantize, quantize_fp8, quantize_packed, random_mxfp4
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
@@ -102,6 +102,16 @@ def test_what_transformers_decodes_while_it_loads_is_read(base: Path, tmp_path: 
         built.source.close()
 
 
+def test_compressed_tensors_are_decoded_by_its_package(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    wanted = quantize_packed(base, tmp_path / "packed")
+    built = build_model(ModelSection(source=str(tmp_path / "packed")), 3)
+    for name, parameter in built.model.named_parameters():
+        found = built.source.read(name, 0, parameter.numel())
+        assert torch.equal(found.to(torch.bfloat16), wanted[name].reshape(-1)), name
+    built.source.close()
+
+
 def test_other_forms_are_refused_by_name(base: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     quantize(base, small, "nested")
@@ -113,9 +123,12 @@ def test_other_forms_are_refused_by_name(base: Path, tmp_path: Path) -> None:
         ConfigError, match=rf"{UP} is not quantized as bitsandbytes 0.50 does it \(.*absmax has 23 elements"
     ):
         build_model(section, 3)
-    mark(small, {"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ConfigError, match=r"is quantized by gptq, which is not decoded here: "):
-        build_model(section, 3)
+    for method in ("gptq", "awq", "hqq", "unheard-of"):
+        mark(small, {"quant_method": method, "bits": 4})
+        with pytest.raises(
+            ConfigError, match=rf"by {method}, which transformers does not decode .* dequantize it with"
+        ):
+            build_model(section, 3)
 
 
 @pytest.mark.parametrize("tier", ["none", "file"])
