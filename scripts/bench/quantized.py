@@ -21,7 +21,7 @@ from bench.probe import Memory, Sampler, memory_now
 from bench.worker import RESULT
 from zeromesh import Callback, Generator, Trainer
 
-LENGTH, RANK = 512, 16
+RANK = 16
 _WATCHED = 2
 
 
@@ -48,7 +48,20 @@ class _Steps(Callback):
             self.seconds.append(time.perf_counter() - self._began)
 
 
-def ours(folder: str, model: str, sections: dict[str, Any], steps: int, ranks: int) -> dict[str, Any]:
+class _Sequences(Tokens):
+    """Random sequences of as many tokens as `lengths` says in turn, and of the last one from then on."""
+
+    def __init__(self, lengths: list[int], ranks: int) -> None:
+        self._lengths, self._ranks = lengths, ranks
+
+    def __getitem__(self, index: int, /) -> dict[str, torch.Tensor]:
+        length = self._lengths[min(index // self._ranks, len(self._lengths) - 1)]
+        return {name: row[:length] for name, row in super().__getitem__(index).items()}
+
+
+def ours(
+    folder: str, model: str, sections: dict[str, Any], steps: int, ranks: int, tokens: list[int]
+) -> dict[str, Any]:
     """Train adapters by this project's trainer."""
 
     def run(name: str, source: str, count: int, watching: Callback | None) -> None:
@@ -64,10 +77,13 @@ def ours(folder: str, model: str, sections: dict[str, Any], steps: int, ranks: i
             "schedule": {"name": "constant", "warmup_steps": 0},
             "batch": {"global_size": ranks, "micro_size": 1},
             "run": {"name": name, "output_dir": folder, "max_steps": count, "eval_at_end": False},
+            "data": {"shuffle": False},
             "checkpoint": {"every_steps": 0},
             **{key: value for key, value in sections.items() if key != "model"},
         }
-        data = Tokens() if watching else [{name: row % 512 for name, row in Tokens()[0].items()}] * ranks
+        data = (
+            _Sequences(tokens, ranks) if watching else [{name: row % 512 for name, row in Tokens()[0].items()}] * ranks
+        )
         with Trainer(None, config, data, callbacks=[watching] if watching else []) as trainer:
             trainer.fit()
 
@@ -99,7 +115,7 @@ def _measured(
     }
 
 
-def peft(model: str, steps: int, *, four_bits: bool) -> dict[str, Any]:
+def peft(model: str, steps: int, tokens: list[int], *, four_bits: bool) -> dict[str, Any]:
     """Train adapters by PEFT over bitsandbytes, or over a base in bfloat16, in a plain loop."""
     import peft as library
 
@@ -117,7 +133,7 @@ def peft(model: str, steps: int, *, four_bits: bool) -> dict[str, Any]:
         return library.get_peft_model(base, settings).train()
 
     def step(made: Any, optimizer: torch.optim.Optimizer, number: int) -> float:
-        row = {name: tensor[None] for name, tensor in Tokens()[number].items()}
+        row = {name: tensor[None] for name, tensor in _Sequences(tokens, 1)[number].items()}
         loss = made(**row).loss
         loss.backward()
         optimizer.step()

@@ -3,6 +3,7 @@
     encode      elements a second that one core encodes and decodes: `encode`
     train       a step of 512 tokens with LoRA of rank 16 on all linear layers, blocks recomputed, beside PEFT with bitsandbytes and
                 beside the same base in bfloat16, in memory and from file: `train`
+    plan        what `zeromesh plan` says of cards of 8 to 24 GB
     generate    a decode step of four prompts with parameters on file, in nf4 and in bfloat16: `generate`
 
 `python scripts/benchmarks/bench_quantized.py --folder /a/disk` runs all with a Llama of 1.06 billion parameters, which it
@@ -60,7 +61,10 @@ def main() -> int:
     parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of the model, by its parameters")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--steps", type=int, default=6, help="of each run; the first two are not timed")
-    parser.add_argument("--only", default="", help="measure rows whose name contains this")
+    parser.add_argument(
+        "--tokens", default="512", help="of each sequence; with commas, of the first ones in turn: 16,512"
+    )
+    parser.add_argument("--only", default="", help="measure the row of this name, or those that contain it")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     options = parser.parse_args()
     folder = options.folder / f"zeromesh-bench-quantized-{options.shape}"
@@ -102,11 +106,13 @@ def _encode(_folder: Path, _options: argparse.Namespace, failures: list[str]) ->
 
 
 def _train(folder: Path, options: argparse.Namespace, failures: list[str]) -> dict[str, Any]:
-    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in _TRAINED if options.only in name}
+    chosen = [name for name in _TRAINED if name == options.only] or [name for name in _TRAINED if options.only in name]
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in chosen}
     for _ in range(options.rounds):
         for name in found:
             what, ranks, how = _TRAINED[name]
-            arguments = {"model": str(folder / "large"), "steps": options.steps}
+            lengths = list(map(int, options.tokens.split(",")))
+            arguments = {"model": str(folder / "large"), "steps": options.steps, "tokens": lengths}
             arguments |= {"folder": str(folder / "runs"), "sections": how, "ranks": ranks} if what == "ours" else how
             if rows := _run(name, what, ranks, arguments, failures):
                 found[name].append(rows)
@@ -142,10 +148,41 @@ def _generate(folder: Path, options: argparse.Namespace, failures: list[str]) ->
     return found
 
 
+def _plan(folder: Path, options: argparse.Namespace, failures: list[str]) -> dict[str, Any]:
+    model = {"source": str(folder / "large"), "lora": {"rank": 16, "targets": "all-linear"}, **_NF4["model"]}
+    config = {"model": model, "data": {"sequence_length": 512}, "precision": {"compute": "bfloat16"}}
+    path, found = folder / "plan.json", dict[str, Any]()
+    path.write_text(json.dumps(config | {"batch": {"global_size": 1, "micro_size": 1}}), encoding="utf-8")
+    print("\n| card | the fastest layout that fits | memory, GiB | step, s |\n|---|---|---|---|")
+    for card in ("8GB", "12GB", "16GB", "24GB"):
+        command = [sys.executable, "-m", "zeromesh", "plan", str(path), "--ranks", "1", "--device", card, "--json"]
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, check=False
+        )
+        if done.returncode:
+            failures.append(f"plan for {card}: {done.stderr.decode()[-500:]}")
+            continue
+        found[card] = row = json.loads(done.stdout)[0]
+        made = row["layout"]
+        rest = {name: made[f"offload.{name}"] for name in ("optimizer", "parameters", "activations")}
+        tiers = [
+            f"{each.get('fraction', 1):.0%} of the {name} on {each['tier']}"
+            if isinstance(each, dict)
+            else f"{name} on {each}"
+            for name, each in rest.items()
+            if each != "none"
+        ]
+        kept = made["model.activation_checkpointing"]
+        layout = ", ".join([f"stage {made['zero.stage']}", f"activation checkpointing {kept}", *tiers])
+        print(f"| {card} | {layout} | {row['device_bytes'] / 2**30:.1f} | {row['seconds']:.2f} |", flush=True)
+    return found
+
+
 _PARTS: dict[str, Callable[[Path, argparse.Namespace, list[str]], Any]] = {
     "encode": _encode,
     "train": _train,
     "generate": _generate,
+    "plan": _plan,
 }
 
 if __name__ == "__main__":

@@ -1,34 +1,31 @@
-"""`DecodingBuffer`: gathers the bytes of encoded shards, and decodes them into memory that lives around a unit's use: ahead of
-it in a thread on a single rank, else at the wait, since ranks of a host compute on all of its cores."""
+"""`DecodingBuffer`: gathers the bytes of encoded shards, ahead of their use, and decodes them where the unit is used, so that only
+one unit at a time is decoded: its values take four times the memory of its bytes, and decoding takes a small part of its use."""
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 
-from zeromesh.comm.transport import GatherBuffer, Transport
+from zeromesh.comm.transport import GatherBuffer
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor
-from zeromesh.offload import ReleasableBuffer, TieredTensor
+from zeromesh.offload import ReleasableBuffer, SparePages, TieredTensor
 
 
 class DecodingBuffer(GatherBuffer):
     """A buffer for a frozen bucket of `dtype` whose `shards`, those of all ranks, `gathered` gathers as bytes."""
 
     def __init__(
-        self, gathered: GatherBuffer, shards: Sequence[EncodedShard], dtype: torch.dtype, transport: Transport
+        self, gathered: GatherBuffer, shards: Sequence[EncodedShard], dtype: torch.dtype, spare: SparePages
     ) -> None:
-        self._gathered, self._shards, self._ahead = gathered, shards, transport.ahead
+        self._gathered, self._shards = gathered, shards
         length = sum(each.length for each in shards)
-        self._decoded = self._memory = ReleasableBuffer(
-            length, dtype, gathered.full.device, spare=transport.spare_pages
-        )
+        self._decoded = self._memory = ReleasableBuffer(length, dtype, gathered.full.device, spare=spare)
         self.full = self._decoded.full
-        self.persistent = False
-        self._has_memory = self._is_current = False
-        self._decoding: Future[None] | None = None
+        self.decoded_nbytes = self.full.nbytes
+        # Bytes are due from `gather` to `wait`, values are there from `wait` to `release`.
+        self.persistent = self._is_due = self._is_decoded = False
 
     def transient_nbytes(self, share: float) -> int:
-        return self.full.nbytes + self._gathered.transient_nbytes(share)
+        return self._gathered.transient_nbytes(share)
 
     def end_write(self) -> None:
         self._gathered.end_write()
@@ -37,39 +34,29 @@ class DecodingBuffer(GatherBuffer):
         self._gathered.begin_write()
 
     def gather(self, shard: TieredTensor) -> None:
-        if not self._has_memory:
-            self._decoded.take()
-            self._has_memory = True
-        if isinstance(shard, EncodedTensor) and not self._is_current and self._decoding is None:
+        if isinstance(shard, EncodedTensor) and not self._is_decoded:
             self._gathered.gather(shard.encoded)
-            if self._ahead is not None:
-                self._decoding = self._ahead.submit(self._decode)
+            self._is_due = True
 
-    def _decode(self) -> None:
+    def wait(self) -> None:
+        """Wait for the bytes, decode them where they were asked for since the last release, and release them. Raises `StorageError`
+        when there is no memory for the values."""
         self._gathered.wait()
+        if not self._is_due:
+            return
+        self._decoded.take()
         values = torch.split(self.full, [each.length for each in self._shards])
         encoded = torch.split(self._gathered.full, [each.nbytes for each in self._shards])
         for shard, data, out in zip(self._shards, encoded, values, strict=True):
             shard.decode(data, out)
-
-    def wait(self) -> None:
-        if not self._has_memory or self._is_current:
-            self._gathered.wait()
-            return
-        decoding, self._decoding = self._decoding, None
-        if decoding is None:
-            self._decode()
-        else:
-            decoding.result()
-        self._is_current = True
+        self._is_due, self._is_decoded = False, True
         self._gathered.end_read()
         self._gathered.release()
 
     def release(self) -> None:
-        if self._has_memory:
-            self.wait()
+        if self._is_decoded:
             self._decoded.give_back()
-            self._has_memory = self._is_current = False
+            self._is_decoded = False
 
     def end_read(self) -> None:
         self._gathered.end_read()

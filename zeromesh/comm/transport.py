@@ -11,7 +11,6 @@ the same if the dtype of the transfer is narrower than that of the sum; otherwis
 import platform
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,6 +51,8 @@ class GatherBuffer:
 
     full: torch.Tensor
     """The whole buffer, `[padded]`. Its address never changes; it has no memory while released."""
+    decoded_nbytes = 0
+    """The bytes that the buffer has, beside `transient_nbytes`, from `wait` to `release`, for values that it has decoded."""
     _own = slice(None)
 
     def __init__(
@@ -247,8 +248,6 @@ class Transport:
     parameters."""
 
     buffers: Sequence[GatherBuffer]
-    ahead: ThreadPoolExecutor | None = None
-    """The thread that decodes buffers ahead of their use; None where other ranks or a device take part."""
     share = 1.0
     """The fraction of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
@@ -264,8 +263,6 @@ class Transport:
         self.name = name
         self.spare_pages, queue = SparePages(), deque[GatherBuffer]()
         members = None if name == "local" else group
-        if members is None and not is_accelerator(device):
-            self.ahead = ThreadPoolExecutor(1, "decode-ahead")  # `DecodingBuffer` raises what it meets.
         self.buffers = [GatherBuffer(each, device, self.spare_pages, members, queue) for each in requests]
         self.reducer = Reducer(device, members, slots, nbytes)
 
@@ -277,8 +274,6 @@ class Transport:
 
     def close(self) -> None:
         """Free the resources that are not freed with the tensors."""
-        if self.ahead is not None:
-            self.ahead.shutdown(cancel_futures=True)
         with suppress(CollectiveError):  # The caller has already seen the error of a gather.
             for buffer in self.buffers if self.reducer.on_stream else ():
                 if buffer.launched is not None:

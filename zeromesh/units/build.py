@@ -171,6 +171,12 @@ def kept_buckets(
     return kept
 
 
+def goes_ahead(unit: Sequence[BucketLayout], options: ZeroOptions) -> bool:
+    """Return True if a unit may be gathered ahead of its use. Where weights are encoded, memory is what a run lacks: only the bytes
+    of encoded units go ahead, and not an embedding or a head, which have many times as many."""
+    return options.weights is None or any(layout.first.codec is not None for layout in unit)
+
+
 def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     """Return True if the shard of a bucket is stored in the dtype of the gather, and can be a part of the gathered buffer."""
     spec = layout.first
@@ -265,7 +271,9 @@ class _BucketBuilder:
             tables.append(parameter.tables.to(device))
             for begin, data in shard.stored(pieces[slot.spec.fqn], parameter) if slot.spec.fqn in pieces else ():
                 encoded.write(begin, data).wait()
-        buffer = DecodingBuffer(gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport)
+        buffer = DecodingBuffer(
+            gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport.spare_pages
+        )
         own = EncodedShard.of(layout, interval, tables)
         return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
 

@@ -269,6 +269,7 @@ class Unit:
             bucket.unit_index = index
         self._ledger = ledger
         self._transient = sum(bucket.buffer.transient_nbytes(share) for bucket in self.buckets)
+        self._decoded = sum(bucket.buffer.decoded_nbytes for bucket in self.buckets)
         self.adopt_requires_grad()
 
     def adopt_requires_grad(self) -> None:
@@ -308,15 +309,19 @@ class Unit:
             )
         self.phase = phase
 
+    def _count(self, nbytes: int) -> None:
+        if nbytes:
+            self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, nbytes)
+
     def gather(self) -> None:
-        if self._transient:
-            self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, self._transient)
+        self._count(self._transient)
         self.enter(Phase.GATHERING)
         for bucket in self.buckets:
             bucket.buffer.gather(bucket.copy or bucket.master)
 
     def wait(self) -> None:
         """Wait until the gather is complete, and make the parameters views of the gathered values."""
+        self._count(self._decoded)
         for bucket in self.buckets:
             bucket.buffer.wait()
         self.enter(Phase.LIVE)
@@ -332,8 +337,7 @@ class Unit:
 
     def rest(self) -> None:
         """Hide the parameters, and release the memory that the transport does not keep."""
-        if self._transient:
-            self._ledger.add(Tier.DEVICE, Purpose.PARAMETERS, -self._transient)
+        self._count(-self._transient - self._decoded)
         for bucket in self.buckets:
             bucket.hide_values()
             bucket.buffer.release()

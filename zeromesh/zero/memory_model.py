@@ -18,7 +18,7 @@ from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import kept_buckets, ring_bytes, slot_bytes
+from zeromesh.units.build import goes_ahead, kept_buckets, ring_bytes, slot_bytes
 
 _CPU = torch.device("cpu")
 
@@ -68,13 +68,20 @@ class MemoryModel:
         self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
         share = 1.0 / parts if transport == "shared" and not self._replicated else 1.0
         whole = 1 if self._replicated else parts
-        root, *others = [
-            sum(int(_transient_nbytes(layout, whole, stays=stays, share=share)) for layout, stays in unit)
-            for unit in pairs
+        root, *moved = [
+            sum(int(share * layout.travelling_nbytes(whole)) for layout, stays in unit if not stays) for unit in pairs
         ]
-        window = options.prefetch + 1
-        self.gathered = root + max((sum(others[start : start + window]) for start in range(len(others))), default=0)
-        """The peak of bytes, beside `terms`, of parameters gathered around use: the root and `prefetch` + 1 consecutive units."""
+        root_decoded, *decoded = [
+            sum(layout.nbytes for layout, _ in unit if layout.first.codec is not None) for unit in pairs
+        ]
+        # Forward and backward go through the units in opposite orders.
+        ahead = [nbytes if goes_ahead(unit, options) else 0 for nbytes, unit in zip(moved, units[1:], strict=True)]
+        used, windows = list(map(sum, zip(moved, decoded, strict=True))), range(len(moved))
+        after = [sum(ahead[number + 1 : number + 1 + options.prefetch]) for number in windows]
+        before = [sum(ahead[max(number - options.prefetch, 0) : number]) for number in windows]
+        self.gathered = root + root_decoded + max(map(sum, zip(used, map(max, after, before), strict=True)), default=0)
+        """The peak of bytes, beside `terms`, of parameters gathered around use: of the root, of one unit and of what it is decoded
+        into, and of the `prefetch` units next to it as they travel."""
         staying = [(layout, count) for layout, stays, count in self._buckets if stays]
         self.kept_bytes = sum(count * layout.travelling_nbytes(whole) for layout, count in staying)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
@@ -184,11 +191,3 @@ class MemoryModel:
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
         # The last of the root's shards is in flight itself, so its largest is not counted twice.
         return sum(root) + flying - min(largest, *root) if root else flying
-
-
-def _transient_nbytes(layout: BucketLayout, shards: int, *, stays: bool, share: float) -> float:
-    """Return the bytes of a bucket around its use alone: what is gathered, of which `share` counts where ranks share pages, and
-    what is decoded from that."""
-    if layout.first.codec is None:
-        return 0 if stays else share * layout.nbytes
-    return layout.nbytes + (0 if stays else share * layout.travelling_nbytes(shards))

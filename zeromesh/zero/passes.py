@@ -27,7 +27,7 @@ from zeromesh.options import Placement, ZeroOptions
 from zeromesh.rng import Streams, kept_generators
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.units.build import BuiltUnits
+from zeromesh.units.build import BuiltUnits, goes_ahead
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
 from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in
 
@@ -94,6 +94,7 @@ class Passes:
         self._updater = updater
         self._transport = built.transport
         self._releases = built.releases
+        self._goes_ahead = [goes_ahead([bucket.layout for bucket in unit.buckets], options) for unit in built.units]
         self._reduces_microbatches = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self._orders: dict[str, list[int]] = {}
@@ -261,7 +262,7 @@ class Passes:
             self.start(unit, known_order=self._in_recorded_order)
         # The next units are started before the wait, so that the transfer of the next unit follows without a pause.
         for index in self._recorded[place + 1 : place + 1 + self._options.prefetch] if self._in_recorded_order else ():
-            if self.units[index].phase is Phase.RESTING:
+            if self.units[index].phase is Phase.RESTING and self._goes_ahead[index]:
                 self.start(self.units[index], known_order=True)
         if unit.phase is Phase.GATHERING:
             with self._recorder.range("wait for", unit.name):

@@ -12,11 +12,13 @@ from tests.distributed.trainer.lora_cases import adapted, base_of, in_peft, logi
 from tests.support.architecture_cases import differences
 from tests.support.plain import compare, error_of, plain_fit
 from tests.support.trainer_cases import digest, sentences, settings
-from zeromesh import Trainer
+from zeromesh import Callback, Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import Purpose
 from zeromesh.settings.keys import CodecName
+from zeromesh.zero.memory_model import MemoryModel
 
 OPTIONS = {"use_dora": True, "use_rslora": True, "modules_to_save": ["embed_tokens"]}
 
@@ -50,6 +52,25 @@ def trained(
     }
     found = differences(folder, "encoded", (adapted(), rounded(adapted(), weights)), sentences(), **sections)
     assert all(value <= 1e-9 for value in found.values()), found
+
+
+class _Peak(Callback):
+    """The peak of the ledger after each step, and what was predicted but for the gradients of adapters, and with them."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        engine = trainer.engine
+        assert engine is not None
+        layouts = [[bucket.layout for bucket in unit.buckets] for unit in engine.units]
+        found = MemoryModel(layouts, engine.options, engine.mesh.shard.size, engine.transport.name)
+        assert found.total - found.terms.get(Purpose.GRADIENTS, 0) <= engine.ledger.peak() <= found.total
+
+
+def counted(mesh: Mesh, folder: str, stage: int, offload: Mapping[str, Any] | None = None, prefetch: int = 1) -> None:
+    """What is decoded and on its way is in the ledger as it was predicted; the embedding and the head are larger than a block."""
+    sections = {"zero": {"stage": stage, "gathered_budget": 0, "prefetch": prefetch}, "offload": offload or {}}
+    config = settings(folder, model={"weights": "nf4"}, run={"max_steps": 3}, **sections)
+    with Trainer(adapted({"vocab_size": 4096}), config, sentences(), callbacks=[_Peak()]) as trainer:
+        assert trainer.fit().losses
 
 
 def moved(

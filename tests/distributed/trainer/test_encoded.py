@@ -41,6 +41,14 @@ test_losses_are_those_of_the_decoded_weights = tried(
         row(2, "trained", stage=3, activation_checkpointing="block"),
     ],
 )
+test_memory_is_what_was_predicted = tried(
+    "encoded_cases",
+    [
+        row(1, "counted", stage=0),
+        row(1, "counted", stage=3, offload=FILE, prefetch=2),
+        row(2, "counted", stage=3),
+    ],
+)
 ALL = {"r": 4, "lora_alpha": 6, "use_rslora": True, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}
 ALL |= {"modules_to_save": ["embed_tokens"]}
 PISSA = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": "pissa"}
