@@ -11,8 +11,6 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGE_BLOCK = 1 << 26
 """The mmap threshold in bytes, above the highest that glibc chooses by itself, so that activations come from the heap."""
-SMALL_BLOCK = 1 << 20
-"""The mmap threshold in bytes where memory matters more than time: activations of a large model leave no holes in the heap then."""
 _NEVER = -1  # a threshold that no block reaches
 _FIXED_VERSION = (2, 38)
 """The first glibc version that reuses aligned free blocks, instead of splitting small objects' blocks off large ones."""
@@ -33,13 +31,13 @@ _LARGEST_SMALL = 64 << 10  # bytes of the largest reserved block
 _GUARD_BYTES = 24  # of the block in use between two reserved ones
 
 
-def reuse_freed_memory(largest: int = _LARGE_BLOCK) -> bool:
-    """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only blocks of `largest` bytes
-    and more are mapped one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
+def reuse_freed_memory() -> bool:
+    """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only large blocks are mapped
+    one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
     libc = _glibc()
     if libc is None:
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, largest)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
 def prevent_fragmentation() -> bool:
