@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -267,6 +268,7 @@ class _Chat:
 def run_serve(options: argparse.Namespace) -> int:
     processes, starts = train.ranks_of(options)
     fields, keys = _split_fields(options.overrides)
+    keys += _adapter_keys(options.adapter or ())
     if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.rank_processes import STOP_SIGNALS
@@ -276,12 +278,25 @@ def run_serve(options: argparse.Namespace) -> int:
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
 
 
+def _adapter_keys(words: Sequence[str]) -> list[str]:
+    """Return the keys of the configuration for adapters that are given as NAME=DIR."""
+    found = dict(word.partition("=")[::2] for word in words)
+    if not all(found.values()) or any("." in name for name in found) or len(found) < len(words):
+        raise ConfigError(f"--adapter {' --adapter '.join(words)}: give NAME=DIR, each of another name without a dot")
+    return [f"model.adapters.{name}={json.dumps(directory)}" for name, directory in found.items()]
+
+
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
     from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
-    from zeromesh.trainer.inference.generator import Generator
+    from zeromesh.trainer.generation.adapter_rows import why_alone
+    from zeromesh.trainer.inference.generator import Generator, layout_of, served_models
+    from zeromesh.trainer.models.adapters import adapter_configs
 
+    # Names and addresses are checked before the model is loaded, which may take minutes.
+    layout = layout_of(options.config, options.config_file, {}, keys)
+    served = partial(served_models, options.config, options.name, layout)
+    served(why_alone(adapter_configs(layout.model)))
     inbox = Inbox(limit=options.queue) if read_environment().rank == 0 else None
-    # The address is bound before the model is loaded, which may take minutes.
     server = _make_server(options, fields, inbox) if inbox is not None else None
     # Any rank may get a signal, but rank 0 decides when all end.
     requested, hurried = threading.Event(), threading.Event()
@@ -306,8 +321,9 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         generator.require_serving(fields)
         if generator.tokenizer is None:
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
+        models = served(generator.placed.adapters.why_alone)
         if server is not None:
-            train.say(f"serving {server.name} at {server.start(generator)} (Ctrl-C ends it)")
+            train.say(f"serving {', '.join(models)} at {server.start(generator, models)} (Ctrl-C ends it)")
             threading.Thread(target=stop_when_requested, args=(server, inbox), daemon=True).start()
         try:
             generator.serve(inbox, batch=options.batch, **fields)
@@ -334,4 +350,4 @@ def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: 
         new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
         grace_seconds=options.grace,
     )
-    return HttpServer(inbox, options.name or Path(options.config).resolve().name, listening)
+    return HttpServer(inbox, listening)

@@ -50,7 +50,7 @@ class RequestLoop:
         # Half of the memory that is free may be filled with keys and values.
         cached = max(1, least_free_bytes(mesh) // (2 * nbytes)) // stages
         limits = {"rows": -(-rows // stages), "prefill_tokens": _PREFILL_TOKENS, "cache_tokens": cached}
-        self._batches = [RunningBatch(placed.module, device=mesh.device, **limits) for _ in range(stages)]
+        self._batches = [RunningBatch(placed, **limits) for _ in range(stages)]
         self._open: list[dict[int, int]] = [{} for _ in range(mesh.data.size)]
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
         self._queue: list[tuple[int, Request, GenerationConfig]] = []
@@ -142,6 +142,7 @@ class RequestLoop:
             if batch.plan(eager=eager) is ForwardKind.IDLE and not self._together:
                 return
             inputs = batch.inputs()
+            batch.enter()
             with self._engine.evaluation():
                 logits = self._module(**inputs).logits[:, -1]
             batch.append(batch.choose(logits))

@@ -26,6 +26,8 @@ class Request:
     """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
     seed: int = 0
     """The seed of this request's sampling, which does not depend on the other requests of the batch."""
+    adapter: str | None = None
+    """The name of its adapter in the model, `__base__` for the model without one; None: the active one, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,16 +79,14 @@ class Inbox:
         with self._changed:
             return len(self._open)
 
-    def submit(
-        self, tokens: Sequence[int], on_progress: OnProgress, *, fields: Mapping[str, Any] | None = None, seed: int = 0
-    ) -> int:
-        """Submit a prompt that `Generator.check_request` has accepted; returns the request's number. Raises `QueueFullError` where
-        `limit` requests are open, and `PhaseError` after `stop`."""
+    def submit(self, tokens: Sequence[int], on_progress: OnProgress, **options: Any) -> int:
+        """Submit a prompt that `Generator.check_request` has accepted, with `options` of a `Request`; returns the request's number.
+        Raises `QueueFullError` where `limit` requests are open, and `PhaseError` after `stop`."""
         with self._changed:
             self.require_room()
             number, self._count = self._count, self._count + 1
             self._open[number] = on_progress
-            self._news.requests.append(Request(number=number, tokens=tokens, fields=fields or {}, seed=seed))
+            self._news.requests.append(Request(number=number, tokens=tokens, **options))
             self._changed.notify_all()
         return number
 

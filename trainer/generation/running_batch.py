@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from zeromesh.trainer.generation.requests import Finish, Progress, Request
 from zeromesh.trainer.generation.row_cache import RowCache, layers_of
 from zeromesh.trainer.generation.sampling import RowSampler, at_least_float32, logprobs_of
-from zeromesh.trainer.generation.settings import ends_of
+from zeromesh.trainer.generation.settings import ServedModel, ends_of
 
 
 class ForwardKind(Enum):
@@ -57,12 +57,13 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The requests of one replica and their forwards through `module`: at most `rows` at a time, `prefill_tokens` prompt tokens in
+    """The requests of one replica and their forwards through its model: at most `rows` at a time, `prefill_tokens` prompt tokens in
     a forward and `cache_tokens` in the cache, both with padding; one request always runs. Finished rows stay until `remove_ended`,
     so that tokens do not change shapes."""
 
-    def __init__(self, module: Any, *, rows: int, prefill_tokens: int, cache_tokens: int, device: torch.device) -> None:
-        self._module, self._device = module, device
+    def __init__(self, placed: ServedModel, *, rows: int, prefill_tokens: int, cache_tokens: int) -> None:
+        module = self._module = placed.module
+        self._adapters, self._device = placed.adapters, placed.mesh.device
         self._most_rows, self._prefill_tokens, self._cache_tokens = rows, prefill_tokens, cache_tokens
         self._layers = layers_of(module.config) or 0
         takes = inspect.signature(module.forward).parameters
@@ -157,6 +158,11 @@ class RunningBatch:
         """Return the columns of the next prefill chunk; 0 after the last one."""
         left = max(len(row.request.tokens) for row in self._joining) - 1 - self._joining_cache.columns.width
         return min(left, max(1, self._prefill_tokens // len(self._joining)))
+
+    def enter(self) -> None:
+        """Give the rows of the planned forward their adapters; each part of a forward begins with it."""
+        rows = {ForwardKind.PREFILL: self._joining, ForwardKind.DECODE: self._running}.get(self._kind, [])
+        self._adapters.enter([row.request.adapter for row in rows] or [None], self.shape())
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of the planned forward; for an idle batch, a dummy input whose result is dropped."""

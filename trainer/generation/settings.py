@@ -17,6 +17,7 @@ from transformers.generation import GenerationMode
 from zeromesh.errors import ConfigError, DataError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.tokenizer import Tokenizer
+from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.row_cache import layers_of
 from zeromesh.trainer.generation.sampling import RowSampler
 from zeromesh.trainer.model_on_mesh import PlacedModel
@@ -185,6 +186,7 @@ class ServedModel(PlacedModel):
 
     settings: ModelSettings
     tokenizer: Tokenizer | None
+    adapters: AdapterRows
 
 
 def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:

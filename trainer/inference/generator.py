@@ -39,6 +39,7 @@ from zeromesh.trainer.config.load import ConfigSource, Consent, foreign_code, lo
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer, has_tokenizer, load_tokenizer
+from zeromesh.trainer.generation.adapter_rows import BASE, AdapterRows
 from zeromesh.trainer.generation.library_loop import generate_in_rounds
 from zeromesh.trainer.generation.prompts import Prompt, split_prompt, tokens_of
 from zeromesh.trainer.generation.request_loop import RequestLoop
@@ -119,12 +120,24 @@ class Generator(ModelOnMesh):
                 self._model: ServedModel | None = build_served_model(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.uses_tier):
                     self.engine.checkpoint_state.require_same_weights()
+                if self._model.adapters.names and not self._why_unserved({}):
+                    self._try_adapters()
         except BaseException as error:
             self.mesh.publish_failed_start(error)
             raise
         self.computed = 0
         """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""
         self._calls = 0
+
+    def _try_adapters(self) -> None:
+        """Run a forward, which shows whether all layers with adapters know what is of which row."""
+        request, placed = Request(number=0, tokens=[0], fields={"max_new_tokens": 1}), self.placed
+        loop = RequestLoop(placed, {}, rows=1, on_progress=lambda progress: None)
+        loop.run(Inbox.of([request]) if self.mesh.rank == 0 else None)
+        placed.adapters.enter()
+        found = self.mesh.world.gather_json(sorted(placed.adapters.unknown), "layers without rows")
+        if unknown := sorted({name for names in found for name in names}):
+            placed.adapters.why_alone = f"{some(unknown, 2)} computes the tokens of all rows at once"
 
     @property
     def placed(self) -> ServedModel:
@@ -156,7 +169,8 @@ class Generator(ModelOnMesh):
 
         Args:
             prompts: text, token ids, messages of a conversation for the chat template, or mappings with one of
-                these as `text`, `input_ids` or `messages`, and fields of `GenerationConfig` or `seed` for this prompt alone.
+                these as `text`, `input_ids` or `messages`, and for this prompt alone fields of `GenerationConfig`, `seed`, or
+                `adapter`: one of `model.adapters`, or `__base__` for none of them.
             batch: prompts that a replica of the model continues at a time.
             seed: the seed of sampling for each prompt, independent of its batch; None: derived from `run.seed` and the
                 number of calls so far.
@@ -205,15 +219,19 @@ class Generator(ModelOnMesh):
         # Prompts that differ between ranks are refused on all of them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
-        if why and any(request.fields != requests[0].fields for request in requests):
-            raise ConfigError(f"generate: {why}, so all prompts are generated alike; give all of them the same fields")
+        if why and any((each.fields, each.adapter) != (requests[0].fields, requests[0].adapter) for each in requests):
+            raise ConfigError(
+                f"generate: {why}, so all prompts are generated alike; give all the same fields and adapter"
+            )
         try:
             with placed.guarded("generator.generate()"):
                 if why:
+                    placed.adapters.enter([requests[0].adapter])
                     generate_in_rounds(placed, requests, settings, batch, results.add, why)
                 else:
                     loop = RequestLoop(placed, fields, rows=batch, on_progress=results.add)
                     self.computed = loop.run(Inbox.of(requests) if self.mesh.rank == 0 else None)
+                placed.adapters.enter()
         except CollectiveError as error:
             complete = f"{len(results.complete)} of {counted(len(requests), 'prompt')} have a result"
             raise CollectiveError(f"{error}\n{complete}; without one are {some(results.missing, 100)}") from error
@@ -239,6 +257,7 @@ class Generator(ModelOnMesh):
         with self.placed.guarded("generator.serve()"):
             deliver = inbox.deliver if inbox is not None else lambda progress: None
             RequestLoop(self.placed, fields, rows=batch, on_progress=deliver).run(inbox)
+            self.placed.adapters.enter()
 
     def check_fields(self, fields: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
@@ -274,8 +293,9 @@ class Generator(ModelOnMesh):
         `DataError` for an invalid prompt, which they call `where`."""
         name = where or "the prompt"
         text, options = split_prompt(prompt, name)
-        seed = options.pop("seed", seed)
-        request = Request(number=number, tokens=self.encode(text, name), fields=options, seed=seed)
+        seed, adapter = options.pop("seed", seed), options.pop("adapter", None)
+        self.placed.adapters.require(adapter, name)
+        request = Request(number=number, tokens=self.encode(text, name), fields=options, seed=seed, adapter=adapter)
         try:
             return request, self.placed.settings.for_request({**fields, **options}, len(request.tokens))
         except DataError as error:
@@ -449,6 +469,28 @@ def layout_of(
     return layout
 
 
+def served_models(source: str, name: str | None, layout: TrainerConfig, why_alone: str) -> dict[str, str | None]:
+    """Return the adapter of each model that a server of `source` has, by the names that clients give; the first is for those that
+    give none. `source` has the name `name`, or that of its directory, the base of an adapter that of its own, and other adapters
+    theirs. Raises `ConfigError` for two of one name, and for several adapters of which one runs alone, with the reason for that."""
+    own, base, wanted = name or Path(source).resolve().name, str(layout.model.source), layout.model.wanted_adapters
+    if not wanted:
+        return {own: None}
+    inside = next((each for each, directory in wanted.items() if directory == find_source(source)), BASE)
+    others = [each for each in wanted if each != inside]
+    if why_alone:
+        if len(wanted) > 1:
+            raise ConfigError(f"{why_alone}; serve it without the other adapters", where="model.adapters")
+        return dict.fromkeys(others or [own])
+    models: list[tuple[str, str | None]] = [(own, inside), *((each, each) for each in others)]
+    if inside != BASE:
+        models.append((Path(base).name if Path(base).is_dir() else base, BASE))
+    if len({*dict(models)}) < len(models):
+        names = ", ".join(each for each, _ in models)
+        raise ConfigError(f"two models have one name: {names}; give --name, or name the adapters otherwise")
+    return dict(models)
+
+
 def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> ServedModel:
     """Build the model that a configuration names and read its weights into this rank's part; all ranks call it."""
     require_same_settings(mesh, config, {})
@@ -496,6 +538,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
         processing_class=getattr(tokenizer, "tokenizer", None),
         settings=settings,
         tokenizer=tokenizer,
+        adapters=AdapterRows(model),
     )
 
 

@@ -130,7 +130,7 @@ _UNTRIED = (
     *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
 )
 """Fields of PEFT's LoraConfig that are refused: they change more than what is trained."""
-_CHANGING = ("pissa", "olora")
+CHANGING = ("pissa", "olora")
 """The beginnings of initialisations that subtract the adapters from the base, of which the rest is then encoded."""
 
 
@@ -239,7 +239,7 @@ def add_adapters(
     names = {id(tensor): name for name, tensor in [*base.named_parameters(), *base.named_buffers()]}
     left_out = _complete(configs, base, section.head)
     base.requires_grad_(False)
-    changing = any(str(getattr(each, "init_lora_weights", "")).startswith(_CHANGING) for each in configs.values())
+    changing = any(str(getattr(each, "init_lora_weights", "")).startswith(CHANGING) for each in configs.values())
     read = _frozen_values(base, built.source, compute, None if changing else encoded_weights(section.weights))
     with unread_weights(base, read) as weights:
         model = _with_adapters(base, configs, seed, section)
@@ -359,8 +359,8 @@ def _load_adapter(model: Any, name: str, saved: str, where: str, read: Callable[
     """Give an adapter the values of a saved one; `read` reads the base. Raises `ConfigError` for an adapter of another base."""
     peft, directory = import_peft(where), adapter_directory(saved, where)
     path = directory / ADAPTER_WEIGHTS
-    own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     with library_errors(where, f"{path}: "):
+        own = peft.get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         stored = load_file(path)
     base: Any = pretrained_of(model)
     of = f"{type(base).__name__} {getattr(base, 'name_or_path', '')}".rstrip()

@@ -95,6 +95,9 @@ class StagedForward:
 class GenerationBatch(Protocol):
     """A batch of prompts for which tokens are generated; several of them run at the same time, each in another stage."""
 
+    def enter(self) -> None:
+        """Make the model ready for the next forward of this batch, before each part of it."""
+
     def shape(self) -> tuple[int, int]:
         """Return the rows and columns of `input_ids` in the next forward, constant during `run_token_forwards`."""
 
@@ -139,6 +142,7 @@ class InterleavedBatches:
             if microbatch >= len(self.batches):
                 self._append_next()
             self._inputs[microbatch] = batch.inputs()
+        batch.enter()
         inputs = self._inputs[microbatch] if chunk + 1 < len(stages.own) else self._inputs.pop(microbatch)
         if not stages.is_last(chunk):
             return stages.forward(chunk, inputs, received, balance=False)

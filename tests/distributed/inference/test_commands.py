@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import openai
+import peft
 import psutil
 import pytest
 import torch
@@ -138,7 +139,7 @@ def serving(folder: Path, *words: str, python: str = "") -> Iterator[tuple["subp
     server = started(folder, "serve", "model", "--port", "0", "--grace", "3", *words, python=python, text=True)
     try:
         said = ""
-        while not (found := re.search(r"serving model at (\S+)", said)):
+        while not (found := re.search(r"serving model.* at (\S+)", said)):
             line = server.stderr.readline() if server.stderr is not None else ""
             assert line, f"it has ended: {said}"
             said += line
@@ -232,6 +233,37 @@ def test_a_second_signal_ends_open_requests_with_an_answer(tmp_path: Path) -> No
         assert server.wait(20) == 0
 
 
+@pytest.mark.parametrize("words", [(), ("--nproc", "2", "zero.stage=3")])
+def test_adapters_are_names_of_models(tmp_path: Path, words: tuple[str, ...]) -> None:
+    write_model(tmp_path / "model")
+    given, models = [], {"model": tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)}
+    for seed, name in enumerate(("style", "task")):
+        torch.manual_seed(seed)
+        base = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, lora_alpha=64)
+        models[name] = peft.get_peft_model(base, config, autocast_adapter_dtype=False)
+        models[name].save_pretrained(tmp_path / name)
+        given += ["--adapter", f"{name}={tmp_path / name}"]
+    tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "model")
+    prompt = tokenizer("Once", return_tensors="pt")
+    with serving(tmp_path, *given, *words) as (_, client):
+        assert [each.id for each in client.models.list().data] == ["model", "style", "task"]
+        # All of them are open together.
+        open_ = [
+            (name, client.completions.create(model=name, prompt="Once", max_tokens=24, temperature=0, stream=True))
+            for name in ("task", "model", "style", "task")
+        ]
+        said = {}
+        for name, stream in open_:
+            text = "".join(part.choices[0].text for part in stream)
+            tokens = models[name].eval().generate(**prompt, max_new_tokens=24, do_sample=False)[0]
+            assert text == tokenizer.decode(tokens[prompt["input_ids"].shape[1] :], skip_special_tokens=True)
+            said[name] = text
+        assert len({*said.values()}) == 3
+        with pytest.raises(openai.NotFoundError, match="the model other is not served; there are model, style, task"):
+            client.completions.create(model="other", prompt="Once")
+
+
 def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from zeromesh.errors import ConfigError
     from zeromesh.trainer.cli.main import main
@@ -239,10 +271,10 @@ def test_a_port_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
 
     served: Any = None
-    first = HttpServer(Inbox(), "m", ServerOptions(port=0))
-    port = int(first.start(served).removesuffix("/v1").rpartition(":")[2])
+    first = HttpServer(Inbox(), ServerOptions(port=0))
+    port = int(first.start(served, {"m": None}).removesuffix("/v1").rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"--host 127.0.0.1 --port {port}: .*in use"):
-        HttpServer(Inbox(), "m", ServerOptions(port=port)).start(served)
+        HttpServer(Inbox(), ServerOptions(port=port)).start(served, {"m": None})
     # Nothing of the model is looked at before: that takes minutes.
     (tmp_path / "config.json").write_text("{}")
     assert main(["serve", str(tmp_path), "--port", str(port)]) == 2

@@ -20,6 +20,7 @@ from zeromesh import Callback, Generator, Trainer
 from zeromesh.errors import ConfigError, ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import ModelSection
+from zeromesh.trainer.generation.adapter_rows import BASE
 from zeromesh.trainer.models.adapters import add_adapters
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 
@@ -437,3 +438,42 @@ def generated(mesh: Mesh, folder: str, axes: Mapping[str, int], **sections: Mapp
         with torch.no_grad():
             tokens.append(int(wanted.double().eval()(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     assert found.tokens == tokens[4:]
+
+
+def mixed(mesh: Mesh, folder: str, axes: Mapping[str, int]) -> None:
+    """Prompts with several adapters and with none in one running batch, each as by PEFT's model with its adapter in one process."""
+    base, paths = base_of(mesh, folder), {name: Path(folder) / name for name in ("style", "task", "magnitudes")}
+    models: dict[str, Any] = {BASE: seeded(lambda: llama())}
+    for seed, (name, changes) in enumerate(_MIXED.items()):
+        models[name] = adapted(**changes)
+        with torch.no_grad():
+            torch.manual_seed(seed)
+            for parameter in models[name].parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(torch.randn_like(parameter) * 0.3)
+        if mesh.rank == 0:
+            models[name].save_pretrained(paths[name])
+    mesh.world.barrier("saved")
+    names = ["task", BASE, "style", "task", "magnitudes", BASE, "style", "magnitudes", "task"]
+    prompts = [IDS[index % len(IDS), : 2 + index % 5].tolist() for index in range(len(names))]
+    keys = [*(f"model.adapters.{name}={path}" for name, path in paths.items()), "precision.compute=float64"]
+    with Generator(base, overrides=keys, parallel=axes, zero={"stage": 3}) as made:
+        given = [{"input_ids": prompt, "adapter": name} for prompt, name in zip(prompts, names, strict=True)]
+        # Fewer rows than prompts: rows of one adapter take the place of another's.
+        found = made.generate(given, batch=4, max_new_tokens=6, eos_token_id=None)
+    for name, prompt, each in zip(names, prompts, found, strict=True):
+        tokens, model = list(prompt), models[name].double().eval()
+        for token, logprob in zip(each.tokens, each.logprobs or [], strict=True):
+            with torch.no_grad():
+                scores = model(input_ids=torch.tensor([tokens])).logits[0, -1].log_softmax(-1)
+            assert token == int(scores.argmax()), (name, prompt)
+            assert abs(logprob - float(scores[token])) < 1e-9
+            tokens.append(token)
+        assert len(tokens) == len(prompt) + 6
+
+
+_MIXED: dict[str, dict[str, Any]] = {
+    "style": {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["lm_head"]},
+    "task": {"target_modules": ["v_proj", "up_proj", "o_proj"], "r": 2},
+    "magnitudes": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+}

@@ -90,6 +90,8 @@ test_adapters_on_ranks = tried(
         *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
         row(2, "prompted", stage=3),
         *(row(2, "generated", axes=axes, zero={"stage": 3}) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
+        *(row(2, "mixed", axes=axes) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
+        row(4, "mixed", FULL, axes={"tensor": 2, "pipeline": 2}),
         *(row(2, "method", *([] if name == "VERA" else [FULL]), name=name, stage=3) for name in METHODS),
         *(row(2, "method", FULL, name=n, stage=1, axes={"pipeline": 2}) for n in METHODS if n not in _SHARED),
         *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),

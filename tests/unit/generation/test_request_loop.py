@@ -10,6 +10,7 @@ import torch
 
 from tests.support.trainer_cases import llama
 from zeromesh.options import Placement
+from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.request_loop import RequestLoop
 from zeromesh.trainer.generation.requests import Inbox, Progress, Request
 from zeromesh.trainer.generation.settings import ModelSettings
@@ -38,7 +39,7 @@ def loop_of(replicas: int, answer: Answer, *, rows: int, heard: list[Progress]) 
     engine, model = SimpleNamespace(options=options, evaluation=nullcontext), llama().eval()
     placed: Any = SimpleNamespace(
         mesh=mesh, module=model, settings=ModelSettings(model, None), divided=SimpleNamespace(pipeline=None),
-        require_engine=lambda: engine,
+        require_engine=lambda: engine, adapters=AdapterRows(model),
     )  # fmt: skip
     return RequestLoop(placed, {"eos_token_id": -1, "max_new_tokens": 9}, rows=rows, on_progress=heard.extend)
 

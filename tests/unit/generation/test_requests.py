@@ -16,7 +16,7 @@ def progress(number: int, finish: Finish | None = None) -> Progress:
 def test_news_is_passed_on_once() -> None:
     inbox = Inbox(streams=False)
     for seed in (0, 4):
-        inbox.submit([seed], print, fields={"top_k": 2} if seed else None, seed=seed)
+        inbox.submit([seed], print, fields={"top_k": 2} if seed else {}, seed=seed)
     inbox.cancel(1)
     inbox.cancel(7)
     first = [Request(number=0, tokens=[0]), Request(number=1, tokens=[4], fields={"top_k": 2}, seed=4)]

@@ -1,12 +1,14 @@
 """A running batch gives every request what the model's own `generate` gives it alone, whoever joins and leaves meanwhile."""
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 
+from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.requests import Request
 from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
 from zeromesh.trainer.generation.settings import ModelSettings
@@ -34,7 +36,9 @@ def _model(kind: str) -> Any:
 
 def _batch(model: Any, *, rows: int, prefill_tokens: int = 64, cache_tokens: int = 1 << 30) -> RunningBatch:
     sizes = {"rows": rows, "prefill_tokens": prefill_tokens, "cache_tokens": cache_tokens}
-    return RunningBatch(model, device=torch.device("cpu"), **sizes)
+    mesh = SimpleNamespace(device=torch.device("cpu"))
+    placed: Any = SimpleNamespace(module=model, adapters=AdapterRows(model), mesh=mesh)
+    return RunningBatch(placed, **sizes)
 
 
 def _add(batch: RunningBatch, request: Request) -> None:

@@ -15,7 +15,8 @@ from zeromesh import Trainer
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
-from zeromesh.trainer.inference.generator import Generator, find_source, layout_of
+from zeromesh.trainer.generation.adapter_rows import BASE
+from zeromesh.trainer.inference.generator import Generator, find_source, layout_of, served_models
 
 TINY = {
     "vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -254,3 +255,65 @@ def test_what_a_generator_knows(generator: Generator) -> None:
         with pytest.raises(DataError):
             generator.check_request(tokens, fields)
     assert json.loads(json.dumps(generator.encode("Hi"))) == [72, 105]
+
+
+def test_the_names_of_served_models(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        adapter(folder, tmp_path / name)
+    given = [f"model.adapters={{one: {tmp_path / 'one'}, two: {tmp_path / 'two'}}}"]
+
+    def names(source: Path, keys: list[str], name: str | None = None, why: str = "") -> dict[str, str | None]:
+        return served_models(str(source), name, layout_of(source, None, {}, keys), why)
+
+    assert names(folder, []) == {folder.name: None}
+    assert names(folder, given) == {folder.name: BASE, "one": "one", "two": "two"}
+    assert names(tmp_path / "one", []) == {"one": "default", folder.name: BASE}
+    two = [f"model.adapters.two={tmp_path / 'two'}"]
+    assert names(tmp_path / "one", two, "mine") == {"mine": "default", "two": "two", folder.name: BASE}
+    assert names(tmp_path / "one", [], None, "of a reason") == {"one": None}
+    assert names(folder, [f"model.adapters.one={tmp_path / 'one'}"], None, "of a reason") == {"one": None}
+    with pytest.raises(ConfigError, match=r"two models have one name: two, two, .*; give --name"):
+        names(tmp_path / "one", two, "two")
+    with pytest.raises(ConfigError, match=r"model\.adapters: of a reason; serve it without the other adapters"):
+        names(folder, given, None, "of a reason")
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"bias": "all"}, r"default has biases of the base itself \(bias: all\)"),
+        ({"init_lora_weights": "pissa", "target_modules": ["q_proj"]}, r"default subtracts from the base what it adds"),
+    ],
+)
+def test_an_adapter_that_changes_the_base_runs_alone(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], why: str
+) -> None:
+    adapter(folder, tmp_path / "adapter", **settings)
+    with Generator(tmp_path / "adapter") as made:
+        assert made.generate([{"input_ids": [5, 6], "adapter": "default"}], max_new_tokens=2)
+        with pytest.raises(ConfigError, match=f"prompt 0: no adapter '__base__'; there are default, as {why}"):
+            made.generate([{"input_ids": [5, 6], "adapter": BASE}])
+
+
+def test_layers_without_rows_are_found_at_the_start(tmp_path: Path) -> None:
+    """OPT computes all tokens of a batch at once in its linear layers, so that nothing says what is of which row."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    base = tf.OPTForCausalLM(tf.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64))
+    base.save_pretrained(tmp_path / "opt")
+    wanted = adapter(tmp_path / "opt", tmp_path / "adapter", target_modules=["q_proj", "fc1"])
+    with Generator(tmp_path / "adapter") as made:
+        (found,) = made.generate([[5, 6]], max_new_tokens=4, eos_token_id=-1)
+        assert found.tokens == greedy(wanted, [5, 6], 4)
+        with pytest.raises(ConfigError, match=r"there are default, as .*layers\.0\.fc1.* all rows at once"):
+            made.generate([{"input_ids": [5, 6], "adapter": BASE}])
+
+
+def test_an_adapter_that_is_not_there(folder: Path, tmp_path: Path) -> None:
+    with Generator(folder) as made, pytest.raises(ConfigError, match="prompt 0: no adapter 'style'; there are none"):
+        made.generate([{"input_ids": [5], "adapter": "style"}])
+    adapter(folder, tmp_path / "style")
+    with Generator(folder, overrides=[f"model.adapters.style={tmp_path / 'style'}"]) as made:
+        with pytest.raises(ConfigError, match="prompt 1: no adapter 'other'; there are style, __base__"):
+            made.generate([[5], {"input_ids": [5], "adapter": "other"}])
+        with pytest.raises(ConfigError, match="all prompts are generated alike; give all the same fields and adapter"):
+            made.generate([{"input_ids": [5], "adapter": BASE}, [5]], num_beams=2)

@@ -31,6 +31,7 @@ class Repeating:
         self.tokenizer = _Tokens()
         self.open: dict[int, int] = {}
         self.seen: list[dict[str, Any]] = []
+        self.adapters: list[str | None] = []
         self.last: Any = "length"
         self._inbox, self._seconds = inbox, seconds
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -53,6 +54,7 @@ class Repeating:
             stopping = stopping or news.stopping
             for request in news.requests:
                 self.seen.append({"tokens": list(request.tokens), **request.fields, "seed": request.seed})
+                self.adapters.append(request.adapter)
                 self.open[request.number], most[request.number] = 0, request.fields["max_new_tokens"]
             for number, place in list(self.open.items()):
                 finish: Any = "cancelled" if number in news.cancelled else None
@@ -75,9 +77,9 @@ class Scene:
     def __init__(self, *, seconds: float = 0.0, limit: int = 8, **options: Any) -> None:
         self.inbox = Inbox(limit=limit)
         self.generator = Repeating(self.inbox, seconds)
-        self.server = HttpServer(self.inbox, "repeater", ServerOptions(port=0, **options))
+        self.server = HttpServer(self.inbox, ServerOptions(port=0, **options))
         served: Any = self.generator
-        self.url = self.server.start(served)
+        self.url = self.server.start(served, {"repeater": None, "styled": "style"})
         self.http = httpx.Client(base_url=self.url.removesuffix("/v1"), timeout=10)
         self.client = openai.OpenAI(base_url=self.url, api_key=options.get("token") or "none", max_retries=0)
 
@@ -119,6 +121,20 @@ def test_completions(scene: Scene) -> None:
     assert [part.choices[0].finish_reason for part in parts][-1] == "length"
     assert all("�" not in part.choices[0].text for part in parts)
     assert scene.generator.seen[-1]["top_p"] == 0.5
+
+
+@pytest.mark.parametrize(("model", "adapter"), [("repeater", None), ("styled", "style"), (None, None)])
+def test_a_model_is_a_name_of_an_adapter(scene: Scene, model: str | None, adapter: str | None) -> None:
+    for path, prompt in (
+        ("completions", {"prompt": "Hi"}),
+        ("chat/completions", {"messages": [{**USER, "content": "Hi"}]}),
+    ):
+        for stream in (False, True):
+            asked = {**prompt, "max_tokens": 2, "stream": stream, **({} if model is None else {"model": model})}
+            found = scene.http.post(f"/v1/{path}", json=asked)
+            whole = json.loads(found.text.split("\n")[0].removeprefix("data: "))
+            assert (whole["model"], scene.generator.adapters[-1]) == (model or "repeater", adapter)
+    assert scene.client.models.retrieve("styled").id == "styled"
 
 
 def test_chat(scene: Scene) -> None:
@@ -208,7 +224,12 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
         ("completions", {"prompt": "a", "generation_config": "{}"}, 400, "generation_config: Extra inputs"),
         ("completions", {"prompt": "a", "stop": ["x"] * 5}, 400, "stop"),
-        ("completions", {"prompt": "a", "model": "other"}, 404, "the model is repeater, and no other is served"),
+        (
+            "completions",
+            {"prompt": "a", "model": "other"},
+            404,
+            "the model other is not served; there are repeater, styled",
+        ),
         ("completions", {"prompt": "a" * 3000}, 400, "too many"),
         ("completions", {"prompt": "a" * (1 << 20)}, 413, "the body has more than 1048576 bytes"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
@@ -235,9 +256,9 @@ def test_bad_requests_get_json(scene: Scene, path: str, body: Any, status: int, 
 
 
 def test_other_paths_and_methods(scene: Scene) -> None:
-    assert scene.client.models.list().data[0].id == "repeater"
+    assert [each.id for each in scene.client.models.list().data] == ["repeater", "styled"]
     assert scene.client.models.retrieve("repeater").id == "repeater"
-    with pytest.raises(openai.NotFoundError, match="no other is served"):
+    with pytest.raises(openai.NotFoundError, match="the model others/model is not served; there are repeater, styled"):
         scene.client.models.retrieve("others/model")
     assert scene.http.get("/v1/completions").status_code == 405
     assert scene.http.get("/docs").status_code == 404
@@ -381,7 +402,7 @@ def test_others_need_a_token(capfd: pytest.CaptureFixture[str]) -> None:
     inbox = Inbox()
     for host in ("0.0.0.0", "::", "example.org"):
         with pytest.raises(ConfigError, match=f"--host {host} can be reached by others: set ZEROMESH_SERVE_TOKEN"):
-            HttpServer(inbox, "m", ServerOptions(host=host))
+            HttpServer(inbox, ServerOptions(host=host))
     inbox.stop()
     with Scene(token="s3cret-token") as scene:
         assert scene.client.completions.create(model="repeater", prompt="a", max_tokens=1).choices[0].text == "n"

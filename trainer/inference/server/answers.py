@@ -37,6 +37,7 @@ class Answer:
         *,
         most: int,
         parser: Any,
+        adapter: str | None,
     ) -> None:
         self._inbox, self._served, self._stops, self._parser = inbox, served, asked.stops, parser
         self._pieces: asyncio.Queue[Progress | BaseException] = asyncio.Queue()
@@ -45,7 +46,7 @@ class Answer:
         fields = asked.fields(most if positions is None else max(1, min(most, positions - len(tokens))))
         served.check_request(tokens, fields)
         seed = secrets.randbits(62) if seed is None else seed
-        self._number = inbox.submit(tokens, self.put, fields=fields, seed=seed)
+        self._number = inbox.submit(tokens, self.put, fields=fields, seed=seed, adapter=adapter)
 
     def put(self, progress: Progress | BaseException) -> None:
         """Take progress, or the error that ends the answer; any thread may call it."""

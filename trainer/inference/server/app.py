@@ -82,12 +82,13 @@ def _most_open() -> int:
 
 
 class HttpServer:
-    """Serves completions of the model `name` over HTTP. The constructor binds the address, so that a bad one is reported before a
-    model is loaded. Raises `ConfigError` for a public address without a token, or one that cannot be bound."""
+    """Serves completions over HTTP. The constructor binds the address, so that a bad one is reported before a model is loaded.
+    Raises `ConfigError` for a public address without a token, or one that cannot be bound."""
 
     _served: Generator
+    _models: Mapping[str, str | None]
 
-    def __init__(self, inbox: Inbox, name: str, options: ServerOptions) -> None:
+    def __init__(self, inbox: Inbox, options: ServerOptions) -> None:
         if not is_loopback(options.host) and not options.token:
             raise ConfigError(
                 f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
@@ -98,15 +99,16 @@ class HttpServer:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
         self.failure: BaseException | None = None  # The error that ended the generator, if any.
-        self.name, self._inbox, self._options = name, inbox, options
+        self._inbox, self._options = inbox, options
         self._answers: set[Answer] = set()
         self._stopping, self._since = False, int(time.time())
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, served: Generator) -> str:
-        """Start to listen, and return the address. Raises `ConfigError` where another process listens there."""
-        options, self._served = self._options, served
+    def start(self, served: Generator, models: Mapping[str, str | None]) -> str:
+        """Start to listen, and return the address. `models` has the adapter of each model's name, of which the first is for clients
+        that give none. Raises `ConfigError` where another process listens there."""
+        options, self._served, self._models = self._options, served, models
         with _address_errors(options, self._socket):
             self._socket.listen(_BACKLOG)
         config = uvicorn.Config(
@@ -146,8 +148,8 @@ class HttpServer:
         served: dict[str, tuple[str, Callable[[Request], Awaitable[Any]]]] = {
             "/v1/completions": ("POST", self._completions),
             "/v1/chat/completions": ("POST", self._chat),
-            "/v1/models": ("GET", self._models),
-            "/v1/models/{name:path}": ("GET", self._models),
+            "/v1/models": ("GET", self._cards),
+            "/v1/models/{name:path}": ("GET", self._cards),
             "/health": ("GET", self._health),
         }
 
@@ -180,12 +182,11 @@ class HttpServer:
             raise RequestError(503, "the server stops", code="stopping")
         return JSONResponse({"status": "ok", "open_requests": len(self._inbox)})
 
-    async def _models(self, request: Request) -> Response:
-        card = {"id": self.name, "object": "model", "created": self._since, "owned_by": "zeromesh"}
+    async def _cards(self, request: Request) -> Response:
+        card = {"object": "model", "created": self._since, "owned_by": "zeromesh"}
         if "name" not in request.path_params:
-            return JSONResponse({"object": "list", "data": [card]})
-        self._require_model(request.path_params["name"])
-        return JSONResponse(card)
+            return JSONResponse({"object": "list", "data": [{"id": name, **card} for name in self._models]})
+        return JSONResponse({"id": self._name_of(request.path_params["name"]), **card})
 
     async def _completions(self, request: Request) -> ASGIApp:
         asked = await self._parsed_body(request, CompletionRequest)
@@ -222,23 +223,26 @@ class HttpServer:
             where = ".".join(map(str, first["loc"])) or None
             text = printable(f"{where or 'body'}: {first['msg'].removeprefix('Value error, ')}")
             raise RequestError(400, text, param=where and printable(where)) from error
-        self._require_model(asked.model)
+        asked.model = self._name_of(asked.model)
         return asked
 
-    def _require_model(self, name: str | None) -> None:
-        if name not in (None, self.name):
-            raise RequestError(
-                404, f"the model is {self.name}, and no other is served", param="model", code="model_not_found"
-            )
+    def _name_of(self, asked: str | None) -> str:
+        """Return the name of the model that a client asks for, if any."""
+        if asked is not None and asked not in self._models:
+            text = printable(f"the model {asked:.200} is not served; there are {', '.join(self._models)}")
+            raise RequestError(404, text, param="model", code="model_not_found")
+        return next(iter(self._models)) if asked is None else asked
 
     def _reply(self, asked: CompletionRequest | ChatRequest, tokens: list[int], parser: Any) -> ASGIApp:
         """Submit a request, and return the response that sends its answer, whole or in parts, until the client leaves."""
-        answer = Answer(self._inbox, self._served, asked, tokens, most=self._options.new_tokens, parser=parser)
+        name = asked.model or ""
+        how = {"most": self._options.new_tokens, "parser": parser, "adapter": self._models[name]}
+        answer = Answer(self._inbox, self._served, asked, tokens, **how)
         self._answers.add(answer)
         if self.failure is not None:  # The generator has failed meanwhile.
             answer.put(self.failure)
         head: dict[str, Any] = {"id": f"{asked.kind}-{uuid.uuid4().hex}", "object": asked.object}
-        head |= {"created": int(time.time()), "model": self.name}
+        head |= {"created": int(time.time()), "model": name}
 
         def body(*pieces: Piece, first: bool = False, usage: int | None = None) -> dict[str, Any]:
             """Return the body with a choice of each piece, and the usage after `usage` new tokens."""
