@@ -5,7 +5,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from os import PathLike
@@ -331,7 +331,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             models.clear()
             read.append(Path(directory))
 
-        with self._without_models(), self.register_load_state_pre_hook(note):
+        with self._without_models(), _last_hook(self._load_model_state_pre_hook, note):
             super().load_state(input_dir, load_kwargs, **named)
         for directory, model, optimizer in self._model_folders(read[0]):
             if load(directory, model, optimizer) is None:
@@ -343,7 +343,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         optimizers: list[PreparedOptimizer]
         optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
         try:
-            with self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear()):
+            with _last_hook(self._save_model_state_pre_hook, lambda models, weights, directory: weights.clear()):
                 yield
         finally:
             self._optimizers, self._leaves_models_alone = optimizers, False
@@ -355,6 +355,15 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
+
+
+@contextmanager
+def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[..., None]) -> Iterator[None]:
+    hooks[_last_hook] = hook
+    try:
+        yield
+    finally:
+        del hooks[_last_hook]
 
 
 def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
