@@ -119,7 +119,7 @@ class TieredTensor:
         """Return a view of elements [start, end) if they are one piece of the memory of `device`, else None."""
         if end - start < self.numel:
             return self.slice(start, end).whole(device)
-        if not self.parts:
+        if not self.numel:
             return torch.empty(0, dtype=self.dtype, device=device)
         return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
@@ -179,6 +179,8 @@ class TieredTensor:
         """Fill `out`, 1-D of `numel` elements in host memory, converted to its dtype. Raises `StorageError`. A copy from a device
         runs on the caller's current stream, so that a thread with its own stream waits for its copies alone."""
         self._require_all(out.numel())
+        if not self.parts:  # Elements that are decoded by reads.
+            self.read(0, out)
         launched: torch.Stream | None = None
         for part in self.parts:
             target = out[part.start : part.end]

@@ -101,9 +101,6 @@ class EncodedTensor(TieredTensor):
     def nbytes(self) -> int:
         return self.encoded.nbytes
 
-    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
-        return None if self.numel else torch.empty(0, dtype=self.dtype, device=device)
-
     def slice(self, start: int, end: int) -> "EncodedTensor":
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
@@ -132,10 +129,6 @@ class EncodedTensor(TieredTensor):
                 "or with model.weights null"
             )
         return DONE
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        self._require_all(out.numel())
-        self.read(0, out)
 
 
 def codec_of(layout: BucketLayout) -> Codec:

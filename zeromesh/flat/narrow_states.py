@@ -147,21 +147,9 @@ class BlockTensor(TieredTensor):
         self._open: dict[int, torch.Tensor] = {}
         """The values of blocks that are not yet encoded."""
 
-    @classmethod
-    def allocate(
-        cls, numel: int, dtype: torch.dtype, tiers: Tiers, at: TierChoice, label: str, *, squares: bool
-    ) -> "BlockTensor":
-        """Allocate zeros. Raises `StorageError`."""
-        codes = tiers.allocate(numel, torch.uint8, at, Purpose.MOMENTS, label)
-        scales = tiers.allocate(-(-numel // BLOCK), torch.float32, at, Purpose.MOMENTS, f"scales of {label}")
-        return cls(dtype, codes, scales, squares=squares)
-
     @property
     def nbytes(self) -> int:
         return self.numel + -(-self.numel // BLOCK) * 4
-
-    def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
-        return None if self.numel else torch.empty(0, dtype=self.dtype, device=device)
 
     def slice(self, start: int, end: int) -> "BlockTensor":
         if not 0 <= start <= end <= self.numel:
@@ -196,10 +184,6 @@ class BlockTensor(TieredTensor):
             if at < upto:
                 self._open[block][at - block * BLOCK : upto - block * BLOCK] = data[at - begin : upto - begin]
         return DONE
-
-    def copy_to(self, out: torch.Tensor) -> None:
-        self._require_all(out.numel())
-        self.read(0, out)
 
     def wait_for_writes(self) -> None:
         self._codes.wait_for_writes()
@@ -246,11 +230,12 @@ class StateFormat:
     ) -> tuple[TieredTensor, Rounding | None]:
         """Allocate zeros, of averages of `squares` or of others. Returns how an update rounds to them; None: it writes them itself.
         Raises `StorageError`."""
-        dtype, *scales = self.lengths(numel, wide)
-        if scales:
-            blocks = BlockTensor.allocate(numel, wide, tiers, at, label, squares=squares)
-            return blocks, partial(round_to_levels, squares=squares)
-        return tiers.allocate(numel, dtype, at, Purpose.MOMENTS, label), None if dtype == wide else round_into
+        (dtype, _), *scaled = self.lengths(numel, wide).items()
+        rest = tiers.allocate(numel, dtype, at, Purpose.MOMENTS, label)
+        if not scaled:
+            return rest, None if dtype == wide else round_into
+        scales = tiers.allocate(scaled[0][1], torch.float32, at, Purpose.MOMENTS, f"scales of {label}")
+        return BlockTensor(wide, rest, scales, squares=squares), partial(round_to_levels, squares=squares)
 
 
 STATE_FORMATS = {

@@ -23,7 +23,9 @@ def block_tensor(
     numel: int, *, squares: bool = False, at: TierChoice | None = None, tiers: Tiers | None = None
 ) -> BlockTensor:
     tiers = tiers or Tiers(device=CPU, ledger=Ledger())
-    return BlockTensor.allocate(numel, torch.float32, tiers, at or TierChoice(), "m", squares=squares)
+    found, _ = STATE_FORMATS["int8"].allocate(numel, torch.float32, tiers, at or TierChoice(), "m", squares=squares)
+    assert isinstance(found, BlockTensor)
+    return found
 
 
 def numbers(numel: int, *, squares: bool, seed: int = 0) -> torch.Tensor:
