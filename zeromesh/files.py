@@ -13,7 +13,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from zeromesh.errors import StorageError
@@ -123,15 +122,6 @@ def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterato
         raise StorageError(f"{name!r} cannot be {what}: {error.strerror or error}{cure}") from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DiskWait:
-    """A running disk call, its seconds so far, and those of the outermost call around it."""
-
-    what: str
-    seconds: float
-    in_all: float
-
-
 @contextlib.contextmanager
 def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
     """Record for the length of the block that this thread waits for a disk; blocks may be nested."""
@@ -150,11 +140,12 @@ def disk_call(what: str, path: str | os.PathLike[str]) -> Iterator[None]:
             del DISK_CALLS[thread]
 
 
-def longest_disk_call() -> DiskWait | None:
-    """Return the disk call that runs longest, among the innermost one of each thread; None if no thread waits for a disk."""
+def longest_disk_call() -> tuple[str, float, float] | None:
+    """Return the disk call that runs longest, among the innermost one of each thread, with its seconds so far, and those of the
+    outermost call around it; None if no thread waits for a disk."""
     now = time.monotonic()
     found = [(calls[0][2], *calls[-1]) for calls in map(list, list(DISK_CALLS.values())) if calls]
     if not found:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])
-    return DiskWait(what=f"{what} of {os.fspath(path)!r}", seconds=now - since, in_all=now - outer)
+    return f"{what} of {os.fspath(path)!r}", now - since, now - outer

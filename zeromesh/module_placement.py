@@ -124,22 +124,15 @@ class _ModuleExchange:
 
 def _run_and_send(forward: Callable[..., Any], exchange: _ModuleExchange, /, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a placed module on the ranks of its set, and send output and input gradients to the other ranks."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    at = _needing_grad(leaves)
-    if at:
+    if given := _needing_grad((args, kwargs)):
         views: _Convert = lambda tensors: [each.view_as(each) for each in tensors]  # noqa: E731
-        entered = _apply(_MovedGradients, views, exchange.send, *(leaves[index] for index in at))
-        for index, tensor in zip(at, entered, strict=True):
-            leaves[index] = tensor
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+        entered = iter(_apply(_MovedGradients, views, exchange.send, *given))
+        args, kwargs = pytree.tree_map(lambda leaf: next(entered) if _needing_grad(leaf) else leaf, (args, kwargs))
     with exchange.randomness.sharded():
         output = forward(*args, **kwargs)
-    leaves, spec = pytree.tree_flatten(output)
-    at = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    left = _apply(_MovedGradients, exchange.send, list, *(leaves[index] for index in at))
-    for index, tensor in zip(at, left, strict=True):
-        leaves[index] = tensor
-    return pytree.tree_unflatten(leaves, spec)
+    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    left = iter(_apply(_MovedGradients, exchange.send, list, *tensors))
+    return pytree.tree_map_only(torch.Tensor, lambda _: next(left), output)
 
 
 class _RemoteModule(Stub):
@@ -148,28 +141,27 @@ class _RemoteModule(Stub):
         self._exchange = exchange
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
+        given = _needing_grad((args, kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), (args, kwargs))
         # Generators advance alike on all ranks, so the draw that this call makes on the set is made here too.
         with self._exchange.randomness.sharded(), torch.no_grad():
-            output, spec = pytree.tree_flatten(self._foreign[0](*args, **kwargs))
+            output = self._foreign[0](*args, **kwargs)
         tensors, specs = self._exchange.receive()
-        at = [index for index, leaf in enumerate(output) if isinstance(leaf, torch.Tensor)]
-        if len(at) != len(tensors):
+        promised = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
+        if promised != len(tensors):
             raise CollectiveError(
-                f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {len(at)}: what a placed module "
+                f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {promised}: what a placed module "
                 "returns may depend on the shapes of its inputs alone"
             )
         differentiable = [index for index, each in enumerate(specs) if each.differentiable]
         if differentiable:
             anchor = torch.zeros((), requires_grad=True)
-            given = [tensors[index] for index in differentiable] + [leaves[index] for index in _needing_grad(leaves)]
+            given = [*(tensors[index] for index in differentiable), *given]
             received = _apply(_ReceivedGradients, self._exchange, anchor, len(differentiable), *given)
             for index, tensor in zip(differentiable, received, strict=True):
                 tensors[index] = tensor
-        for index, tensor in zip(at, tensors, strict=True):
-            output[index] = tensor
-        return pytree.tree_unflatten(output, spec)
+        left = iter(tensors)
+        return pytree.tree_map_only(torch.Tensor, lambda _: next(left), output)
 
 
 class _MovedGradients(torch.autograd.Function):
@@ -205,7 +197,6 @@ def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[to
     return cast("tuple[torch.Tensor, ...]", function.apply(*arguments))  # type: ignore[no-untyped-call]
 
 
-def _needing_grad(leaves: list[Any]) -> list[int]:
-    if not torch.is_grad_enabled():
-        return []
-    return [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+def _needing_grad(structure: Any) -> list[torch.Tensor]:
+    tensors = (leaf for leaf in pytree.tree_leaves(structure) if isinstance(leaf, torch.Tensor))
+    return [each for each in tensors if each.requires_grad and torch.is_grad_enabled()]

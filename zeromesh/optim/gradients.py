@@ -26,7 +26,6 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.telemetry.step_recorder import NOTHING
 from zeromesh.units.unit import Bucket
 
 
@@ -193,7 +192,7 @@ class GradientReducer:
         if bucket.partial is not None and not self._first_microbatch:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first_microbatch
-        with self._recorder.range("reduce", bucket.name) if self._recorder.profiling else NOTHING:
+        with self._recorder.range("reduce", bucket.name):
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
         self._in_flight.append((bucket, reduction))
@@ -292,9 +291,9 @@ class GradientReducer:
 
     def _finish_oldest(self) -> None:
         bucket, reduction = self._in_flight.popleft()
-        with self._recorder.range("finish reducing", bucket.name) if self._recorder.profiling else NOTHING:
+        with self._recorder.range("finish reducing", bucket.name):
             reduction.finish()
-        if bucket.is_shard:
+        if bucket.length == bucket.layout.shard_length:
             self._after_reduction(bucket)
         else:
             self._unfinished_wholes.append((bucket, reduction))

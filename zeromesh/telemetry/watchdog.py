@@ -99,14 +99,14 @@ class Watchdog:
             if (request := self.board.trace_request()) != answered:
                 answered = request
                 self.on_request()
-            call = longest_disk_call() if DISK_CALLS else None
-            if call is None or call.in_all < period:
+            what, seconds, in_all = (longest_disk_call() if DISK_CALLS else None) or ("", 0.0, 0.0)
+            if in_all < period:
                 self.board.write(RankNote.DISK, 0)
                 continue
             number += 1
-            late = call.seconds >= self.disk_patience
+            late = seconds >= self.disk_patience
             limit = f", longer than checkpoint.timeout_seconds ({self.disk_patience:g})" if late else ""
-            self.board.write(RankNote.DISK, number, f"{call.what} for {call.seconds:.0f} seconds{limit}")
+            self.board.write(RankNote.DISK, number, f"{what} for {seconds:.0f} seconds{limit}")
             if not late:
                 self.board.beat()
 

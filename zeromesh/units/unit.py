@@ -153,7 +153,6 @@ class Bucket:
         self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
         self.length = self.interval.length  # the number of elements that this rank updates: its shard, or all of them
-        self.is_shard = self.length == layout.shard_length
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()

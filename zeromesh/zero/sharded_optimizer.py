@@ -60,10 +60,7 @@ class ShardedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call `closure` if given, update the parameters, and return the closure's result. Raises `PhaseError` when there are no
         gradients, or a step has used them up."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
         for each in self._replaced_optimizers:
@@ -129,10 +126,7 @@ class ChainedOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call `closure` if given, make one update by each optimizer, and return the closure's result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for number, each in enumerate(self.optimizers):
             blank = blank_copy_of(each)
             blank.param_groups = [group for group in self.param_groups if group[_OPTIMIZER_KEY] == number]
@@ -199,7 +193,9 @@ def settings_of(
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
     name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
     decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
-    if name is None or any(group.get(option) for group in groups for option in _NOT_FUSED) or decoupled:
+    # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
+    by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
+    if name is None or by_class or decoupled:
         own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)
         if has_modes and own_class.whole:
             raise ConfigError(
@@ -208,7 +204,3 @@ def settings_of(
         return OptimizerSettings(own_class=own_class, groups=values, members=members)
     momentum = max((group.get("momentum", 0.0) for group in groups), default=0.0)
     return OptimizerSettings(name=name, groups=values, members=members, momentum=momentum)
-
-
-_NOT_FUSED = ("amsgrad", "dampening")
-"""Options whose update the optimizer's class computes itself: SGD with dampening, for example, starts from a whole gradient."""

@@ -19,7 +19,6 @@ from tests.unit.offload.file_cases import refusing
 from zeromesh import Trainer, files
 from zeromesh.errors import StorageError
 from zeromesh.files import (
-    DiskWait,
     disk_call,
     longest_disk_call,
     open_regular,
@@ -119,11 +118,11 @@ def test_the_disk_call_that_runs_longest_is_told_with_all_calls_around_it(monkey
         clock[0] = 5.0
         with pytest.raises(OSError, match="why") as named, disk_call("sync", "/a/b"):  # noqa: PT012
             clock[0] = 10.0
-            assert longest_disk_call() == DiskWait(what="sync of '/a/b'", seconds=5.0, in_all=10.0)
+            assert longest_disk_call() == ("sync of '/a/b'", 5.0, 10.0)
             raise OSError(errno.EIO, "why")
         assert named.value.filename == "/a/b"
-        assert longest_disk_call() == DiskWait(what="write of '/a'", seconds=10.0, in_all=10.0)
-    assert longest_disk_call() == DiskWait(what="read of '/b'", seconds=3.0, in_all=11.0)
+        assert longest_disk_call() == ("write of '/a'", 10.0, 10.0)
+    assert longest_disk_call() == ("read of '/b'", 3.0, 11.0)
     files.DISK_CALLS.pop(1)
     assert files.DISK_CALLS == {2: []}
     assert longest_disk_call() is None
