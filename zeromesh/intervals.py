@@ -42,14 +42,3 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def padded_length(numel: int, parts: int, alignment: int = ALIGNMENT) -> int:
-    """Return the length to which a buffer of `numel` elements is padded, so that `parts` aligned shards of equal length fill it."""
-    return round_up(numel, parts * alignment)
-
-
-def shard_interval(padded: int, parts: int, index: int) -> Interval:
-    """Return the elements of part `index` of `parts` in a buffer of the length from `padded_length`."""
-    length = padded // parts
-    return Interval(start=index * length, end=(index + 1) * length)

@@ -81,7 +81,7 @@ class CheckpointStore:
         be written here of a part, whose files are sparse. Raises `StorageError` without space, or if it cannot be written."""
         directory = self.temporary(step)
         with refusals(directory, "written"):
-            self._discard(self._rename_to_trash(step, directory))  # Left-over files may have other sizes.
+            self.trash.remove(self._rename_to_trash(step, directory))  # Left-over files may have other sizes.
             for folder in {directory, *((directory / file.path).parent for file in files)}:
                 folder.mkdir(parents=True, exist_ok=True)
         self.require_room(sum(file.nbytes for file in files) if part_nbytes is None else part_nbytes)
@@ -110,7 +110,7 @@ class CheckpointStore:
                     files[name] = _write_small(directory, name, read_whole(path))
             self.put_manifest(directory, replace(manifest, step=step, files=files))
             replaced = publish(directory, final, partial(self._rename_to_trash, step, final))
-            self._discard(replaced)  # The old checkpoint is removed only after the new one's rename is on the disk.
+            self.trash.remove(replaced)  # The old checkpoint is removed only after the new one's rename is on the disk.
 
     def amend(self, step: int, name: str, data: bytes) -> None:
         """Add the small file `name` to a committed checkpoint: first the file, then, atomically, a manifest that lists it. A kill
@@ -135,7 +135,7 @@ class CheckpointStore:
     def abandon(self, step: int) -> None:
         """Remove the files of a failed save in a thread; those that remain are removed at the next start."""
         with suppress(OSError):
-            self._discard(self._rename_to_trash(step, self.temporary(step)))
+            self.trash.remove(self._rename_to_trash(step, self.temporary(step)))
 
     def retire(self, keep: Container[int]) -> None:
         """Remove all checkpoints but those of these steps, in the threads of `trash`."""
@@ -145,16 +145,12 @@ class CheckpointStore:
                 self.remove(step)
 
     def remove(self, step: int) -> None:
-        self._discard(self._rename_to_trash(step, self.path(step)))
+        self.trash.remove(self._rename_to_trash(step, self.path(step)))
 
     def _rename_to_trash(self, step: int, path: Path) -> Path | None:
         """Rename a directory, if it exists, to a `.trash-` name, so that it is not read while being removed; returns that path."""
         trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
         return path.rename(trash) if path.exists() else None
-
-    def _discard(self, trash: Path | None) -> None:
-        if trash is not None:
-            self.trash.remove(trash)
 
 
 def _write_small(directory: Path, name: str, data: bytes) -> FileRecord:
@@ -290,7 +286,9 @@ class Remover:
         """The removal task of each directory, which returns a failure's reason; replaced as a whole, for other threads."""
         self._reported: set[Path] = set()
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: Path | None) -> None:
+        if path is None:
+            return
         tasks = {each: task for each, task in self._tasks.items() if not task.done()}
         for each in (*self._refused(), path):
             tasks[each] = in_thread("remove", partial(_remove, each), daemon=True)

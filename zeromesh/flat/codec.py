@@ -155,7 +155,7 @@ class Codec:
         if not self.nested:
             return scales
         groups = torch.arange(first, first + scales.numel(), device=scales.device).div_(GROUP, rounding_mode="floor")
-        return _int8_values(scales.device)[scales.int()] * tables[groups] + tables[-1]
+        return _decoded(_INT8, scales) * tables[groups] + tables[-1]
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out`, 1-D of whole blocks but for the last, from codes and the float32 scales of its blocks."""
@@ -199,6 +199,10 @@ def _levels(levels: tuple[float, ...], device: torch.device) -> torch.Tensor:
     return torch.tensor(levels, device=device)
 
 
+def _decoded(levels: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
+    return _levels(levels, codes.device)[codes.int()]
+
+
 @cache
 def _bounds(levels: tuple[float, ...]) -> tuple[list[float], torch.Tensor]:
     """Return the midpoints between the values of codes, ascending, and the codes in the order of their values."""
@@ -227,14 +231,13 @@ def _four_bits(levels: tuple[float, ...]) -> CodecRow:
     return CodecRow(
         block=64,
         quantize=partial(_quantize_to, levels),
-        dequantize=lambda codes: _levels(levels, codes.device)[codes.int()],
+        dequantize=partial(_decoded, levels),
         codes_in_byte=2,
         nests=True,
     )
 
 
-@cache
-def _int8_values(device: torch.device) -> torch.Tensor:
+def _int8_levels() -> tuple[float, ...]:
     """Return the values of the 256 codes of bitsandbytes' dynamic 8-bit type, ascending: seven decades, each divided evenly by as
     many fractions as bits are left (Dettmers 2015, arXiv:1511.04561)."""
     values = [0.0, 1.0]
@@ -242,13 +245,16 @@ def _int8_values(device: torch.device) -> torch.Tensor:
         bounds = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
         means = (10.0 ** (decade - 6)) * ((bounds[:-1] + bounds[1:]) / 2.0)
         values += [*means.tolist(), *(-means).tolist()]
-    return torch.tensor(sorted(values), device=device)
+    return tuple(sorted(values))
+
+
+_INT8 = _int8_levels()
 
 
 @cache
 def _int8_codes() -> torch.Tensor:
     """Return the nearest code of each of the values to which bitsandbytes rounds before, from -1 to 1."""
-    levels = _int8_values(_CPU)
+    levels = _levels(_INT8, _CPU)
     grid = -1.0 + (2.0 * torch.arange(_GRID + 1, dtype=torch.float32)) / _GRID
     return torch.bucketize(grid, 0.5 * (levels[:-1] + levels[1:])).to(torch.uint8)
 
@@ -264,10 +270,6 @@ def _quantize_int8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torc
     return torch.where(absmax.repeat_interleave(block)[:count] == 0, 0, _int8_codes()[places]), absmax
 
 
-def _dequantize_int8(codes: torch.Tensor) -> torch.Tensor:
-    return _int8_values(codes.device)[codes.int()]
-
-
 def _quantize_fp8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     count = values.numel()
     absmax = torch.nn.functional.pad(values, (0, -count % block)).view(-1, block).abs().amax(1)
@@ -278,7 +280,7 @@ def _quantize_fp8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch
 CODECS: dict[CodecName, CodecRow] = {
     "nf4": _four_bits(_NF4),
     "fp4": _four_bits(_FP4),
-    "int8": CodecRow(block=256, quantize=_quantize_int8, dequantize=_dequantize_int8, nests=True),
+    "int8": CodecRow(block=256, quantize=_quantize_int8, dequantize=partial(_decoded, _INT8), nests=True),
     "fp8": CodecRow(
         block=128, quantize=_quantize_fp8, dequantize=lambda codes: codes.view(torch.float8_e4m3fn).float()
     ),

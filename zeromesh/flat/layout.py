@@ -32,7 +32,7 @@ import torch
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.codec import Codec
-from zeromesh.intervals import ALIGNMENT, Interval, padded_length, round_up, shard_interval
+from zeromesh.intervals import ALIGNMENT, Interval, round_up
 from zeromesh.mesh.mesh_shape import Axis
 
 Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
@@ -358,7 +358,7 @@ class BucketLayout:
                     f"which overlaps, is not aligned to {self.alignment} or has another length"
                 )
             end = where.end
-        padded = padded_length(end, self.parts, self.alignment)
+        padded = round_up(end, self.parts * self.alignment)  # Aligned shards of equal length fill it.
         object.__setattr__(self, "padded", padded)
         object.__setattr__(self, "shard_length", padded // self.parts)
         object.__setattr__(self, "first", self.slots[0].spec if self.slots else None)
@@ -378,7 +378,7 @@ class BucketLayout:
         return shards * self.rest_nbytes(self.padded // shards)
 
     def shard(self, index: int) -> Interval:
-        return shard_interval(self.padded, self.parts, index)
+        return Interval(start=index * self.shard_length, end=(index + 1) * self.shard_length)
 
     def gaps(self) -> tuple[Interval, ...]:
         """Return the intervals that belong to no parameter, including the padding."""

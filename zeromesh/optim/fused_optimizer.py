@@ -164,18 +164,14 @@ class BucketOptimizer:
                 wide[0] += wide.pop()
             self._step(start + first, wide, groups)
             if self._compensated:
-                self._round_off(start + first, parts[0], parts[-1], wide[0])
+                for segment, (weight, rest, exact) in self._parts(start + first, [parts[0], parts[-1], wide[0]]):
+                    if self._updated[segment.number]:
+                        rest.copy_(exact - weight.copy_(exact))
             if self._rounding:
                 where, bucket = Interval(start=start + first, end=start + first + len(parts[0])), self._bucket
                 bits = bits_of_shard(bucket.layout, bucket.interval, where, self.steps, self._seed, parts[0].device)
                 for number, round_at_random in self._rounding.items():
                     round_at_random(parts[number], wide[number], bits, number % LANES)
-
-    def _round_off(self, start: int, weights: torch.Tensor, rest: torch.Tensor, exact: torch.Tensor) -> None:
-        """Round the `exact` values of updated parameters, from `start` on, into `weights`, and what is left of them into `rest`."""
-        for segment, (narrow, left, wide) in self._parts(start, [weights, rest, exact]):
-            if self._updated[segment.number]:
-                left.copy_(wide - narrow.copy_(wide))
 
     def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment, parts in self._parts(start, tensors):

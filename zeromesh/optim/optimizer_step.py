@@ -453,10 +453,8 @@ class OptimizerStep:
         if averaging and bucket.average is not None:
             states.append(bucket.average)
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
-        if not self.gradients.updates_in_backward:
-            rest = bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
-            if rest is not None:
-                uses.append(StreamOperand(tensor=rest, mode=Access.READ))
+        if not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
+            uses.append(StreamOperand(tensor=summed, mode=Access.READ))
         if bucket.copy is not None:
             uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
         return uses

@@ -179,6 +179,9 @@ class Bucket:
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
+    def summed_gradient(self) -> TieredTensor | None:
+        return self.grad_rest if self.grad is None else TieredTensor.of(self.grad)
+
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         on_use = staticmethod(self.use_callback)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}

@@ -371,7 +371,7 @@ class FullState:
         name = self._spec_of(fqn).name
         if not self._trained[name]:
             return None
-        named = next(self._gather_all_stages([name], _gradient_of, self._gradient_dtype), None)
+        named = next(self._gather_all_stages([name], Bucket.summed_gradient, self._gradient_dtype), None)
         if named is None:
             raise PhaseError(f"the gradient of {fqn} was used inside backward (optimizer.in_backward)")
         return named[1].clone()
@@ -505,10 +505,6 @@ class FullState:
         if fqn not in self._specs:
             raise LayoutError(f"the model has no parameter {fqn!r}; names are as in model.named_parameters()")
         return self._specs[fqn]
-
-
-def _gradient_of(bucket: Bucket) -> TieredTensor | None:
-    return bucket.grad_rest if bucket.grad is None else TieredTensor.of(bucket.grad)
 
 
 def _fingerprint(parameter: nn.Parameter) -> tuple[int, int]:

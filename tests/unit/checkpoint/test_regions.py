@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import Region, Tile, share_of
-from zeromesh.intervals import Interval, padded_length, shard_interval
+from zeromesh.intervals import Interval, round_up
 
 # A tensor without elements now and then is enough.
 sizes = st.sampled_from([0, *range(1, 7), *range(1, 7), *range(1, 7)])
@@ -75,11 +75,10 @@ def test_tensor_parallel_and_data_parallel_ranks_hold_every_element_once(
 ) -> None:
     held = np.zeros(prod(shape), dtype=int)
     for region in tensor_parallel(shape, data):
-        padded = padded_length(region.numel, world, alignment)
+        length = round_up(region.numel, world * alignment) // world
         everything = Interval(start=0, end=region.numel)
         for rank in range(world):
-            shard = shard_interval(padded, world, rank)
-            own = Interval(start=min(shard.start, region.numel), end=shard.end).intersect(everything)
+            own = Interval(start=min(rank * length, region.numel), end=(rank + 1) * length).intersect(everything)
             for copy in range(copies):
                 for run in region.runs(share_of(own, copies, copy, alignment)):
                     held[run.logical : run.logical + run.length] += 1

@@ -19,7 +19,7 @@ from zeromesh.flat.layout import (
     StridedRows,
     build_layout,
 )
-from zeromesh.intervals import Interval, balanced, padded_length, round_up, shard_interval
+from zeromesh.intervals import Interval, balanced, round_up
 from zeromesh.options import STAGES, Placement
 
 sizes = st.integers(min_value=0, max_value=5000)
@@ -42,8 +42,8 @@ def layouts(draw: st.DrawFn) -> BucketLayout:
 
 @given(numel=sizes, count=parts, alignment=alignments)
 def test_shards_tile_the_padded_buffer(numel: int, count: int, alignment: int) -> None:
-    padded = padded_length(numel, count, alignment)
-    shards = [shard_interval(padded, count, index) for index in range(count)]
+    layout = build_layout("bucket", [spec(0, (numel,))], count, alignment)
+    padded, shards = layout.padded, [layout.shard(index) for index in range(count)]
     assert shards[0].start == 0
     assert shards[-1].end == padded
     assert all(first.end == second.start for first, second in pairwise(shards))
@@ -133,7 +133,8 @@ def test_lengths_are_divided_and_rounded_exactly() -> None:
     assert ends(8, 3) == [(0, 3), (3, 6), (6, 8)]
     assert ends(2, 3) == [(0, 1), (1, 2), (2, 2)]
     assert [round_up(value, 4) for value in (0, 1, 4, 5)] == [0, 4, 4, 8]
-    assert [padded_length(numel, 2) for numel in (1, 128, 129)] == [128, 128, 256]
+    buckets = [build_layout("bucket", [spec(0, (numel,))], 2) for numel in (1, 128, 129)]
+    assert [each.padded for each in buckets] == [128, 128, 256]
     assert Interval(start=5, end=9).after(3) == Interval(start=2, end=6)
     apart = Interval(start=0, end=2), Interval(start=5, end=9)
     assert apart[0].intersect(apart[1]) == apart[1].intersect(apart[0]) == Interval(start=5, end=5)
