@@ -1,11 +1,12 @@
 """Flat tensors that rest on a tier, or of which the first elements rest on a tier and the others on the device, and `Tiers`,
 which allocates them and counts every byte in the ledger."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 
@@ -89,6 +90,8 @@ class TieredTensor:
         self.dtype = dtype
         self.parts = tuple(parts)
         self.numel = parts[-1].end if parts else 0
+        self._at = 0
+        """The place of its first element in the tensor of which it is a slice."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":
@@ -123,7 +126,7 @@ class TieredTensor:
             return torch.empty(0, dtype=self.dtype, device=device)
         return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
 
-    def slice(self, start: int, end: int) -> "TieredTensor":
+    def slice(self, start: int, end: int) -> Self:
         """Return elements [start, end) as a tiered tensor on the same memory and files. Raises `ValueError` outside [0, numel]."""
         if not 0 <= start <= end <= self.numel:
             raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
@@ -135,7 +138,9 @@ class TieredTensor:
                 memory = None if part.memory is None else part.memory[skipped : last - part.start]
                 first = part.first + skipped
                 parts.append(replace(part, start=begin - start, end=last - start, memory=memory, first=first))
-        return TieredTensor(self.dtype, parts)
+        found = copy.copy(self)
+        found.parts, found.numel, found._at = tuple(parts), end - start, self._at + start
+        return found
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         """Start to fill `out`, 1-D, from element `start` on, converted to its dtype. Raises `StorageError`, or its `wait` does."""

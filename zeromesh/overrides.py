@@ -38,8 +38,8 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
 
 
 def override(instance: object, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute on the instance itself; returns a function that restores the previous state."""
-    own = vars(instance)
+    """Set an attribute on the instance itself, or an entry of a dict; returns a function that restores the previous state."""
+    own = instance if isinstance(instance, dict) else vars(instance)
     undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
     own[name] = value
     return undo

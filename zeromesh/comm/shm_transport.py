@@ -28,7 +28,7 @@ import torch
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, Transport, sum_in_order
 from zeromesh.errors import CollectiveError
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import SparePages, TieredTensor, Transfer
+from zeromesh.offload import SparePages, TieredTensor
 from zeromesh.offload.memory.allocation import PAGE, SharedSegment, require_memory
 from zeromesh.telemetry.step_recorder import Collective
 
@@ -271,9 +271,7 @@ class SharedBuffer(GatherBuffer):
         self.persistent = request.persistent
         self._arena, self._written, self._done, self._traffic = arena, written, done, group.traffic
         self._counted_generation = self._generation = 0
-        self._reading: Transfer | None = None
-        self._valid, self._pages_freed = False, True
-        self._memory = None
+        self._pages_freed = True
         length, itemsize = request.padded // group.size, request.dtype.itemsize
         self._own = slice(group.index * length, (group.index + 1) * length)
         self._own_bytes = (offset + self._own.start * itemsize, length * itemsize)

@@ -54,6 +54,10 @@ class GatherBuffer:
     decoded_nbytes = 0
     """The bytes that the buffer has, beside `transient_nbytes`, from `wait` to `release`, for values that it has decoded."""
     _own = slice(None)
+    _memory: ReleasableBuffer | None = None
+    _reading: Transfer | None = None
+    launched: Launched | None = None
+    _valid = False
 
     def __init__(
         self,
@@ -68,10 +72,6 @@ class GatherBuffer:
         self.persistent = request.persistent
         self._what, self._group = f"all-gather of {request.name}", group
         self._queue = deque[GatherBuffer]() if queue is None else queue
-        self._memory: ReleasableBuffer | None = None
-        self._reading: Transfer | None = None
-        self.launched: Launched | None = None
-        self._valid = False
         if group is not None:
             self._own = slice(group.index * count // group.size, (group.index + 1) * count // group.size)
         if self.persistent:
@@ -280,9 +280,6 @@ class Transport:
                     buffer.launched.wait()  # Memory is freed in the order of the device's current stream.
 
 
-_STRONGLY_ORDERED = {"x86_64", "AMD64"}
-
-
 def choose_transport(kind: TransportName, group: ProcessSet, device: torch.device) -> str:
     """Resolve `kind` for this group to `local`, `shared`, `gloo` or `nccl`. Raises `ConfigError` when the named transport cannot
     serve the group, and `CollectiveError` when this rank is not in it."""
@@ -301,7 +298,7 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     obstacle, machine = "", platform.machine()
     if not group.one_host:
         obstacle = "the ranks of the group do not share one host and one process namespace"
-    elif machine not in _STRONGLY_ORDERED:
+    elif machine not in ("x86_64", "AMD64"):
         obstacle = f"{machine} orders memory more weakly than x86-64, which its counters rely on"
     if kind == "shared" and obstacle:
         raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")

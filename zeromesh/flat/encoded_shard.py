@@ -92,24 +92,18 @@ class EncodedShard:
 class EncodedTensor(TieredTensor):
     """A flat tensor, `[numel]` of `dtype`, that rests as a shard's bytes and is decoded by reads. It takes its own values alone."""
 
-    def __init__(self, dtype: torch.dtype, shard: EncodedShard, encoded: TieredTensor, at: Interval) -> None:
-        """The tensor is the elements `at` of a shard whose bytes are `encoded`, uint8."""
+    def __init__(self, dtype: torch.dtype, shard: EncodedShard, encoded: TieredTensor) -> None:
+        """The tensor is the elements of a shard whose bytes are `encoded`, uint8."""
         super().__init__(dtype, ())
-        self.numel, self.encoded, self._shard, self._at = at.length, encoded, shard, at
+        self.numel, self.encoded, self._shard = shard.length, encoded, shard
 
     @property
     def nbytes(self) -> int:
         return self.encoded.nbytes
 
-    def slice(self, start: int, end: int) -> "EncodedTensor":
-        if not 0 <= start <= end <= self.numel:
-            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
-        at = Interval(start=self._at.start + start, end=self._at.start + end)
-        return EncodedTensor(self.dtype, self._shard, self.encoded, at)
-
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         target = out if out.dtype == self.dtype else torch.empty(out.numel(), dtype=self.dtype, device=out.device)
-        self._shard.decode(self.encoded, target, self._at.start + start)
+        self._shard.decode(self.encoded, target, self._at + start)
         if target is not out:
             out.copy_(target)
         return DONE

@@ -12,7 +12,6 @@ codes when it is decoded and encoded again: a checkpoint has decoded moments, an
 is twice as wide, the roots are kept.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -142,21 +141,12 @@ class BlockTensor(TieredTensor):
     def __init__(self, dtype: torch.dtype, codes: TieredTensor, scales: TieredTensor, *, squares: bool) -> None:
         super().__init__(dtype, ())
         self.numel, self.squares, self._codes, self._scales = codes.numel, squares, codes, scales
-        self._at = 0
-        """Its first element among those that `codes` hold, of which it may be a slice."""
         self._open: dict[int, torch.Tensor] = {}
         """The values of blocks that are not yet encoded."""
 
     @property
     def nbytes(self) -> int:
         return self.numel + -(-self.numel // BLOCK) * 4
-
-    def slice(self, start: int, end: int) -> "BlockTensor":
-        if not 0 <= start <= end <= self.numel:
-            raise ValueError(f"elements [{start}, {end}) do not lie in {self.numel}")
-        part = copy.copy(self)
-        part._at, part.numel = self._at + start, end - start
-        return part
 
     def read(self, start: int, out: torch.Tensor) -> Transfer:
         for block in list(self._open):

@@ -29,16 +29,13 @@ from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 _LOGGER = logging.getLogger(__name__)
 _POLL_SECONDS = 1e-3
 _TRACE = "collectives_rank_"  # the prefix of the name of a rank's file of latest collectives
-_RECORDED = (
-    2000  # collectives that torch's flight recorder keeps, as newer versions do by default; older ones kept none
-)
 
 
 def record_collectives(traces: Path | None) -> None:
     """Make torch's flight recorder keep the latest collectives of this process, and dump them into `traces` when torch aborts the
     process. Call it before groups are made; variables that the user has set are left alone."""
-    # The second name is an older one, of which torch warns.
-    set_default("TORCH_FR_BUFFER_SIZE", str(_RECORDED), "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    # As many as newer versions keep by default; older ones kept none. The second name is an older one, of which torch warns.
+    set_default("TORCH_FR_BUFFER_SIZE", "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     set_default("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     if traces is not None:
         set_default("TORCH_FR_DUMP_TEMP_FILE", str(traces / _TRACE), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")

@@ -275,7 +275,7 @@ class _BucketBuilder:
             gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport.spare_pages
         )
         own = EncodedShard.of(layout, interval, tables)
-        return buffer, (EncodedTensor(dtype, own, encoded, Interval(start=0, end=interval.length)), None)
+        return buffer, (EncodedTensor(dtype, own, encoded), None)
 
     def runs_in_files(self, layout: BucketLayout) -> _Runs:
         """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""

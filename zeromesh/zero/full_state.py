@@ -23,6 +23,7 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, tensor_bytes
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
+from zeromesh.overrides import override
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
@@ -414,11 +415,7 @@ class FullState:
 
     def _replace(self, name: str, replacement: nn.Parameter, restore: ExitStack) -> None:
         for table, leaf in self._parameter_dicts(name):
-            if leaf in table:
-                restore.callback(table.__setitem__, leaf, table[leaf])
-            else:  # This pipeline stage had no such parameter.
-                restore.callback(table.pop, leaf, None)
-            table[leaf] = replacement
+            restore.callback(override(table, leaf, replacement))  # A pipeline stage may have had no such parameter.
 
     def _parameter_dicts(self, name: str) -> list[tuple[dict[str, nn.Parameter | None], str]]:
         parts = [each.rpartition(".") for each in self._names[name]]

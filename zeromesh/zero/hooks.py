@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import Node
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -63,9 +62,6 @@ _dynamo.set_code_exec_strategy(_ModuleHook.__call__.__code__, _skipped)
 
 def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
     """Call outside any `torch.func` transform, since the engine's operations are no part of a user's function."""
-    if peek_interpreter_stack() is None:
-        call(*arguments)
-        return
     with temporarily_clear_interpreter_stack():
         call(*arguments)
 

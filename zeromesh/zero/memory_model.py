@@ -124,12 +124,10 @@ class MemoryModel:
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
                     for dtype, numel in lengths.items():
                         placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
-        own_class, at = options.optimizer.own_class, options.offload.optimizer
-        if own_class is not None and own_class.whole:
-            layouts = [layout for unit in self.units for layout in unit if layout.first.requires_grad]
-            nbytes = most_owned_nbytes(layouts, own_class, self._parts, options.precision.master)
+        if (own_class := options.optimizer.own_class) is not None and own_class.whole:
+            nbytes = most_owned_nbytes(self._trained, own_class, self._parts, options.precision.master)
             for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
-                placed[Purpose.MOMENTS] += at.numel_on(tier, nbytes)
+                placed[Purpose.MOMENTS] += options.offload.optimizer.numel_on(tier, nbytes)
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums

@@ -132,7 +132,7 @@ def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int)
         for piece in layout.pieces(interval):
             inside, here = piece.in_parameter, piece.in_shard
             wanted[here.start : here.end] = whole[piece.spec.fqn][inside.start : inside.end]
-        tensor = EncodedTensor(torch.float32, shard, TieredTensor.of(data), Interval(start=0, end=interval.length))
+        tensor = EncodedTensor(torch.float32, shard, TieredTensor.of(data))
         assert torch.equal(tensor.load(torch.device("cpu")), wanted)
         for start, end in pairwise([0, 1, 65, 190, interval.length // 2, interval.length]):
             if start < end <= interval.length:

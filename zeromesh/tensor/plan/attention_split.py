@@ -38,7 +38,7 @@ def divide_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadS
             f"{where}: {queries} query heads cannot be divided among {ranks} ranks; parallel.tensor may be at most {queries}"
         )
     return tuple(
-        HeadShare(queries=shifted(own, key * group), keys=Interval(start=key, end=key + 1))
+        HeadShare(queries=own.after(-key * group), keys=Interval(start=key, end=key + 1))
         for key, crowd in enumerate(crowds)
         for own in balanced(group, crowd.length)
     )
@@ -46,10 +46,6 @@ def divide_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadS
 
 def scaled(interval: Interval, width: int) -> Interval:
     return Interval(start=interval.start * width, end=interval.end * width)
-
-
-def shifted(interval: Interval, by: int) -> Interval:
-    return Interval(start=interval.start + by, end=interval.end + by)
 
 
 _QUERY_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
@@ -119,13 +115,13 @@ class AttentionDivision:
         heads: list[tuple[Interval, ...]] = []
         for share in self.shares:
             if stacked:
-                keys = shifted(share.keys, self.queries)
-                heads.append((share.queries, keys, shifted(keys, self.keys)))
+                keys = share.keys.after(-self.queries)
+                heads.append((share.queries, keys, keys.after(-self.keys)))
             elif self.exclusive:
                 heads.append((scaled(share.keys, group + 2),))
             else:
                 # The queries of a group come after the keys and values of all groups before it.
-                own = shifted(share.queries, 2 * share.keys.start)
+                own = share.queries.after(-2 * share.keys.start)
                 end = share.keys.end * (group + 2)
                 heads.append((own, Interval(start=end - 2, end=end)))
         return tuple(tuple(scaled(interval, width) for interval in intervals) for intervals in heads)

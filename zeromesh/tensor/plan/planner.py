@@ -31,7 +31,6 @@ from zeromesh.tensor.plan.attention_split import (
     intermediate_dims,
     is_transposed,
     linear_sizes,
-    shifted,
 )
 from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.tensor.plan.recognition import EXTRA_RULES, FUSED, KEYS, QUERIES, divides_by_shape, recognise_styles
@@ -262,7 +261,7 @@ class _Planner:
             self._add(name, Style.COLUMN, attention.by_head(name, outputs))
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
-            second = (shifted(interval, outputs // 2) for interval in half)
+            second = (interval.after(-(outputs // 2)) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
             division = attention or self._attention_around(name)
@@ -381,7 +380,7 @@ def _part(layer: LayerPlan, module: nn.Module, leaf: str, shape: tuple[int, ...]
     intervals = layer.shares[rank]
     if layer.style is Style.EXPERTS and leaf == "gate_up_proj":
         (own,), half = intervals, shape[dim] // 2
-        intervals = (own, shifted(own, half))
+        intervals = (own, own.after(-half))
     dims = tuple(intervals if number == dim else (Interval(start=0, end=size),) for number, size in enumerate(shape))
     holders = tuple(other for other, share in enumerate(layer.shares) if share == layer.shares[rank])
     return ParameterPart(region=Region(shape=shape, dims=dims), holders=holders, partial=len(holders) > 1)
