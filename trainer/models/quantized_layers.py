@@ -25,7 +25,7 @@ _CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn, torch.float
 
 
 class QuantizedLayer(QuantizedTensors):
-    """The weight of a layer of bitsandbytes, as `StoredValues`."""
+    """The weight of a layer of bitsandbytes, as `BuiltSource` reads it from the attribute `stored` of a parameter."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         """Raises `LayoutError` for a layer without codes, and `ConfigError` for a form that bitsandbytes 0.50 does not have."""

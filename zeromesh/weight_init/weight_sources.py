@@ -251,19 +251,6 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-class StoredValues(Protocol):
-    """The values of a parameter on the meta device that lie in another form: what its attribute `stored` is until they are
-    released."""
-
-    def read(self, start: int, end: int) -> torch.Tensor:
-        """Return elements [start, end) of the flattened parameter, 1-D."""
-        ...
-
-    def encoded_by(self, codec: Codec) -> EncodedParameter | None:
-        """Return the whole parameter as `codec` encodes it, if it lies so."""
-        ...
-
-
 class BuiltSource(ParameterSource):
     """The current parameters of `model`, but those `without`. Later replacements of `param.data` do not matter; in-place changes
     would."""
@@ -273,7 +260,8 @@ class BuiltSource(ParameterSource):
         named = [(name, parameter) for name, parameter in model.named_parameters() if name not in without]
         self._values = {name: parameter.detach() for name, parameter in named}
         self._elsewhere: dict[str, Any] = {name: each for name, each in named if hasattr(each, "stored")}
-        """The parameters with `StoredValues`."""
+        """The parameters on meta whose values lie in another form, in their attribute `stored` until they are released: it has the
+        methods `read(start, end)`, and `encoded_by(codec)`, which returns None where another codec has encoded them."""
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
         """Return elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval,

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -37,10 +36,9 @@ class ShardedOptimizer(Optimizer):
         self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor = factor
         self._loss_is_scaled = False
-        refuse: Any = partial(_refuse_step)
-        refuse._wrapped_by_lr_sched = True  # Keeps schedulers of the wrapped optimizer from warning.
+        vars(_refuse_step)["_wrapped_by_lr_sched"] = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._replaced_optimizers:
-            vars(each)["step"] = refuse  # The wrapped optimizer's step would silently do nothing.
+            vars(each)["step"] = _refuse_step  # The wrapped optimizer's step would silently do nothing.
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Return True if this is `optimizer`, or has replaced it."""
