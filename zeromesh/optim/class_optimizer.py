@@ -102,10 +102,6 @@ class PieceOptimizer(BucketOptimizer):
         self._plans = [_tried_plan(own_class, slot.spec) for slot in bucket.layout.slots]
         super().__init__(bucket, options, tiers)
 
-    def _segment_keys(self) -> Sequence[object]:
-        # Each parameter has its own step count, so that each is updated by a separate call.
-        return range(len(self._plans))
-
     def begin(self) -> None:
         super().begin()
         self._scalars_before = {name: values.clone() for name, values in self._scalars.items()}

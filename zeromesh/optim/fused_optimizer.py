@@ -136,12 +136,11 @@ class BucketOptimizer:
         bucket = self._bucket
         self._missing = bucket.missing
         self._updated = [trained and n not in bucket.missing for n, trained in enumerate(bucket.training)]
-        segments = bucket.layout.segments(bucket.interval, self._segment_keys())
+        # Neighbours are updated at once; but a class counts the steps of each parameter, and updates it by a call of its own.
+        apart = self._settings.own_class is not None
+        keys = [n if apart else key for n, key in enumerate(zip(self._updated, self.steps, strict=True))]
+        segments = bucket.layout.segments(bucket.interval, keys)
         self._segments = [each for each in segments if each.group != NO_GROUP]
-
-    def _segment_keys(self) -> Sequence[object]:
-        """Return a key for each parameter, equal for neighbours that may be updated at once."""
-        return list(zip(self._updated, self.steps, strict=True))
 
     def begin(self) -> None:
         """Count one more update for each parameter that it will change."""
