@@ -259,17 +259,12 @@ class SharedBuffer(GatherBuffer):
     """A gather buffer in shared memory: each rank writes its shard straight into the pages that all ranks read."""
 
     def __init__(
-        self,
-        request: BufferRequest,
-        group: ProcessSet,
-        arena: SharedSegment,
-        offset: int,
-        written: Counters,
-        done: Counters,
+        self, request: BufferRequest, group: ProcessSet, arena: SharedSegment, offset: int, counters: Sequence[Counters]
     ) -> None:
+        """`counters` are those of the generations that ranks have written, and have finished reading."""
         self.full = arena.tensor(offset, request.padded, request.dtype)
         self.persistent = request.persistent
-        self._arena, self._written, self._done, self._traffic = arena, written, done, group.traffic
+        self._arena, self._traffic, (self._written, self._done) = arena, group.traffic, counters
         self._counted_generation = self._generation = 0
         self._pages_freed = True
         length, itemsize = request.padded // group.size, request.dtype.itemsize
@@ -400,8 +395,8 @@ class SharedTransport(Transport):
         self._segments = (arena, words)
         buffers = []
         for number, (request, offset) in enumerate(zip(requests, offsets, strict=True)):
-            written, done = (Counters(words.words(), (2 * number + row) * group.size * LINE, group) for row in range(2))
-            buffers.append(SharedBuffer(request, group, arena, offset, written, done))
+            counters = [Counters(words.words(), (2 * number + row) * group.size * LINE, group) for row in range(2)]
+            buffers.append(SharedBuffer(request, group, arena, offset, counters))
         self.buffers, self.spare_pages = buffers, SparePages()
 
     def close(self) -> None:

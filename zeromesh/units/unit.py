@@ -150,7 +150,6 @@ class Bucket:
         self.spec = layout.first
         self.dtype = self.spec.dtype
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
-        self.nbytes = layout.nbytes
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
         self.length = self.interval.length  # the number of elements that this rank updates: its shard, or all of them
         self.training = [slot.spec.requires_grad for slot in layout.slots]
@@ -297,7 +296,7 @@ class Unit:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):
             return False
         near = [bucket for bucket in self.buckets if bucket.buffer.full.device == tensor.device]
-        return any(0 <= tensor.data_ptr() - bucket.buffer.full.data_ptr() < bucket.nbytes for bucket in near)
+        return any(0 <= tensor.data_ptr() - bucket.buffer.full.data_ptr() < bucket.layout.nbytes for bucket in near)
 
     def record_digests(self) -> None:
         for bucket in self.buckets:
