@@ -59,7 +59,6 @@ class GradientReducer:
         self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
         self._is_alone = mesh.shard.size == 1  # The shard group is this rank alone, so its own sums are the result.
         self._mesh = mesh
-        self._recorder = mesh.recorder
         self.incomplete: Counter[int] = Counter()  # each unit's buckets that lack a gradient in the running backward
         self.keep_zeros = False  # A missing gradient counts as zeros, as after `zero_grad(set_to_none=False)`.
         self._next_sequence = 0
@@ -192,7 +191,7 @@ class GradientReducer:
         if bucket.partial is not None and not self._first_microbatch:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first_microbatch
-        with self._recorder.range("reduce", bucket.name):
+        with self._mesh.recorder.range("reduce", bucket.name):
             reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
         arrivals.launched = True
         self._in_flight.append((bucket, reduction))
@@ -291,7 +290,7 @@ class GradientReducer:
 
     def _finish_oldest(self) -> None:
         bucket, reduction = self._in_flight.popleft()
-        with self._recorder.range("finish reducing", bucket.name):
+        with self._mesh.recorder.range("finish reducing", bucket.name):
             reduction.finish()
         if bucket.length == bucket.layout.shard_length:
             self._after_reduction(bucket)
