@@ -25,9 +25,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.loader import candidates
-from zeromesh.checkpoint.saver import SaveContent, Saver
+from zeromesh.checkpoint.saver import Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import prevent_fragmentation
@@ -377,23 +376,14 @@ def save(
     saver = Saver(CheckpointStore(Path(directory).expanduser()), engine.mesh, engine.ledger)
     try:
         away = placed_of(model).source.referenced()
-        content = content_of(engine, None, made, lambda: set() if alone else set(saver.store.steps()), away)
-        saver.begin(made.step, _content_without(content, without))
+        content = content_of(engine, None, made, lambda: set() if alone else set(saver.store.steps()), away, without)
+        saver.begin(made.step, content)
     except CheckpointError as error:
         raise StorageError(str(error)) from error
     if (saved := saver.finish()) is None or saved.failure:
         why = saved.failure if saved else "no save ran"
         raise StorageError(f"the checkpoint of step {made.step} was not written: {why}")
     return saver.store.path(made.step)
-
-
-def _content_without(content: SaveContent, names: Collection[str]) -> SaveContent:
-    def is_saved(spec: TensorSpec) -> bool:
-        return spec.kind not in WEIGHTS or spec.name not in names
-
-    tensors, shards = filter(is_saved, content.tensors), (each for each in content.shards if is_saved(each.spec))
-    away = replace(content.frozen, tensors=tuple(each for each in content.frozen.tensors if is_saved(each)))
-    return replace(content, tensors=list(tensors), shards=list(shards), frozen=away)
 
 
 def load(

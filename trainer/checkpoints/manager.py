@@ -1,9 +1,9 @@
 """`RunCheckpoints`, which saves a run, removes old checkpoints and resumes, by the configuration."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -275,23 +275,33 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
 
 def content_of(
-    engine: ZeroEngine, processing_class: Any, state: TrainerState, keep: Callable[[], set[int]], frozen: Manifest
+    engine: ZeroEngine,
+    processing_class: Any,
+    state: TrainerState,
+    keep: Callable[[], set[int]],
+    frozen: Manifest,
+    without: Collection[str] = (),
 ) -> SaveContent:
     """Return the content of an engine's checkpoint: its states, `state`, and the files that `from_pretrained` reads, without the
-    weights of `frozen`. All ranks call it. `keep` is that of `SaveContent`."""
+    weights of `frozen` and those named `without`. All ranks call it. `keep` is that of `SaveContent`."""
     holdings, options, model, mesh = engine.checkpoint_state, engine.options, engine.model, engine.mesh
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
     away = {each.name for each in frozen.tensors}
+
+    def is_left_out(spec: TensorSpec) -> bool:
+        return spec.kind in WEIGHTS and spec.name in without
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
         write_whole(directory / NAME, state.to_json(), sync=False)
 
     return SaveContent(
-        tensors=[each for each in holdings.tensors() if each.name not in away],
-        shards=[each for each in holdings.shards_to_write() if each.spec.name not in away],
-        frozen=frozen,
+        tensors=[each for each in holdings.tensors() if each.name not in away and not is_left_out(each)],
+        shards=[
+            each for each in holdings.shards_to_write() if each.spec.name not in away and not is_left_out(each.spec)
+        ],
+        frozen=replace(frozen, tensors=tuple(each for each in frozen.tensors if not is_left_out(each))),
         order=holdings.update_order(),
         documents=documents,
         aliases=holdings.aliases(),

@@ -63,7 +63,7 @@ class ChunkedHead:
             undone.callback(override(output_layer(self.model), "forward", partial(self._forward, current)))
             if self.route == "logits":
                 return self._check_logits(current, model(**_without_labels(model, inputs)).logits)
-            undone.callback(override(self.model, "_loss_function", partial(self._loss, current)))
+            undone.callback(override(self.model, "_loss_function", partial(self._check_logits, current)))
             # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
             loss: Tensor = model(**inputs).loss * count
         if current.result is None:
@@ -93,10 +93,7 @@ class ChunkedHead:
         current.result = returned[0, 0, 0].clone()
         return returned
 
-    def _loss(self, current: _HeadCall, /, *args: Any, **kwargs: Any) -> Tensor:
-        return self._check_logits(current, args[0] if args else kwargs["logits"])
-
-    def _check_logits(self, current: _HeadCall, logits: Tensor) -> Tensor:
+    def _check_logits(self, current: _HeadCall, /, logits: Tensor, *_: Any, **__: Any) -> Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None and not logits.is_meta:  # Meta tensors have no values.

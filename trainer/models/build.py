@@ -33,7 +33,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG
-from zeromesh.trainer.models.user_model import integer, text_part
+from zeromesh.trainer.models.user_model import integer, numbers, text_part
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles, open_files
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, canonical_names
@@ -216,7 +216,8 @@ def _limited_size(made: Any) -> Iterator[None]:
     began, memory, total = time.process_time(), machine_bytes(), 0
 
     def refused(size: str) -> ConfigError:
-        most = sorted(_numbers(made.to_dict()), key=lambda each: -each[1])[:_SHOWN_NUMBERS]
+        whole = [each for each in numbers(made.to_dict()) if type(each[1]) is int]
+        most = sorted(whole, key=lambda each: -each[1])[:_SHOWN_NUMBERS]
         named = ", ".join(f"{name} {value}" for name, value in most)
         return ConfigError(f"the model would have {size}; its largest numbers are {named}", where="model.config")
 
@@ -399,8 +400,9 @@ def _check_values(made: Any) -> None:
     problems = [f"{name} is {value}; give 1 or more" for name, value in small.items()]
     problems += [
         f"{name} is {value}; at most {most} are built"
-        for name, value in _numbers(made.to_dict())
-        if value > (most := _MOST_MODULES if _MODULE_COUNTS.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
+        for name, value in numbers(made.to_dict())
+        if type(value) is int
+        and value > (most := _MOST_MODULES if _MODULE_COUNTS.search(name.rpartition(".")[2]) else _MOST_ELEMENTS)
     ]
     if not getattr(made, "return_dict", True):
         problems.append("return_dict is false, and outputs are read by their names; leave it out, or set it to true")
@@ -414,11 +416,3 @@ def _check_values(made: Any) -> None:
             problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
     if problems:
         raise ConfigError(problems, where="model.config")
-
-
-def _numbers(values: Any, path: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the integers of a configuration by dotted name, nested ones included."""
-    for name, value in values.items() if isinstance(values, dict) else ():
-        if type(value) is int:
-            yield f"{path}{name}", value
-        yield from _numbers(value, f"{path}{name}.")

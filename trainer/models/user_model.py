@@ -64,7 +64,9 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
             "parameters and gradients; set both to 1, or take the hook off"
         )
     inside = pretrained_of(model) if trains and data > 1 else None
-    if inside is not None and (dropped := list(_layer_drops(inside.config.to_dict()))):
+    values = {} if inside is None else dict(numbers(inside.config.to_dict()))
+    if drops := {name: value for name, value in values.items() if name.endswith("layerdrop") and value > 0}:
+        dropped = (f"{name.rpartition('.')[2]} is {value}" for name, value in drops.items())
         raise ConfigError(
             f"{', '.join(dropped)}: each of {data} data ranks would leave out other layers, and they gather layers "
             "together; set it to 0 in the model's configuration, or train on one rank",
@@ -72,12 +74,13 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
         )
 
 
-def _layer_drops(settings: Mapping[Any, Any]) -> Iterator[str]:
-    for name, value in settings.items():
+def numbers(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a model's configuration by dotted name, nested ones included; True and False are 1 and 0."""
+    for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _layer_drops(value)
-        elif str(name).endswith("layerdrop") and isinstance(value, int | float) and value > 0:
-            yield f"{name} is {value}"
+            yield from numbers(value, f"{path}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{path}{name}", value
 
 
 _KEYWORD_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

@@ -177,8 +177,14 @@ class Machine(Section):
         """
         if ranks == 1:
             return 0.0
-        inside, between, per_byte = self._message_seconds(ranks, hosts)
-        on_host, wait = math.ceil(ranks / hosts), _TIME_SLICE_SECONDS if self.ranks_per_core(ranks_on_host) > 1 else 0.0
+        transport, on_host = self.transport(hosts), math.ceil(ranks / hosts)
+        far = self._link("between" if hosts > 1 else "inside", transport)
+        near: LinkRates = getattr(self.links.inside, transport) or far
+        bandwidth = far.bandwidth * (on_host if hosts > 1 else 1)
+        if on_host > 1 and near is not far:
+            bandwidth = min(bandwidth, near.bandwidth)
+        inside, between, per_byte = near.latency_seconds, far.latency_seconds, 1.0 / bandwidth
+        wait = _TIME_SLICE_SECONDS if self.ranks_per_core(ranks_on_host) > 1 else 0.0
         ring = (ranks - hosts) * inside + (hosts - 1) * between
         part = (ranks - 1) / ranks * nbytes * per_byte
         if kind == Collective.POINT_TO_POINT:
@@ -196,19 +202,6 @@ class Machine(Section):
             added = f"add links.{where}.{transport} with latency_seconds and bandwidth"
             raise self._lacks(f"figures of {transport} {what}", added)
         return rates
-
-    def _message_seconds(self, ranks: int, hosts: int) -> tuple[float, float, float]:
-        """Return the seconds of an empty message within a host, of one between hosts, and of a byte around a ring of all ranks."""
-        transport = self.transport(hosts)
-        if hosts == 1:
-            link = self._link("inside", transport)
-            return link.latency_seconds, 0.0, 1.0 / link.bandwidth
-        between, on_host = self._link("between", transport), math.ceil(ranks / hosts)
-        near: LinkRates = getattr(self.links.inside, transport) or between
-        bandwidth = between.bandwidth * on_host
-        if on_host > 1 and near is not between:
-            bandwidth = min(bandwidth, near.bandwidth)
-        return near.latency_seconds, between.latency_seconds, 1.0 / bandwidth
 
     def copy_seconds(self, nbytes: float, *, to: DeviceOrHost = "host") -> float:
         """Return the seconds of a copy of `nbytes` between an accelerator and its host; on a CPU, of a copy within memory."""

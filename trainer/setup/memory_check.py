@@ -56,7 +56,19 @@ class HostMemory:
 
     def check(self) -> list[str]:
         """Raise `StorageError` if memory, with the host's swap, or disks are short. Returns notes on tight memory, and on files."""
-        self._require_room()
+        rank, needs, room = self.rank_memory(self.options), self.needs(self.options), self.room
+        terms: dict[Any, int] = {**rank.terms, "parameters gathered around their use": rank.gathered}
+        terms["gradient shards on their way"] = rank.transit_bytes
+        short = ""
+        if needs.device > room.device:
+            where = f"each {self.device.type.upper()} device"
+            short = f"{human_bytes(needs.device)} on {where} ({_format_terms(terms)}), and {human_bytes(room.device)}"
+        elif self.free and needs.host > room.host:
+            listed = _format_terms(rank.host_terms if self.on_device else terms, self.ranks)
+            short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
+        if short:
+            need = f"{human_count(self.parameter_count)} parameters at stage {self.options.stage} need at least"
+            raise StorageError(f"{need} {short} are free; {self.advice()}")
         return [*self._notes(), *self._require_disk()]
 
     def needs(self, options: ZeroOptions) -> MemoryBytes:
@@ -87,21 +99,6 @@ class HostMemory:
         found.append("make the model smaller (model.config)")
         more = "use more ranks" if self.on_device else "use more hosts"
         return f"{', '.join(found)}, or {more}{'' if options.stage else ' with a zero.stage above 0'}"
-
-    def _require_room(self) -> None:
-        rank, needs, room = self.rank_memory(self.options), self.needs(self.options), self.room
-        terms: dict[Any, int] = {**rank.terms, "parameters gathered around their use": rank.gathered}
-        terms["gradient shards on their way"] = rank.transit_bytes
-        short = ""
-        if needs.device > room.device:
-            where = f"each {self.device.type.upper()} device"
-            short = f"{human_bytes(needs.device)} on {where} ({_format_terms(terms)}), and {human_bytes(room.device)}"
-        elif self.free and needs.host > room.host:
-            listed = _format_terms(rank.host_terms if self.on_device else terms, self.ranks)
-            short = f"{human_bytes(needs.host)} on this host ({listed}), and {human_bytes(self.free)}"
-        if short:
-            need = f"{human_count(self.parameter_count)} parameters at stage {self.options.stage} need at least"
-            raise StorageError(f"{need} {short} are free; {self.advice()}")
 
     def _notes(self) -> Iterator[str]:
         """Yield a note on the gathered parameters that stay between uses, and a warning if states leave a device little memory."""
