@@ -51,6 +51,7 @@ from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.planning.auto import given_keys, plan_config, set_auto
 from zeromesh.trainer.planning.planner import Plan
 from zeromesh.trainer.setup.build import build_run, connect
+from zeromesh.trainer.setup.engine_options import require_trained
 from zeromesh.trainer.setup.named_objects import named_inputs
 from zeromesh.trainer.torch_lr_scheduler import MakeScheduler
 from zeromesh.trainer.weights.safetensors_source import quiet_library
@@ -185,6 +186,8 @@ class Trainer(ModelOnMesh):
         with ExitStack() as stack:
             with self._reporting_errors(mesh):
                 # Checks without data or a model come first.
+                if self.inputs.model is None:
+                    require_trained(self.config.model)
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
                 if self._run is None:

@@ -330,7 +330,7 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
             "model directory that save_pretrained wrote",
             where=source,
         )
-    return None, (f"model.source={path}", f"run.name={path.resolve().name}"), None
+    return None, (f"model.source={path}", f"run.name={path.resolve().name}", 'model.train=["!*"]'), None
 
 
 _UNUSED_IN_EVALUATION = {"lr_scheduler", "compute_metrics", "preprocess_logits_for_metrics"}

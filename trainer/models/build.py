@@ -85,7 +85,7 @@ def pin_sources(
 
 def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:
     """Return the section with the codec of a directory in 4 bits whose matrices are frozen, unless `weights` names another."""
-    if model.weights is not None or (trains and not model.wanted_adapters):
+    if model.weights is not None or not (model.wanted_adapters or model.trains_nothing or not trains):
         return model
     directory = directory_of(model.source or "", model.revision)
     if not (directory / "config.json").is_file():

@@ -16,6 +16,7 @@ from zeromesh.optim.fused_optimizer import OPTIMIZERS as FUSED
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
+from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups, require_matches
 from zeromesh.trainer.config.sections.parallelism import OffloadSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -43,6 +44,12 @@ def choose_trained(model: nn.Module, patterns: Sequence[str] | None) -> None:
         if trained and not parameter.is_floating_point():
             raise ConfigError(f"{name} has {parameter.dtype} numbers, which have no gradients", where=where)
         parameter.requires_grad_(trained)
+
+
+_ALL_TRAINED = (
+    "{} is for frozen matrices of linear layers, and this model has none; set model.lora or model.adapters, freeze what is not "
+    "trained (model.train, or requires_grad_(False)), or set this to null"
+)
 
 
 # The patterns of `transformers.Trainer.get_decay_parameter_names` (a test compares them), for lower-case names of parameters.
@@ -98,6 +105,17 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
     return replace(options, weights=replace(options.weights, skip=skip))
 
 
+def require_trained(section: ModelSection) -> None:
+    """Raise `ConfigError` if the section alone leaves nothing to train, or trains all that `weights` would encode."""
+    if section.trains_nothing:
+        raise ConfigError(
+            f"{list(section.train or ())} freezes all parameters; there is nothing to train", where="model.train"
+        )
+    given = section.train, section.named, section.wanted_adapters or None
+    if section.weights is not None and given == (None, None, None):
+        raise ConfigError(_ALL_TRAINED.format(section.weights.codec), where="model.weights")
+
+
 def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Module) -> ZeroOptions:
     """Return the options with the codec of layers that bitsandbytes has quantized, unless `model.weights` names another, and with
     the groups of `optimizer.groups` and `optimizer.exempt`, or the class of `optimizer.name`. Raises `ConfigError` for patterns
@@ -106,11 +124,7 @@ def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Mod
     if options.weights is None:
         options = replace(options, weights=codec_of_layers(model))
     elif not encoded_names(model, options.weights):
-        raise ConfigError(
-            f"{options.weights.codec.name} is for frozen matrices of linear layers, and this model has none; set model.lora, or "
-            "freeze what is not trained (requires_grad_(False)), or set this to null",
-            where="model.weights",
-        )
+        raise ConfigError(_ALL_TRAINED.format(options.weights.codec.name), where="model.weights")
     section, settings = config.optimizer, options.optimizer
     exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
     if section.name in FUSED and not section.options:

@@ -123,7 +123,8 @@ def build_trained_model(
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
     """Add the data's end tokens to the generation settings. Raises `ConfigError` for a model that the data cannot train."""
-    if data.train is not None and not any(each.requires_grad and each.numel() for each in model.parameters()):
+    learns = any(each.requires_grad and each.numel() for each in model.parameters())
+    if data.train is not None and not learns and not config.model.trains_nothing:
         why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)

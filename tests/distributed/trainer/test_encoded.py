@@ -1,15 +1,21 @@
 """Frozen weights that rest as a codec's bytes have the same values in every layout, on every tier, and after a reshard."""
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.trainer.encoded_cases import rounded
+from tests.support.quantized_models import SIZES, loaded, written
 from tests.support.tables import row, tried
-from tests.support.trainer_cases import llama, sentences, settings
+from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 FULL = pytest.mark.full
 HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
@@ -114,7 +120,54 @@ def test_runs_go_on_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
     assert len(third[0]["losses"]) == 2
 
 
-def test_a_model_without_frozen_matrices_is_refused(tmp_path: Path) -> None:
-    config = settings(str(tmp_path), model={"weights": "nf4"})
-    with pytest.raises(ConfigError, match=r"model\.weights"), Trainer(llama(), config, sentences()) as trainer:
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (None, r"model\.weights: nf4 is for frozen matrices"),
+        ({"weights": "nf4"}, r"model\.weights: nf4 is for frozen matrices.*set model\.lora"),
+        ({"train": ["!*"]}, r"model\.train: .* freezes all parameters"),
+    ],
+)
+def test_a_model_without_frozen_matrices_or_trained_ones_is_refused(
+    tmp_path: Path, model: dict[str, Any] | None, match: str
+) -> None:
+    """A directory's before the data are read, which are no data."""
+    (tmp_path / "bad.jsonl").write_text("{")
+    written(tmp_path / "base")
+    section = {"weights": "nf4"} if model is None else {"source": str(tmp_path / "base"), **model}
+    config = settings(
+        str(tmp_path), model=section, **({} if model is None else {"data": {"train": str(tmp_path / "bad.jsonl")}})
+    )
+    given = (llama(), config, sentences()) if model is None else (None, config)
+    with pytest.raises(ConfigError, match=match), Trainer(*given) as trainer:
         trainer.fit()
+
+
+def test_a_base_in_four_bits_is_evaluated_without_adapters(workers: Workers, tmp_path: Path) -> None:
+    build = partial(llama, **SIZES, vocab_size=ByteTokenizer().vocab_size)
+    written(tmp_path / "base", build)
+    loaded(tmp_path / "base").save_pretrained(tmp_path / "layers")
+    rounded(seeded(build).requires_grad_(False), "nf4").save_pretrained(tmp_path / "values")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    words = [
+        "precision.compute=float32",
+        f"run.output_dir={tmp_path}",
+        "data.tokenizer=bytes",
+        "data.sequence_length=16",
+    ]
+    words += [f"data.{name}={tmp_path / 'text.txt'}" for name in ("train", "eval")]
+    found, held = [], []
+    for ranks, name, more in (
+        (1, "values", []),
+        (1, "layers", []),
+        (2, "layers", []),
+        (2, "base", ["model.weights=nf4"]),
+    ):
+        all_words = ["evaluate", str(tmp_path / name), *words, *more]
+        ended = workers.run(ranks, "input_cases:command", words=all_words)
+        assert [each["code"] for each in ended] == [0] * ranks, ended
+        found.append(read_metrics(tmp_path / name / "evaluated.jsonl")[-1]["eval_loss"])
+        held.append(re.search(r"states of each rank: (\S+ \S+)", ended[0]["out"]))
+    assert found == pytest.approx([found[0]] * 4, rel=1e-6)
+    assert None not in held
+    assert held[0][1] != held[1][1], "codes are kept as they are"

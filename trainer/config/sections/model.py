@@ -156,6 +156,11 @@ class ModelSection(Section):
         return {"default": self.lora.settings} if self.lora is not None else dict(self.adapters or {})
 
     @property
+    def trains_nothing(self) -> bool:
+        """True if `train` freezes all parameters, so that the model can be evaluated alone."""
+        return all(pattern.startswith("!") for pattern in self.train or ("all",))
+
+    @property
     def loss_mode(self) -> Literal["auto", "native", "liger"]:
         return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
