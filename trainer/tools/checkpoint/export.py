@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.pytorch_utils import Conv1D
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, parse_json, spec_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
@@ -124,13 +125,16 @@ def _in_four_bits(
     with torch.device("meta"):
         model: Any = cls(config).requires_grad_(False)
     chosen = encoded_names(model, EncodedWeights(codec=codec)) & tensors.keys()
+    # transformers puts linear layers of bitsandbytes in the place of GPT-2's, which have their weights transposed.
+    turned = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Conv1D)}
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}
     settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(config.dtype).removeprefix("torch.")}
     _set_keys(folder / "config.json", quantization_config=settings)
 
     def encoded(given: Iterable[tuple[str, torch.Tensor]]) -> Named:
         for name, each in given:
-            yield from (_in_codes(name, each, codec) if name in chosen else {name: each}).items()
+            value = each.t() if name in chosen & turned else each
+            yield from (_in_codes(name, value, codec) if name in chosen else {name: each}).items()
 
     return dict(encoded(tensors.items())), encoded(values)
 
