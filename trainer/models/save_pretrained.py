@@ -17,14 +17,7 @@ from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.trainer.models.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    adapter_names,
-    is_adapted,
-    is_peft_model,
-    pretrained_of,
-)
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_names, is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
@@ -93,7 +86,7 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
     # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
-    own = {"save_embedding_layers": False} if is_peft_model(model) else {}
+    own = {} if pretrained_of(model) is model else {"save_embedding_layers": False}
     with stubs_removed(model):
         shared = {id(each): name for name, each in model.named_buffers()}
         firsts = canonical_names(model) | {
