@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -195,14 +195,12 @@ class PlacedModel(ModelOnMesh):
             with self.engine.averaged():
                 yield
             return
-        weights = {name: self.module.get_parameter(name).data for name in self.averages}
-        try:
+        with ExitStack() as undone:
             for name, average in self.averages.items():
-                self.module.get_parameter(name).data = average
+                parameter = self.module.get_parameter(name)
+                undone.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = average
             yield
-        finally:
-            for name, weight in weights.items():
-                self.module.get_parameter(name).data = weight
 
     def require_sound(self) -> None:
         """Raise `PhaseError` if an earlier error has left the ranks in different states, or weights partly updated."""

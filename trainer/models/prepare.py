@@ -205,13 +205,11 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with ExitStack() as undone:
+        for module in model.modules():
+            undone.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 _ATTENTION = "model.attention"
