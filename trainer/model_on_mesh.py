@@ -6,7 +6,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class ModelOnMesh(ABC):
     @abstractmethod
     def placed(self) -> "PlacedModel":
         """This rank's part of the model. Raises `PhaseError` after `close`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time.
