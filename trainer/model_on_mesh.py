@@ -2,11 +2,11 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class ModelOnMesh(ABC):
     @abstractmethod
     def placed(self) -> "PlacedModel":
         """This rank's part of the model. Raises `PhaseError` after `close`."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time.
@@ -195,14 +204,12 @@ class PlacedModel(ModelOnMesh):
             with self.engine.averaged():
                 yield
             return
-        weights = {name: self.module.get_parameter(name).data for name in self.averages}
-        try:
+        with ExitStack() as undone:
             for name, average in self.averages.items():
-                self.module.get_parameter(name).data = average
+                parameter = self.module.get_parameter(name)
+                undone.callback(setattr, parameter, "data", parameter.data)
+                parameter.data = average
             yield
-        finally:
-            for name, weight in weights.items():
-                self.module.get_parameter(name).data = weight
 
     def require_sound(self) -> None:
         """Raise `PhaseError` if an earlier error has left the ranks in different states, or weights partly updated."""

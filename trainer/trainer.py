@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import CommitInfo
@@ -456,12 +456,6 @@ class Trainer(ModelOnMesh):
         if self._mesh is not None:
             self._mesh.close()
             self._mesh = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @property
     def mesh(self) -> Mesh:

@@ -289,19 +289,17 @@ def content_of(
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
     away = {each.name for each in frozen.tensors}
 
-    def is_left_out(spec: TensorSpec) -> bool:
-        return spec.kind in WEIGHTS and spec.name in without
+    def is_stored(spec: TensorSpec) -> bool:
+        return spec.name not in away and not (spec.kind in WEIGHTS and spec.name in without)
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
         write_whole(directory / NAME, state.to_json(), sync=False)
 
     return SaveContent(
-        tensors=[each for each in holdings.tensors() if each.name not in away and not is_left_out(each)],
-        shards=[
-            each for each in holdings.shards_to_write() if each.spec.name not in away and not is_left_out(each.spec)
-        ],
-        frozen=replace(frozen, tensors=tuple(each for each in frozen.tensors if not is_left_out(each))),
+        tensors=[each for each in holdings.tensors() if is_stored(each)],
+        shards=[each for each in holdings.shards_to_write() if is_stored(each.spec)],
+        frozen=replace(frozen, tensors=tuple(each for each in frozen.tensors if each.name not in without)),
         order=holdings.update_order(),
         documents=documents,
         aliases=holdings.aliases(),

@@ -209,8 +209,6 @@ class Best:
     @classmethod
     def from_json(cls, content: Mapping[str, Any], where: str) -> "Best":
         """Parse the values of `to_json`. Raises `CheckpointError` for others."""
-        if not content:
-            return cls()
         problem = f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
         return _validated(cls, content, problem)
 

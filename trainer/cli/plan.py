@@ -5,6 +5,7 @@ import argparse
 import json
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from zeromesh.environment import read_environment
@@ -68,17 +69,13 @@ def _measure(options: argparse.Namespace) -> int:
 
     reuse_freed_memory()
     device = pick_device(environment.local_rank)
-    mesh = ProcessMesh(
-        MeshShape(shard=environment.world_size), environment, device=device, timeout_seconds=_WAIT_SECONDS
-    )
-    try:
+    shape = MeshShape(shard=environment.world_size)
+    with closing(ProcessMesh(shape, environment, device=device, timeout_seconds=_WAIT_SECONDS)) as mesh:
         machine = measure_machine(mesh, options.directory, train.say, TINY_SIZES if options.tiny else None)
         if mesh.rank == 0:
             path = options.out or machine_file()
             write_machine(machine, path)
             sys.stdout.write(f"written: {path}, which says what was measured\n")
-    finally:
-        mesh.close()
     return 0
 
 

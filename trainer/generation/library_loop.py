@@ -4,7 +4,7 @@ The library's loop runs on every rank. A call of the model runs all stages of a 
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, groupby
@@ -68,17 +68,15 @@ def generate(
     mode = in_evaluation_mode(model) if seed is not None else nullcontext()
     # Tensors that modules keep between tokens belong to this text alone.
     with mode, torch.no_grad(), cached_tensors_removed(model) as put_aside:
-        with kept_generators() if seed is not None else nullcontext():
+        with kept_generators() if seed is not None else nullcontext(), ExitStack() as undone:
             if seed is not None:
                 seed()
+            undone.callback(setattr, looped, "__class__", looped_class)
             # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
             looped.__class__ = type(
                 looped_class.__name__, (looped_class,), {"__call__": called, "__module__": looped_class.__module__}
             )
-            try:
-                tokens = type(model).generate(model, **arguments)
-            finally:
-                looped.__class__ = looped_class
+            tokens = type(model).generate(model, **arguments)
         calls.join_remaining_calls()
     return tokens
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -341,12 +341,6 @@ class Generator(ModelOnMesh):
             model.close()
             model.console.close()
             self.mesh.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Results:

@@ -5,8 +5,8 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
+from zeromesh.overrides import override
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.quantized_layers import make_plain
@@ -289,11 +290,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""
         if self._tensor > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers tensors alone where parallel.tensor is more than 1")
-        self._gathers_data_alone = self._tensor > 1
-        try:
+        with ExitStack() as undone:
+            undone.callback(override(self, "_gathers_data_alone", self._tensor > 1))
             return super().gather_for_metrics(input_data, use_gather_object)
-        finally:
-            self._gathers_data_alone = False
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
@@ -331,7 +330,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             models.clear()
             read.append(Path(directory))
 
-        with self._without_models(), _last_hook(self._load_model_state_pre_hook, note):
+        with self._without_models(), self.register_load_state_pre_hook(note):
             super().load_state(input_dir, load_kwargs, **named)
         for directory, model, optimizer in self._model_folders(read[0]):
             if load(directory, model, optimizer) is None:
@@ -340,13 +339,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     @contextmanager
     def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
-        optimizers: list[PreparedOptimizer]
-        optimizers, self._optimizers, self._leaves_models_alone = self._optimizers, [], True
-        try:
-            with _last_hook(self._save_model_state_pre_hook, lambda models, weights, directory: weights.clear()):
-                yield
-        finally:
-            self._optimizers, self._leaves_models_alone = optimizers, False
+        with ExitStack() as undone:
+            undone.enter_context(self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear()))
+            undone.callback(override(self, "_optimizers", []))
+            undone.callback(override(self, "_leaves_models_alone", True))
+            yield
 
     def _model_folders(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:
         for number, model in enumerate(self._models):
@@ -355,15 +352,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def optimizer_of(self, model: nn.Module) -> ShardedOptimizer | None:
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
-
-
-@contextmanager
-def _last_hook(hooks: MutableMapping[Any, Callable[..., None]], hook: Callable[..., None]) -> Iterator[None]:
-    hooks[_last_hook] = hook
-    try:
-        yield
-    finally:
-        del hooks[_last_hook]
 
 
 def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial
 from os import PathLike
 from pathlib import Path
@@ -18,7 +19,7 @@ from transformers import trainer as library
 from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.overrides import replaced
+from zeromesh.overrides import override, replaced
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.integrations.accelerate import Accelerator
 from zeromesh.trainer.models.adapters import is_adapted
@@ -130,12 +131,10 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
         """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
-        optimizer, self.optimizer = self.optimizer, _OptimizerPlaceholder()
-        try:
+        with ExitStack() as undone:
+            undone.callback(override(self, "optimizer", _OptimizerPlaceholder()))
             call(directory)
             return bool(self.optimizer.read)
-        finally:
-            self.optimizer = optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_zeromesh_checkpoint(resume_from_checkpoint):

@@ -9,7 +9,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -25,7 +25,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
-from zeromesh.overrides import replaced
+from zeromesh.overrides import override, replaced
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
 from zeromesh.telemetry.status_board import MEETING, Activity
@@ -243,11 +243,9 @@ class Stepper:
             return None
         factor = 1.0 if count is not None else 1.0 / targets
         if before_update is not None:
-            self.gradient_factor = factor / engine.optimizer_step.scaler.scale
-            try:
+            with ExitStack() as undone:
+                undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
                 before_update()
-            finally:
-                self.gradient_factor = None
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )

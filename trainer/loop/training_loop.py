@@ -34,7 +34,7 @@ from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import StepResult, Stragglers, rank_figures
-from zeromesh.trainer.monitoring.tracking import Tracking
+from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, samples_row, step_row
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
 """Generates the completions of a run's prompts, on all ranks; returns `step`, `prompt` and `completion` of each."""
@@ -343,7 +343,7 @@ class TrainingLoop:
             self._writer.write({**line, **self._start})
             self._start = {}
         if run.config.tracking.backends:
-            self._tracking.log(line)
+            self._tracking.send(step_row(line))
         run.console.step(line)
         self._last_written_step = line["step"]
 
@@ -425,7 +425,7 @@ class TrainingLoop:
         self._append(EVALUATIONS, line)
         # Callbacks compare with the previous best value, as with transformers.
         run.log_evaluation(values)
-        self._tracking.log_evaluation(line)
+        self._tracking.send(evaluation_row(line))
         if section.prompts_every is None:
             self._sample()
         goal = goal_of(section.metric, section.metric_goal)
@@ -442,7 +442,7 @@ class TrainingLoop:
         with self.run.model.averaged() if self.run.model.evaluates_average else nullcontext():
             lines = self.samples(self.run)
         self._append(SAMPLES, *lines)
-        self._tracking.log_samples(self.run.progress.step, lines)
+        self._tracking.send(samples_row(self.run.progress.step, lines))
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
         if self._writer is not None:

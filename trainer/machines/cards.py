@@ -7,7 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from zeromesh.trainer.config.yaml_reader import read_table
+from zeromesh.trainer.config.yaml_reader import parse_yaml
 
 SHIPPED = Path(__file__).resolve().parent
 """The directory of files of common hosts and of the table of cards."""
@@ -15,7 +15,8 @@ SHIPPED = Path(__file__).resolve().parent
 
 @cache
 def card_table() -> dict[str, Any]:
-    return read_table(SHIPPED / "cards.yaml")
+    table: dict[str, Any] = parse_yaml((SHIPPED / "cards.yaml").read_text(encoding="utf-8"), where="cards.yaml")
+    return table
 
 
 def known_machines() -> tuple[str, ...]:

@@ -14,12 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_kernels_available
@@ -162,10 +157,6 @@ def _is_kept(operation: Any) -> bool:
     return operation.name().partition(".")[0] in _KEPT_OPERATORS  # `aten::mm` of `aten::mm.out`
 
 
-def _selective_policy(_context: object, operation: Any, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if _is_kept(operation) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 class _KeptResults(_CachedTorchDispatchMode):
     """Returns results that were kept. The base class also refuses an operator that did not run before; but a cache, such as that of
     a transport's views, may answer in the forward and not when a block is recomputed."""
@@ -177,7 +168,9 @@ class _KeptResults(_CachedTorchDispatchMode):
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    forward, _ = create_selective_checkpoint_contexts(_selective_policy)  # type: ignore[no-untyped-call]
+    forward, _ = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
+        lambda _context, operation, *_args, **_kwargs: _is_kept(operation)
+    )
     return forward, _KeptResults(None, forward.storage)
 
 
@@ -212,13 +205,11 @@ def keep_attributes(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with ExitStack() as undone:
+        for module in model.modules():
+            undone.callback(setattr, module, "training", module.training)
+        model.eval()
         yield
-    finally:
-        for module, training in before:
-            module.training = training
 
 
 _ATTENTION = "model.attention"

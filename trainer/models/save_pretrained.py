@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,10 @@ from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorS
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.overrides import override
 from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.trainer.models.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    adapter_names,
-    is_adapted,
-    is_peft_model,
-    pretrained_of,
-)
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_names, is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
@@ -93,7 +87,7 @@ def gathered_adapter(model: nn.Module, state: FullState | None, mesh: Mesh) -> d
 
 def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> None:
     # `adapter` has the trained embeddings; PEFT would look them up on the Hub to see if they have changed.
-    own = {"save_embedding_layers": False} if is_peft_model(model) else {}
+    own = {} if pretrained_of(model) is model else {"save_embedding_layers": False}
     with stubs_removed(model):
         shared = {id(each): name for name, each in model.named_buffers()}
         firsts = canonical_names(model) | {
@@ -107,21 +101,15 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 @contextmanager
 def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Make PEFT read `tensors` for parameters inside the block, of modules that it trains whole and of encoders of prompts."""
-    copies = {f"{name}.": each for name, each in model.named_modules() if ".modules_to_save." in name}
-    for prefix, each in copies.items():
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        vars(each)["state_dict"] = lambda own=own: own
     prompts: Any = getattr(model, "prompt_encoder", {})
-    encoders = dict(prompts.items())
-    for name, each in encoders.items():
-        prompts[name] = _copy_with(each, tensors, f"prompt_encoder.{name}.")
-    try:
+    with ExitStack() as undone:
+        for prefix, each in ((f"{name}.", each) for name, each in model.named_modules() if ".modules_to_save." in name):
+            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+            undone.callback(override(each, "state_dict", lambda own=own: own))
+        for name, each in [*prompts.items()]:
+            prompts[name] = _copy_with(each, tensors, f"prompt_encoder.{name}.")
+            undone.callback(prompts.__setitem__, name, each)
         yield
-    finally:
-        for each in copies.values():
-            vars(each).pop("state_dict", None)  # An outer block of a nested pair finds it removed.
-        for name, each in encoders.items():
-            prompts[name] = each
 
 
 def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:

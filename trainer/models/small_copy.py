@@ -3,7 +3,7 @@ float64. The model itself is not run, and may be on meta."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,11 +83,9 @@ def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
     def keep(name: str, found: Any) -> None:
         outputs.append((name, [each.detach().clone() for each in tensors_in(found)]))
 
-    end = watch_outputs(model.named_modules(), keep)
-    try:
+    with ExitStack() as undone:
+        undone.callback(watch_outputs(model.named_modules(), keep))
         return run(), outputs
-    finally:
-        end()
 
 
 def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """`Tracking`: sends figures of a run from rank 0 to trackers, with one thread per tracker.
 
-    training thread    log, log, log_evaluation ...   puts rows into queues, and never waits
-    tracking threads   start, then row by row         a tracker that fails or hangs is dropped: the others go on
+    training thread    send, send ...           puts rows into queues, and never waits
+    tracking threads   start, then row by row   a tracker that fails or hangs is dropped: the others go on
 
 A resumed run keeps its id, and a tracker gets no row twice: rows that an earlier process has sent are not sent again, though this
 process computes their steps anew. The id is in `tracking.json` of the run's directory, and in each checkpoint.
@@ -77,6 +77,12 @@ def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
             own = next((each for each in sets if short.startswith(f"{each}_")), None)
             named["eval/" + (short if own is None else f"{own}/{short[len(own) + 1 :]}")] = value
     return TrackedRow(RowPosition(line["step"], evaluation=True), named)
+
+
+def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
+    """Return the row of the completions after `step`: lines of `prompt` and `completion`."""
+    samples = tuple((line["prompt"], line["completion"]) for line in lines)
+    return TrackedRow(RowPosition(step, evaluation=True), {}, samples)
 
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
@@ -192,18 +198,7 @@ class Tracking:
         """Return the part of a checkpoint of run `run` that identifies it to trackers."""
         return {"id": self.ident, "run": run} if self.ident else {}
 
-    def log(self, line: Mapping[str, Any]) -> None:
-        self._enqueue(step_row(line))
-
-    def log_evaluation(self, line: Mapping[str, Any]) -> None:
-        self._enqueue(evaluation_row(line))
-
-    def log_samples(self, step: int, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Send the completions after `step`: lines of `prompt` and `completion`."""
-        samples = tuple((line["prompt"], line["completion"]) for line in lines)
-        self._enqueue(TrackedRow(RowPosition(step, evaluation=True), {}, samples))
-
-    def _enqueue(self, row: TrackedRow) -> None:
+    def send(self, row: TrackedRow) -> None:
         for sender in filter(Sender.is_alive, self._senders):
             if sender.rows.qsize() < _CAPACITY:
                 sender.rows.put(row)

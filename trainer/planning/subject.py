@@ -160,6 +160,8 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
     """Extrapolate linearly from the traces of one and two samples to `micro` samples."""
 
     def line(first: Any, second: Any) -> Any:
+        if isinstance(first, Work):  # Equal blocks share one `Work` object, and so one result.
+            return works.get(id(first)) or works.setdefault(id(first), work(first, second))
         return first if isinstance(first, str) else first + (micro - 1) * (second - first)
 
     def work(first: Work, second: Work) -> Work:
@@ -169,19 +171,11 @@ def _extrapolated(one: Trace, other: Trace, micro: int) -> Trace:
         pairs = {each.name: (getattr(first, each.name), getattr(second, each.name)) for each in fields(Work)}
         return Work(**{name: pytree.tree_map(line, *pair) for name, pair in pairs.items()})
 
-    # Equal blocks share one `Work` object, and so one result.
-    works: dict[tuple[int, int], tuple[Work, Work]] = {}
-    segments = []
-    for a, b in zip(one.segments, other.segments, strict=True):
-        key = id(a.forward), id(a.backward)
-        if key not in works:
-            works[key] = work(a.forward, b.forward), work(a.backward, b.backward)
-        sizes = {name: line(getattr(a, name), getattr(b, name)) for name in _SIZES}
-        segments.append(replace(a, forward=works[key][0], backward=works[key][1], **sizes))
-    return Trace(segments=tuple(segments))
-
-
-_SIZES = ("kept", "forward_peak", "backward_peak", "output")
+    works: dict[int, Work] = {}
+    pairs = zip(one.segments, other.segments, strict=True)
+    names = [each.name for each in fields(Segment)]
+    values = ({name: line(getattr(a, name), getattr(b, name)) for name in names} for a, b in pairs)
+    return Trace(segments=tuple(Segment(**each) for each in values))
 
 
 def token_batches(config: TrainerConfig) -> Batches:

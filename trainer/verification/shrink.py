@@ -17,7 +17,7 @@ from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.config.yaml_reader import read_table
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.data.collate import IGNORED_LABEL, Collate
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.adapters import pretrained_of, settings_of_saved
@@ -74,7 +74,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
 def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bool = False) -> TrainerConfig:
     """Return the configuration of the small run: five steps of two complete rounds of microbatches and an incomplete one."""
     values = config.model_dump(mode="json")
-    for name, section in read_table(Path(__file__).with_name("small_run.yaml")).items():
+    for name, section in read_texts(Path(__file__).with_name("small_run.yaml")).items():
         values[name].update(section)
     micro, schedule = min(config.batch.micro_size, _MOST_MICRO), config.schedule
     complete = micro * mesh.data.size

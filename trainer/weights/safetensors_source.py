@@ -6,7 +6,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,16 +194,13 @@ def read_class(directory: Path) -> tuple[Any, Any, str]:
 @contextmanager
 def quiet_library() -> Iterator[None]:
     """Limit transformers' logs to errors inside the block, without progress bars and Python warnings."""
-    before, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.set_verbosity(before)
-        if bars:
-            logging.enable_progress_bar()
+    with ExitStack() as undone, warnings.catch_warnings(action="ignore"):
+        undone.callback(logging.set_verbosity, logging.get_verbosity())
+        if logging.is_progress_bar_enabled():
+            undone.callback(logging.enable_progress_bar)
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        yield
 
 
 _COMPARED_ELEMENTS = 16384

@@ -30,7 +30,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.redact import REDACTED, Redaction
 from zeromesh.trainer.monitoring import tracking as tracking_module
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
-from zeromesh.trainer.monitoring.tracking import Tracking, missed_rows
+from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, missed_rows, step_row
 from zeromesh.trainer.trackers import backends as kinds
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
 
@@ -449,9 +449,9 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
     ]
     with Tracking([*bad, good], said.append, ident="x", redaction=Redaction(["known-secret"])) as tracking:
         for step in range(1, 6):
-            tracking.log(metrics(step))
+            tracking.send(step_row(metrics(step)))
             values = {"loss": 0.5, "eval_accuracy": 0.25, "eval_text": "words", "eval_parts": [0.5]}
-            tracking.log_evaluation({"step": step, **values})
+            tracking.send(evaluation_row({"step": step, **values}))
     assert [row.position.step for row in good.rows if not row.position.evaluation] == [1, 2, 3, 4, 5]
     assert good.rows[1].values == {"eval/loss": 0.5, "eval/accuracy": 0.25}
     assert len(said) == 4
@@ -471,12 +471,12 @@ def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted(
     gate = threading.Event()
     slow = Fake(log=lambda row: gate.wait(10) and slow.rows.append(row))
     with Tracking([slow], said.append, ident="x") as tracking:
-        tracking.log(metrics(1))
+        tracking.send(step_row(metrics(1)))
         while tracking._senders[0].rows.qsize():
             time.sleep(0.001)
         began = time.monotonic()
         for step in range(2, kept + 8):
-            tracking.log(metrics(step))
+            tracking.send(step_row(metrics(step)))
         assert time.monotonic() - began < 5
         gate.set()
     assert [row.position.step for row in slow.rows] == [*range(1, kept + 2)]
@@ -494,7 +494,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_the_end_for_a_bounded_time(w
     good, stuck = Fake("good"), Fake("stuck", **{where: hang})
     with Tracking([stuck, good], said.append, ident="x", patience=0.3) as tracking:
         for step in range(1, 4):
-            tracking.log(metrics(step))
+            tracking.send(step_row(metrics(step)))
         began = time.monotonic()
     assert 0.2 < time.monotonic() - began < 5
     assert [row.position.step for row in good.rows] == [1, 2, 3]
@@ -530,8 +530,8 @@ def test_rows_that_a_tracker_has_are_left_out() -> None:
     trained, evaluated = Fake(sent=RowPosition(3)), Fake(sent=RowPosition(3, evaluation=True))
     with Tracking([trained, evaluated], ident="x") as tracking:
         for step in range(1, 5):
-            tracking.log(metrics(step))
-            tracking.log_evaluation({"step": step, "loss": 1.0})
+            tracking.send(step_row(metrics(step)))
+            tracking.send(evaluation_row({"step": step, "loss": 1.0}))
     assert [row.position for row in trained.rows] == [(3, True), (4, False), (4, True)]
     assert [row.position for row in evaluated.rows] == [(4, False), (4, True)]
 
@@ -547,7 +547,7 @@ def test_names_of_figures() -> None:
         "communication": {"shard": {"point to point": {"bytes": 3}}},
     }
     with Tracking([fake], ident="x") as tracking:
-        tracking.log(metrics(2, grad_norm=None, **extras))
+        tracking.send(step_row(metrics(2, grad_norm=None, **extras)))
     assert fake.rows[0].values == {
         "train/loss": 3.25,
         "train/learning_rate": 3e-4,
@@ -565,7 +565,7 @@ def test_names_of_figures() -> None:
 
 def test_without_trackers_nothing_is_started() -> None:
     with Tracking() as tracking:
-        tracking.log(metrics(1))
-        tracking.log_evaluation({"step": 1, "loss": 1.0})
+        tracking.send(step_row(metrics(1)))
+        tracking.send(evaluation_row({"step": 1, "loss": 1.0}))
     assert tracking.identity("run") == {}
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("tracking")]

@@ -1,5 +1,6 @@
 """What the classes over other libraries refuse or leave out, without a run."""
 
+from collections import OrderedDict
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.trainer.integrations.accelerate import Accelerator, PreparedScheduler, _last_hook
+from zeromesh.trainer.integrations.accelerate import Accelerator, PreparedScheduler
 from zeromesh.trainer.integrations.transformers import _OptimizerPlaceholder, on_zeromesh
 
 
@@ -72,9 +73,12 @@ def test_a_loss_scale_needs_a_single_optimizer() -> None:
     assert x.grad.tolist() == [2.25]
 
 
-def test_a_hook_is_gone_after_its_block() -> None:
-    hooks: dict[Any, Any] = {}
-    with pytest.raises(KeyError), _last_hook(hooks, print):  # noqa: PT012
-        assert list(hooks.values()) == [print]
+def test_what_a_block_without_models_replaces_is_back_after_an_error() -> None:
+    made: Any = Accelerator.__new__(Accelerator)
+    made._optimizers, made._leaves_models_alone, made._save_model_state_pre_hook = ["mine"], False, OrderedDict()
+    with pytest.raises(KeyError), made._without_models():  # noqa: PT012
+        (hook,) = made._save_model_state_pre_hook.values()
+        hook([], weights := ["whole"], "out")
+        assert (weights, made._optimizers, made._leaves_models_alone) == ([], [], True)
         raise KeyError
-    assert hooks == {}
+    assert (made._save_model_state_pre_hook, made._optimizers, made._leaves_models_alone) == ({}, ["mine"], False)

@@ -13,7 +13,7 @@ import torch
 from tests.support.step_lines import metrics
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import tracking as tracking_module
-from zeromesh.trainer.monitoring.tracking import Tracking, _tracking_id
+from zeromesh.trainer.monitoring.tracking import Tracking, _tracking_id, samples_row, step_row
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
 
 
@@ -50,13 +50,13 @@ def test_the_end_of_trackers_that_work() -> None:
     trackers = [Noted(), Noted()]
     with Tracking(trackers, ident="x", leave=lambda: left.append("left")) as tracking:
         assert tracking.identity("run") == {"id": "x", "run": "run"}
-        tracking.log_samples(4, [{"prompt": "a", "completion": "b", "more": 1}])
+        tracking.send(samples_row(4, [{"prompt": "a", "completion": "b", "more": 1}]))
         assert not left
     assert [each.calls for each in trackers] == [["start", "finish"]] * 2
     assert trackers[0].rows == [TrackedRow(RowPosition(4, evaluation=True), {}, (("a", "b"),))]
     assert left == ["left"]
     tracking.__exit__(None)
-    tracking.log(metrics(5))
+    tracking.send(step_row(metrics(5)))
     assert (len(trackers[0].rows), left) == (1, ["left"])
 
 
@@ -66,7 +66,7 @@ def test_a_tracker_that_fails_gives_up() -> None:
 
     said: list[str] = []
     with Tracking([failing := Noted(fail)], said.append, ident="x") as tracking:
-        tracking.log(metrics(5))
+        tracking.send(step_row(metrics(5)))
     assert failing.calls == ["start", "give up after no"]
     assert said == [
         "WARNING: tracking by noted ended after step 0: ValueError: no. Training goes on; metrics.jsonl has every step"
@@ -88,7 +88,7 @@ def test_a_tracker_that_hangs_is_abandoned(
     stuck = Noted(lambda row: gate.wait(30))
     tracking = Tracking([stuck], said.append, ident="x", patience=patience, leave=lambda: left.append("left"))
     with tracking:
-        tracking.log(metrics(1))
+        tracking.send(step_row(metrics(1)))
         tracking.__exit__(error)
     assert said == [f"WARNING: tracking by noted did not end within {seconds} seconds; metrics.jsonl has every step"]
     assert stuck.calls == ["start", "abandon"]

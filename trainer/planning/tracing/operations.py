@@ -116,25 +116,21 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
         narrow = tuple(each.to(torch.bfloat16) for each in args[:2])
         others = [*narrow, *tensors[2:]]
         return _without_floats(func, (*narrow, *args[2:]), kwargs, others).to(tensors[0].dtype)
-    real = {id(each): each for each in tensors if not each.is_meta}
-    if not real:
-        out = func(*args, **kwargs)
-        plain = isinstance(out, Tensor) and out.is_floating_point()
-        return out if plain else pytree.tree_map_only(Tensor, partial(_with_integers, func, args, tensors), out)
-    moved = {key: _empty_like(tensor) for key, tensor in real.items()}
-    args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: moved.get(id(tensor), tensor), (args, kwargs))
-    back = {id(copy): real[key] for key, copy in moved.items()}
-
-    def from_meta(tensor: Tensor) -> Tensor:
-        return back[id(tensor)] if id(tensor) in back else _with_integers(func, args, tensors, tensor)
-
-    return pytree.tree_map_only(Tensor, from_meta, func(*args, **kwargs))
+    moved = {id(each): _empty_like(each) for each in tensors if not each.is_meta}
+    given = {id(moved.get(id(each), each)): each for each in tensors}
+    if moved:
+        args, kwargs = pytree.tree_map_only(Tensor, lambda tensor: moved.get(id(tensor), tensor), (args, kwargs))
+    out = func(*args, **kwargs)
+    if not moved and isinstance(out, Tensor) and out.is_floating_point():
+        return out
+    return pytree.tree_map_only(Tensor, partial(_with_integers, func, args, given), out)
 
 
-def _with_integers(func: Any, args: Any, given: Sequence[Tensor], made: Tensor) -> Tensor:
-    """Return a result `made` as it is, or integers on the CPU if it is a new integer tensor on the meta device. Indices are
-    round-robin, so that experts get equally many tokens, and comparisons are unequal."""
-    if made.is_floating_point() or made.is_complex() or not made.is_meta or any(made is each for each in given):
+def _with_integers(func: Any, args: Any, given: Mapping[int, Tensor], made: Tensor) -> Tensor:
+    """Return a result `made`, or the tensor `given` for its id, as it is, or integers on the CPU if it is a new integer tensor on
+    the meta device. Indices are round-robin, so that experts get equally many tokens, and comparisons are unequal."""
+    made = given.get(id(made), made)
+    if made.is_floating_point() or made.is_complex() or not made.is_meta or id(made) in given:
         return made
     if made.dtype == torch.bool or not args or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
         return torch.zeros(made.shape, dtype=made.dtype)

@@ -18,10 +18,10 @@ from zeromesh.environment import INTERFACE, LOOPBACK, available_cores, read_envi
 from zeromesh.errors import ConfigError
 from zeromesh.launch.self_test import try_exchange
 from zeromesh.mesh.network_interfaces import by_address
-from zeromesh.trainer.config.yaml_reader import read_table
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.formatting import human_seconds
 
-_TEXTS: dict[str, dict[str, str]] = read_table(Path(__file__).with_name("findings.yaml"))
+_TEXTS: dict[str, dict[str, str]] = read_texts(Path(__file__).with_name("findings.yaml"))
 _DEBUGGING = {name: texts["slow"] for name, texts in _TEXTS.items() if "slow" in texts}
 """The values of debugging variables that slow runs down."""
 _SLOW_NAME_SECONDS = 1.0

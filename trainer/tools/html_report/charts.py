@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from zeromesh.errors import ConfigError, counted, printable
-from zeromesh.trainer.config.yaml_reader import read_table
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.tools.html_report.runs import RunRecord
 
@@ -39,7 +39,7 @@ _UNITS: dict[str, tuple[Callable[[float], str], str, str, str]] = {
 }
 """The format of a number in a legend, of ticks and of hover values in d3's notation, and the suffix of both."""
 _BYTES = ("B", "KiB", "MiB", "GiB", "TiB")
-_TABLES = read_table(Path(__file__).with_name("charts.yaml"))
+_TABLES = read_texts(Path(__file__).with_name("charts.yaml"))
 COLORS, LAYOUT = _TABLES["colors"], _TABLES["layout"]
 
 
