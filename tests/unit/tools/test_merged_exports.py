@@ -1,6 +1,8 @@
 """Merged exports of a run over an encoded base: from the original or the decoded weights, and into 4 bits again."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 import transformers as tf
 
+from tests.support.architectures import small_model
 from tests.support.trainer_cases import llama, seeded
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
@@ -31,17 +34,22 @@ def rounded(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.Tensor, Any]]:
+@contextmanager
+def trained(folder: Path, build: Any) -> Iterator[tuple[Path, torch.Tensor, Any]]:
     """A run's checkpoint, its logits, and its model: PEFT's, of the decoded base."""
-    folder = tmp_path_factory.mktemp("exports")
-    seeded(llama).save_pretrained(folder / "base")
+    seeded(build).save_pretrained(folder / "base")
     model = {"source": str(folder / "base"), "weights": "nf4", "lora": {"rank": 2, "targets": "all-linear"}}
     sections: dict[str, Any] = {"run": {"name": "r", "output_dir": str(folder), "max_steps": 2}, "model": model}
     sections |= {"optimizer": {"lr": 0.1}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 2}}
     with Trainer(None, sections, [{"input_ids": IDS[0], "labels": IDS[0]}] * 4) as trainer:
         trainer.fit()
         yield folder / "r/checkpoints/step-00000002", logits(trainer.model), trainer.model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.Tensor, Any]]:
+    with trained(tmp_path_factory.mktemp("exports"), llama) as found:
+        yield found
 
 
 def test_a_model_is_merged_from_the_original_or_the_decoded_base(run: Any, tmp_path: Path) -> None:
@@ -69,3 +77,18 @@ def test_a_merged_model_is_encoded_again(run: Any, tmp_path: Path) -> None:
         assert (logits(made.engine.model) - logits(plain)).norm() <= 1e-6 * logits(plain).norm()
     files = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "nf4", dtype=torch.float32)
     assert type(files.model.layers[0].self_attn.q_proj).__name__ == "Linear4bit"
+
+
+def test_a_merged_gpt2_in_four_bits_is_that_of_bitsandbytes(tmp_path: Path) -> None:
+    """Its linear layers have their weights transposed, which transformers turns before they are encoded."""
+    build = partial(small_model, "gpt2", vocab_size=64, n_embd=64, n_positions=32)
+    with trained(tmp_path, build) as (checkpoint, *_):
+        export_checkpoint(checkpoint, tmp_path / "merged", "float32", Console(), merge=True)
+        export_checkpoint(checkpoint, tmp_path / "nf4", "nf4", Console(), merge=True)
+    own = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    found, wanted = (
+        tf.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, **how)
+        for name, how in (("nf4", {}), ("merged", {"quantization_config": tf.BitsAndBytesConfig(**own)}))
+    )
+    assert type(found.transformer.h[0].attn.c_attn).__name__ == "Linear4bit"
+    assert torch.equal(logits(found), logits(wanted))
