@@ -175,8 +175,9 @@ def test_a_name_is_used_where_it_belongs(rule: str) -> None:
 
 
 def _hooks(node: ast.AST) -> bool:
+    """Those of torch's modules and tensors; accelerate calls its own when it saves and loads."""
     name = getattr(node, "attr", getattr(node, "id", "")) if isinstance(node, ast.Attribute | ast.Name) else ""
-    return name.startswith("register_") and name.endswith(("_hook", "_hooks"))
+    return name.startswith("register_") and name.endswith(("_hook", "_hooks")) and "_state_pre_" not in name
 
 
 def _device(node: ast.AST) -> bool:

@@ -81,7 +81,7 @@ def test_a_merged_model_is_encoded_again(run: Any, tmp_path: Path) -> None:
 
 def test_a_merged_gpt2_in_four_bits_is_that_of_bitsandbytes(tmp_path: Path) -> None:
     """Its linear layers have their weights transposed, which transformers turns before they are encoded."""
-    build = partial(small_model, "gpt2", vocab_size=64, n_embd=64, n_positions=32)
+    build = partial(small_model, "gpt2", vocab_size=64, hidden_size=64, n_positions=32)
     with trained(tmp_path, build) as (checkpoint, *_):
         export_checkpoint(checkpoint, tmp_path / "merged", "float32", Console(), merge=True)
         export_checkpoint(checkpoint, tmp_path / "nf4", "nf4", Console(), merge=True)
