@@ -387,6 +387,12 @@ def _fill(
         return kept and (averaged or spec.kind != AVERAGE)
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
+    unread = {each.kind for each in reader.manifest.tensors}.difference(WEIGHTS, (each.kind for each in tensors))
+    if whole and unread:
+        problem = (
+            f"has {some(sorted(unread))}, which would be lost here; go on with the optimizer and precision that it had"
+        )
+        raise LayoutError(f"{reader.directory} {problem}")
     with engine.loading(averaged_updates=count if averaged else 0):
         shards = [each for each in engine.checkpoint_state.shards_to_read() if loads(each.spec)]
         away = {each.name for each in reader.manifest.tensors if reader.manifest.is_elsewhere(each.path)}

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from tests.support.plain import after_steps, distance, error_of, fitted, plain_loop, sentence_loss, stacked, stopping
 from tests.support.trainer_cases import digest, llama, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier
 from zeromesh.trainer.data.sampler import SampleOrder
@@ -252,3 +252,10 @@ def narrow(mesh: Mesh, folder: str, precision: dict[str, str], *, stop: bool, ti
     with Trainer(made, config, sentences(), callbacks=[stopping(2)]) as trainer:
         trainer.fit()
     return ""
+
+
+def other_masters(mesh: Mesh, folder: str, then: str, now: str) -> str:
+    """The error of a run that goes on with other master weights than it had."""
+    common: dict[str, Any] = {"folder": folder, "tier": "none"}
+    narrow(mesh, precision={"master": then}, stop=True, **common)
+    return error_of(lambda: narrow(mesh, precision={"master": now}, stop=False, **common), LayoutError)

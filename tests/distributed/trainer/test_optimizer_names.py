@@ -105,3 +105,18 @@ def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(
     found = trained(1, 2, **given) | trained(2, 1, "file", **given)
     assert len(found) == 1
     assert found != trained(1, 1, precision={})
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ("kahan", "float32", "has master_compensation, which would be lost here"),
+        pytest.param("kahan", "none", "has master_compensation, which would be lost here", marks=FULL),
+        pytest.param("none", "kahan", "has no master_compensation in it", marks=FULL),
+    ],
+)
+def test_compensations_are_neither_lost_nor_made_up(
+    workers: Workers, tmp_path: Path, then: str, now: str, said: str
+) -> None:
+    for each in workers.run(2, f"{CASES}:other_masters", folder=str(tmp_path), then=then, now=now):
+        assert said in each
