@@ -186,8 +186,7 @@ class Trainer(ModelOnMesh):
         with ExitStack() as stack:
             with self._reporting_errors(mesh):
                 # Checks without data or a model come first.
-                if self.inputs.model is None:
-                    require_trained(self.config.model)
+                require_trained(self.config.model, given=self.inputs.model is not None)
                 directory = RunDirectory(self.run_directory, mesh.rank)
                 stack.enter_context(directory.locked())
                 if self._run is None:

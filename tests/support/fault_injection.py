@@ -106,7 +106,8 @@ def install(text: str, rank: int) -> None:
     """The step of the running commit."""
 
     def beginning(site: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        elsewhere = site in _OF_COMMIT and not commits
+        # Where nothing is replaced, there is nothing to remove.
+        elsewhere = (site in _OF_COMMIT and not commits) or (site == "during-retention" and args[1] is None)
         if not elsewhere and not (site == "forward" and args[0].mode is PassMode.BACKWARD):
             fault.visit(site)
         return original(*args, **kwargs)

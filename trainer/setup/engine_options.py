@@ -105,14 +105,14 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
     return replace(options, weights=replace(options.weights, skip=skip))
 
 
-def require_trained(section: ModelSection) -> None:
-    """Raise `ConfigError` if the section alone leaves nothing to train, or trains all that `weights` would encode."""
+def require_trained(section: ModelSection, *, given: bool) -> None:
+    """Raise `ConfigError` if the section leaves nothing to train or, for a model that is not `given`, nothing to encode."""
     if section.trains_nothing:
         raise ConfigError(
             f"{list(section.train or ())} freezes all parameters; there is nothing to train", where="model.train"
         )
-    given = section.train, section.named, section.wanted_adapters or None
-    if section.weights is not None and given == (None, None, None):
+    freezes = given or section.named is not None or section.train is not None or section.wanted_adapters
+    if section.weights is not None and not freezes:
         raise ConfigError(_ALL_TRAINED.format(section.weights.codec), where="model.weights")
 
 

@@ -255,9 +255,13 @@ class Tokens:
 
     def __init__(self) -> None:
         self.found: list[float] = []
+        self.entered = False
 
     def shape(self) -> tuple[int, int]:
         return (1, 1)
+
+    def enter(self) -> None:
+        self.entered = True
 
     def inputs(self) -> dict[str, Any]:
         return {"count": len(self.found)}
@@ -283,6 +287,7 @@ def test_batches_take_turns_and_wait_for_their_own_tokens() -> None:
     runner.finish()
     assert [each.found for each in batches] == [[0.0, 1.0, 2.0]] * 2
     assert not runner._inputs
+    assert all(each.entered for each in batches)
 
 
 def test_backwards_of_a_step_know_the_first_and_the_last_of_a_chunk() -> None:

@@ -185,7 +185,8 @@ def test_sources_of_an_evaluation(copied: Copied, tmp_path: Path) -> None:
     keys = ('run.name="adapter"', 'model.source="base"', f'model.adapters={{"default": "{adapter}"}}')
     assert resolve_source(str(adapter)) == (None, keys, None)
     (tmp_path / "config.json").write_text("{}")
-    assert resolve_source(str(tmp_path)) == (None, (f"model.source={tmp_path}", f"run.name={tmp_path.name}"), None)
+    keys = (f"model.source={tmp_path}", f"run.name={tmp_path.name}", 'model.train=["!*"]')
+    assert resolve_source(str(tmp_path)) == (None, keys, None)
     assert resolve_source("some.yaml") == (Path("some.yaml"), (), None)
 
 
@@ -410,9 +411,9 @@ def test_a_bad_prompt_is_named_by_its_line(
 @pytest.mark.parametrize(
     ("words", "token", "wanted"),
     [
-        ([], None, ("m", None, 1024, 8000, 10.0)),
-        ([], "  ", ("m", None, 1024, 8000, 10.0)),
-        (["--name", "x", "--port", "9", "--grace", "3", "generation.max_new_tokens=5"], " k\n", ("x", "k", 5, 9, 3.0)),
+        ([], None, (None, 1024, 8000, 10.0)),
+        ([], "  ", (None, 1024, 8000, 10.0)),
+        (["--name", "x", "--port", "9", "--grace", "3", "generation.max_new_tokens=5"], " k\n", ("k", 5, 9, 3.0)),
     ],
 )
 def test_what_a_server_is_made_of(
@@ -420,9 +421,9 @@ def test_what_a_server_is_made_of(
 ) -> None:
     made: list[Any] = []
 
-    def server(inbox: Any, name: str, options: Any) -> Any:
-        made.append((name, options.token, options.new_tokens, options.port, options.grace_seconds))
-        return SimpleNamespace(name=name)
+    def server(inbox: Any, options: Any) -> Any:
+        made.append((options.token, options.new_tokens, options.port, options.grace_seconds))
+        return SimpleNamespace()
 
     monkeypatch.setattr("zeromesh.trainer.inference.server.app.HttpServer", server)
     if token is not None:
