@@ -54,10 +54,10 @@ test_of_bitsandbytes = tried(
         row(2, "as_original", QUANTIZED, stage=3),
         row(2, "over_trl", QUANTIZED, TRL, kind="SFT", stage=3),
         row(2, "over_trl", QUANTIZED, TRL, kind="DPO", stage=1),
-        row(3, "in_layout", QUANTIZED, stage=3),
+        row(3, "in_layout", QUANTIZED, FULL, stage=3),
         row(4, "in_layout", QUANTIZED, FULL, stage=1, axes={"replicate": 2}),
         row(2, "in_layout", QUANTIZED, stage=2, axes={"tensor": 2}),
-        row(2, "in_layout", QUANTIZED, stage=0, axes={"pipeline": 2}),
+        row(2, "in_layout", QUANTIZED, FULL, stage=0, axes={"pipeline": 2}),
         row(2, "other_values_elsewhere", QUANTIZED),
     ],
 )

@@ -23,7 +23,7 @@ LAYOUTS: list[tuple[int, int, dict[str, int], tuple[pytest.MarkDecorator, ...]]]
     (1, 0, {}, ()),
     (1, 3, {}, (FULL,)),
     (2, 0, {}, (FULL,)),
-    (2, 1, {}, ()),
+    (2, 1, {}, (FULL,)),
     (2, 2, {}, (FULL,)),
     (3, 3, {}, ()),
     (4, 3, {"replicate": 2}, (FULL,)),
@@ -42,7 +42,7 @@ test_losses_are_those_of_the_decoded_weights = tried(
     "encoded_cases",
     [
         *(layout(*each) for each in LAYOUTS),
-        *(row(2, "trained", stage=3, weights=name) for name in ("fp4", "int8", "fp8")),
+        *(row(2, "trained", *marks, stage=3, weights=name) for name, *marks in (("fp4", FULL), ("int8",), ("fp8",))),
         *(row(2, "trained", *marks, stage=3, offload=tier) for tier, marks in ((HOST, (FULL,)), (FILE, ()))),
         row(2, "trained", stage=3, activation_checkpointing="block"),
     ],

@@ -82,7 +82,7 @@ def test_what_cannot_be_exact_is_refused(
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [
-        ({"states": "bfloat16"}, {}),
+        pytest.param({"states": "bfloat16"}, {}, marks=FULL),
         ({"states": "int8"}, {}),
         pytest.param({"name": "lion", "states": "int8"}, {}, marks=FULL),
         pytest.param({"name": "rmsprop", "states": "bfloat16"}, {}, marks=FULL),
