@@ -31,13 +31,13 @@ _LARGEST_SMALL = 64 << 10  # bytes of the largest reserved block
 _GUARD_BYTES = 24  # of the block in use between two reserved ones
 
 
-def reuse_freed_memory() -> bool:
-    """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only large blocks are mapped
-    one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
+def reuse_freed_memory(largest: int = _LARGE_BLOCK) -> bool:
+    """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only blocks of `largest` bytes
+    and more are mapped one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
     libc = _glibc()
     if libc is None:
         return False
-    return bool(libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
+    return bool(libc.mallopt(_M_MMAP_THRESHOLD, largest)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
 def prevent_fragmentation() -> bool:

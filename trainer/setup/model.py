@@ -18,7 +18,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, Tiers, prevent_fragmentation, tensor_bytes
+from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
@@ -310,6 +310,8 @@ def fill_engine(
     built.source.close()
     if feeds is not None and mesh.device.type == "cpu":
         prevent_fragmentation()
+        if options.weights is not None:  # Who lacks memory: large activations leave holes in the heap.
+            reuse_freed_memory(4 << 20)
     return engine
 
 
