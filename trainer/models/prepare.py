@@ -168,10 +168,9 @@ class _KeptResults(_CachedTorchDispatchMode):
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    forward, _ = create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
-        lambda _context, operation, *_args, **_kwargs: _is_kept(operation)
-    )
-    return forward, _KeptResults(None, forward.storage)
+    policy = lambda _context, operation, *_args, **_kwargs: _is_kept(operation)  # noqa: E731
+    forward, _ = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return forward, _KeptResults(policy, forward.storage, False)  # Older versions of torch ask for all three.
 
 
 def _wrap_forward(block: nn.Module, run: _Function) -> None:

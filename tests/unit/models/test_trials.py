@@ -11,6 +11,7 @@ from tests.support.architectures import SIZES, on_meta
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.trial import require_separate_documents
+from zeromesh.trainer.models import tensor_trial
 from zeromesh.trainer.models.small_copy import deviation
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 
@@ -218,3 +219,8 @@ def test_what_computes_something_else_is_refused_by_its_module(model: Any, rules
 def test_a_rule_that_does_not_fit_its_module_says_what_that_is(rules: dict[str, str], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         plan_tensor(_llama(), 2, rules)
+
+
+def test_a_gradient_of_another_shape_is_another_gradient() -> None:
+    assert tensor_trial._differ(torch.ones(2), torch.ones(3))
+    assert not tensor_trial._differ(torch.ones(2), torch.ones(2))

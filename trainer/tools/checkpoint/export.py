@@ -126,14 +126,14 @@ def _in_four_bits(
         model: Any = cls(config).requires_grad_(False)
     chosen = encoded_names(model, EncodedWeights(codec=codec)) & tensors.keys()
     # transformers puts linear layers of bitsandbytes in the place of GPT-2's, which have their weights transposed.
-    turned = {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Conv1D)}
+    turned = chosen & {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Conv1D)}
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}
     settings |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(config.dtype).removeprefix("torch.")}
     _set_keys(folder / "config.json", quantization_config=settings)
 
     def encoded(given: Iterable[tuple[str, torch.Tensor]]) -> Named:
         for name, each in given:
-            value = each.t() if name in chosen & turned else each
+            value = each.t() if name in turned else each
             yield from (_in_codes(name, value, codec) if name in chosen else {name: each}).items()
 
     return dict(encoded(tensors.items())), encoded(values)
