@@ -13,6 +13,7 @@ from tests.support.checkpoint_cases import trained
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import TieredTensor
+from zeromesh.offload.io.file_tier import THREADS
 
 
 class Vandal(Callback):
@@ -34,6 +35,9 @@ class Vandal(Callback):
         engine = trainer.engine
         assert engine is not None
         tier = engine._tiers.file()
+        # A write that came later would make the file whole again, with zeros inside.
+        written = threading.Barrier(THREADS)
+        list(tier._threads.map(lambda _: written.wait(), range(THREADS)))
         if self._how.startswith("short"):
             os.ftruncate(tier._files[0]._buffered, 4096)
         else:
