@@ -99,8 +99,13 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests that need no workers run first: meanwhile the process that workers are forked from imports what it needs."""
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is not None and zlib.crc32(item.name.encode()) % sampled.args[0]:
+            item.add_marker(pytest.mark.full)
     share = config.getoption("--share")
     items[:] = [item for item in items if zlib.crc32(item.nodeid.encode()) % share == 0]
     items.sort(key=_uses_workers)

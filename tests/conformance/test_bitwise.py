@@ -48,6 +48,7 @@ def run_once(laboratory: Laboratory, kept: dict[object, Result], size: int, prob
     return kept[key]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("subject", "variant"), whole_product(3, SUBJECTS, VARIANTS))
 def test_what_only_moves_memory_changes_no_bit(
     laboratory: Laboratory, kept: dict[object, Result], subject: str, variant: str

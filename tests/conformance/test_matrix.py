@@ -81,6 +81,7 @@ def test_the_cover_holds_every_pair() -> None:
             assert idle(row) & {first, second} or ((first, value), (second, other)) in covered
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "row",
     [

@@ -106,6 +106,7 @@ ROWS = [pytest.param(row, id=name_of(row)) for row in DEFAULT] + [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", ROWS)
 def test_losses_in_float32(laboratory: Laboratory, row: Row) -> None:
     problem = Problem(model=row["model"], clip=0.3, precision="float32")

@@ -59,6 +59,7 @@ def pretrained(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder / "llama"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "size"), TRIED)
 def test_every_configuration_of_the_repository_trains(
     workers: Workers, here: Path, request: pytest.FixtureRequest, name: str, size: int

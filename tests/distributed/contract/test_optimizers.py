@@ -499,6 +499,7 @@ ALIKE = {"Adam decoupled", "SGD dampened", "RAdam", "Adamax", "Adadelta", "Lion"
 """Of states such as those of another: Adam, SGD, NAdam, Adagrad, and Muon beside AdamW."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "every"),
     [

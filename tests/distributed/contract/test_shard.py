@@ -30,6 +30,7 @@ FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("row", FOLLOWED)
 def test_loop_is_that_of_plain_pytorch(workers: Workers, row: str) -> None:
     ranks, arguments = FOLLOWED[row]

@@ -103,6 +103,7 @@ PAUSES = (
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fault", "options", "words"), FAULTS)
 def test_a_fault_is_named_by_all_others(
     scene: Scene, fault: Fault, options: dict[str, Any], words: tuple[str, ...]

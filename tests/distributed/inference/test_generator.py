@@ -61,6 +61,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_tokens_are_those_of_one_process(workers: Workers, tmp_path: Path, model: str, layout: str) -> None:
     ranks, sections = LAYOUTS[layout]

@@ -31,22 +31,24 @@ test_over_accelerate = tried(
         row(2, "in_low_precision", asked={"zeromesh": {"precision": {"compute": "float16"}}}, dtype="torch.float16"),
     ],
 )
-test_over_transformers = tried(
-    "hf_trainer_cases",
-    [
-        row(2, "as_original", stage=1),
-        row(2, "as_original", FULL, stage=3),
-        row(2, "as_original", FULL, stage=3, adapted=True),
-        row(2, "twice"),
-        row(2, "generating"),
-        row(2, "generating_together"),
-        row(1, "streams"),
-        row(2, "weights_alone", FULL, zeromesh=STAGES[2]),
-        row(2, "weights_alone", zeromesh=STAGES[3], adapted=True),
-        row(2, "weights_alone", FULL, zeromesh={"parallel": {"tensor": 2}}),
-        row(1, "alike", FULL, stage=1),
-        row(1, "alike", FULL, stage=3),
-    ],
+test_over_transformers = pytest.mark.sampled(2)(
+    tried(
+        "hf_trainer_cases",
+        [
+            row(2, "as_original", stage=1),
+            row(2, "as_original", FULL, stage=3),
+            row(2, "as_original", FULL, stage=3, adapted=True),
+            row(2, "twice"),
+            row(2, "generating"),
+            row(2, "generating_together"),
+            row(1, "streams"),
+            row(2, "weights_alone", FULL, zeromesh=STAGES[2]),
+            row(2, "weights_alone", zeromesh=STAGES[3], adapted=True),
+            row(2, "weights_alone", FULL, zeromesh={"parallel": {"tensor": 2}}),
+            row(1, "alike", FULL, stage=1),
+            row(1, "alike", FULL, stage=3),
+        ],
+    )
 )
 test_of_bitsandbytes = tried(
     "quantized_cases",

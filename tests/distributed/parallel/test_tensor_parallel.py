@@ -44,43 +44,45 @@ DIVIDED: tuple[Any, ...] = (
     (4, sorted(TINY), False, FULL),
     (4, sorted(TINY), True, FULL),
 )
-test_a_divided_model_is_the_whole_one = tried(
-    "tensor_cases",
-    [
-        *(
-            row(
-                *(ranks, "equals"),
-                *(marks or [FULL] * (models is OTHERS and not sequence)),
-                models=models,
-                sequence=sequence,
-                checkpointing=checkpointing,
-            )
-            for ranks, models, checkpointing, *marks in DIVIDED
-            for sequence in BOTH
-        ),
-        *(
-            row(2, "computes_otherwise", FULL, name=name, sequence=sequence, how=how)
-            for how in ("block", "selective", "compile")
-            for sequence in BOTH
-            for name in ("llama", "gpt2")
-        ),
-        row(2, "learns_in_chunks", name="llama", sequence=False),
-        row(2, "learns_in_chunks", name="gpt2", sequence=True),
-        *(
-            row(2, "losses_of_halves", dtype=dtype, chunk_tokens=chunk_tokens, bound=bound)
-            for dtype, bound in (("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.02))
-            for chunk_tokens in (4, 64)
-        ),
-        *(row(2, "learns", name=name, note=note) for name, note in NOTES.items()),
-        *(
-            row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence)
-            for sequence in BOTH
-        ),
-        *(row(2, "narrow", name="llama", sequence=sequence) for sequence in BOTH),
-        row(2, "frozen_and_restored"),
-    ],
-    folder=False,
-    timeout=300.0,
+test_a_divided_model_is_the_whole_one = pytest.mark.sampled(2)(
+    tried(
+        "tensor_cases",
+        [
+            *(
+                row(
+                    *(ranks, "equals"),
+                    *(marks or [FULL] * (models is OTHERS and not sequence)),
+                    models=models,
+                    sequence=sequence,
+                    checkpointing=checkpointing,
+                )
+                for ranks, models, checkpointing, *marks in DIVIDED
+                for sequence in BOTH
+            ),
+            *(
+                row(2, "computes_otherwise", FULL, name=name, sequence=sequence, how=how)
+                for how in ("block", "selective", "compile")
+                for sequence in BOTH
+                for name in ("llama", "gpt2")
+            ),
+            row(2, "learns_in_chunks", name="llama", sequence=False),
+            row(2, "learns_in_chunks", name="gpt2", sequence=True),
+            *(
+                row(2, "losses_of_halves", dtype=dtype, chunk_tokens=chunk_tokens, bound=bound)
+                for dtype, bound in (("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 0.02))
+                for chunk_tokens in (4, 64)
+            ),
+            *(row(2, "learns", name=name, note=note) for name, note in NOTES.items()),
+            *(
+                row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence)
+                for sequence in BOTH
+            ),
+            *(row(2, "narrow", name="llama", sequence=sequence) for sequence in BOTH),
+            row(2, "frozen_and_restored"),
+        ],
+        folder=False,
+        timeout=300.0,
+    )
 )
 
 

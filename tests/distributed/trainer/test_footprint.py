@@ -76,6 +76,7 @@ def in_short_run() -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.full) if name in left else name for name in SETTINGS]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", in_short_run())
 def test_the_ledger_is_as_predicted(workers: Workers, name: str) -> None:
     account(workers, SETTINGS[name])

@@ -20,35 +20,37 @@ STATES = ("optimizer", "parameters")
 UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_backward": True}}
 
 
-test_a_run_does_what_a_plain_loop_does = tried(
-    CASES,
-    [
-        (1, "epochs", {"last": "partial"}),
-        pytest.param(2, "epochs", {"last": "partial"}, marks=FULL),
-        (2, "epochs", {"last": "drop"}),
-        (2, "epochs", {"last": "carry"}),
-        (2, "epochs", {"last": "partial", "smoothing": 0.2}),
-        (2, "by_samples", {}),
-        pytest.param(1, "towers", {}, marks=FULL),
-        (2, "towers", {}),
-        (2, "scheduled", {}),
-        (2, "halving", {}),
-        (1, "ordered", {}),
-        # Memory is given back when a trainer is closed.
-        (1, "left_when_closed", {"sections": {}}),
-        row(2, "left_when_closed", sections={"zero": {"stage": 3}, "offload": dict.fromkeys(STATES, "file")}),
-        (2, "left_when_closed", {"sections": UPDATES}),
-        (2, "left_when_closed", {"sections": {"parallel": {"pipeline": 2}}}),
-        pytest.param(2, "left_when_closed", {"sections": {"parallel": {"tensor": 2}}}, marks=FULL),
-        # Metrics are exact over uneven data.
-        (1, "metrics", {"samples": 7, "micro": 3, "sections": {}}),
-        (3, "metrics", {"samples": 11, "micro": 2, "sections": {}}),
-        (2, "metrics", {"samples": 5, "micro": 4, "sections": {"parallel": {"tensor": 2}}}),
-        (2, "metrics", {"samples": 9, "micro": 2, "sections": {"parallel": {"pipeline": 2}}}),
-        # A run without progress ends with its best weights.
-        (2, "patience", {"kind": "ours"}),
-        (2, "patience", {"kind": "theirs"}),
-    ],
+test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
+    tried(
+        CASES,
+        [
+            (1, "epochs", {"last": "partial"}),
+            pytest.param(2, "epochs", {"last": "partial"}, marks=FULL),
+            (2, "epochs", {"last": "drop"}),
+            (2, "epochs", {"last": "carry"}),
+            (2, "epochs", {"last": "partial", "smoothing": 0.2}),
+            (2, "by_samples", {}),
+            pytest.param(1, "towers", {}, marks=FULL),
+            (2, "towers", {}),
+            (2, "scheduled", {}),
+            (2, "halving", {}),
+            (1, "ordered", {}),
+            # Memory is given back when a trainer is closed.
+            (1, "left_when_closed", {"sections": {}}),
+            row(2, "left_when_closed", sections={"zero": {"stage": 3}, "offload": dict.fromkeys(STATES, "file")}),
+            (2, "left_when_closed", {"sections": UPDATES}),
+            (2, "left_when_closed", {"sections": {"parallel": {"pipeline": 2}}}),
+            pytest.param(2, "left_when_closed", {"sections": {"parallel": {"tensor": 2}}}, marks=FULL),
+            # Metrics are exact over uneven data.
+            (1, "metrics", {"samples": 7, "micro": 3, "sections": {}}),
+            (3, "metrics", {"samples": 11, "micro": 2, "sections": {}}),
+            (2, "metrics", {"samples": 5, "micro": 4, "sections": {"parallel": {"tensor": 2}}}),
+            (2, "metrics", {"samples": 9, "micro": 2, "sections": {"parallel": {"pipeline": 2}}}),
+            # A run without progress ends with its best weights.
+            (2, "patience", {"kind": "ours"}),
+            (2, "patience", {"kind": "theirs"}),
+        ],
+    )
 )
 
 

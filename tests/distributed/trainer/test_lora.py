@@ -82,20 +82,25 @@ test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
         variant("linear layers", 2, tensor=2, pipeline=2),
     ],
 )
-test_adapters_on_ranks = tried(
-    "lora_cases",
-    [
-        row(2, "of_experts", pytest.mark.full, stage=2),
-        row(2, "of_experts", stage=3),
-        *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
-        row(2, "prompted", stage=3),
-        *(row(2, "generated", axes=axes, zero={"stage": 3}) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
-        *(row(2, "mixed", axes=axes) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
-        row(4, "mixed", FULL, axes={"tensor": 2, "pipeline": 2}),
-        *(row(2, "method", *([] if name == "VERA" else [FULL]), name=name, stage=3) for name in METHODS),
-        *(row(2, "method", FULL, name=n, stage=1, axes={"pipeline": 2}) for n in METHODS if n not in _SHARED),
-        *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
-    ],
+test_adapters_on_ranks = pytest.mark.sampled(2)(
+    tried(
+        "lora_cases",
+        [
+            row(2, "of_experts", pytest.mark.full, stage=2),
+            row(2, "of_experts", stage=3),
+            *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
+            row(2, "prompted", stage=3),
+            *(
+                row(2, "generated", axes=axes, zero={"stage": 3})
+                for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})
+            ),
+            *(row(2, "mixed", axes=axes) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
+            row(4, "mixed", FULL, axes={"tensor": 2, "pipeline": 2}),
+            *(row(2, "method", *([] if name == "VERA" else [FULL]), name=name, stage=3) for name in METHODS),
+            *(row(2, "method", FULL, name=n, stage=1, axes={"pipeline": 2}) for n in METHODS if n not in _SHARED),
+            *(row(2, "classified", kind=kind) for kind in ("sequence", "image")),
+        ],
+    )
 )
 
 

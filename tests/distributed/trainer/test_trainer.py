@@ -16,25 +16,29 @@ SPOILED = [
     {"calls": [1, 3, 5], "message": "3 of 5 steps made no update"},
     {"calls": [3], "message": "no parameter was changed (run.on_nonfinite: stop)", "steps": 2, "on_nonfinite": "stop"},
 ]
-test_a_run_is_that_of_a_plain_loop = tried(
-    "trainer_cases",
-    [
-        *((size, "story", {"stage": stage}) for size, stage in ((1, 3), (2, 3), (2, 0))),
-        *(pytest.param(size, "story", {"stage": stage}, marks=FULL) for size, stage in ((2, 1), (3, 2))),
-        # Microbatches and ranks do not divide the global batch.
-        *(
-            pytest.param(size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL)
-            for size, micro in ((1, 3), (2, 4), (3, 2))
-            for kind in ("text", "mean", "sum")
-        ),
-        (2, "recompute", {}),
-        pytest.param(1, "recompute", {"compiled": True}, marks=FULL),
-        (2, "half", {}),
-        *((2, "spoiled", arguments) for arguments in SPOILED),
-        *((1, "interrupted", {"where": where}) for where in ("begin", "update", "end", "forward", "backward")),
-        (2, "broken", {}),
-    ],
-    timeout=240.0,
+test_a_run_is_that_of_a_plain_loop = pytest.mark.sampled(2)(
+    tried(
+        "trainer_cases",
+        [
+            *((size, "story", {"stage": stage}) for size, stage in ((1, 3), (2, 3), (2, 0))),
+            *(pytest.param(size, "story", {"stage": stage}, marks=FULL) for size, stage in ((2, 1), (3, 2))),
+            # Microbatches and ranks do not divide the global batch.
+            *(
+                pytest.param(
+                    size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL
+                )
+                for size, micro in ((1, 3), (2, 4), (3, 2))
+                for kind in ("text", "mean", "sum")
+            ),
+            (2, "recompute", {}),
+            pytest.param(1, "recompute", {"compiled": True}, marks=FULL),
+            (2, "half", {}),
+            *((2, "spoiled", arguments) for arguments in SPOILED),
+            *((1, "interrupted", {"where": where}) for where in ("begin", "update", "end", "forward", "backward")),
+            (2, "broken", {}),
+        ],
+        timeout=240.0,
+    )
 )
 
 

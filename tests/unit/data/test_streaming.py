@@ -106,6 +106,7 @@ KINDS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "proof"),
     [
