@@ -73,7 +73,7 @@ class PlainRun:
         if config.model.attention is not None:
             use_attention(model, config.model.attention, self.compute, torch.device("cpu"))
         self.rounding = ""
-        """What a codec changes of the frozen weights before training; empty without one."""
+        """A sentence on how much a codec changes the frozen weights before training; empty without one."""
         if (weights := encoded_weights(config.model.weights)) is not None:
             names, change, size = encoded_names(model, weights), 0.0, 0.0
             for parameter in map(model.get_parameter, names):

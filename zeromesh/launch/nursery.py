@@ -52,7 +52,7 @@ class Nursery:
             command = [sys.executable, *python_arguments(_MODULE, (str(theirs.fileno()), *modules))]
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
         self.ready = self.lost = False
-        """Whether `fork` does not wait, since imports are done; and whether the process has ended after that."""
+        """`ready`: imports are done, so that `fork` does not wait. `lost`: the process has ended after that."""
         self._forked: Fork | None = None
         self._forks: dict[int, Fork] = {}
 
