@@ -130,7 +130,8 @@ def test_a_command_with_two_processes(here: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     first = read_metrics(here / "two/metrics.jsonl")[0]
     assert {"launch", "imports", "rendezvous", "data"} <= set(first["start"])
-    assert check_start(here / "two", done.stdout.splitlines()) == pytest.approx(first["time"] - began, rel=0.1)
+    # Python itself starts before a run can look at a clock.
+    assert check_start(here / "two", done.stdout.splitlines()) == pytest.approx(first["time"] - began, rel=0.1, abs=0.5)
     assert done.stdout.splitlines()[0] == "two: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("step ")][:3] == [
         *("step 1/3", "step 2/3", "step 3/3"),
