@@ -94,11 +94,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self.scaler = None  # The engine scales the loss.
         if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
-        self._tensor = self._config.parallel.tensor
-        if self._tensor > 1:
+        self.tensor = self._config.parallel.tensor
+        if self.tensor > 1:
             # Loaders ask the device mesh for their ranks, so that tensor ranks get the same batches.
-            shape = MeshShape.resolve(self.num_processes, tensor=self._tensor)
-            mesh = ParallelismConfig(tp_size=self._tensor, dp_shard_size=shape.shard)
+            shape = MeshShape.resolve(self.num_processes, tensor=self.tensor)
+            mesh = ParallelismConfig(tp_size=self.tensor, dp_shard_size=shape.shard)
             self.state.parallelism_config = mesh
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
@@ -197,9 +197,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         prepared, original = super().prepare_scheduler(scheduler), getattr(scheduler, "optimizer", None)
         follows = [each for each in self._optimizers if each.optimizer.stands_for(original)]
         prepared.optimizers = follows or prepared.optimizers
-        if self._tensor > 1:
+        if self.tensor > 1:
             prepared.__class__ = PreparedScheduler
-            prepared.data_ranks = self.num_processes // self._tensor
+            prepared.data_ranks = self.num_processes // self.tensor
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -213,7 +213,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         # Stages 2 and 3 reduce gradients in each backward anyway.
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
         _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
-        if self._tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self._tensor:
+        if self.tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self.tensor:
             raise LayoutError(
                 "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
             )
@@ -284,14 +284,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def gather_of_data(self, tensor: Any) -> Any:
         """Gather tensors of all data-parallel ranks; those of tensor ranks, which are equal, are gathered once."""
         ranks = self.num_processes
-        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self._tensor]), super().gather(tensor))
+        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self.tensor]), super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""
-        if self._tensor > 1 and use_gather_object:
+        if self.tensor > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers tensors alone where parallel.tensor is more than 1")
         with ExitStack() as undone:
-            undone.callback(override(self, "_gathers_data_alone", self._tensor > 1))
+            undone.callback(override(self, "_gathers_data_alone", self.tensor > 1))
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

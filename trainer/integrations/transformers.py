@@ -64,8 +64,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
     def create_accelerator_and_postprocess(self) -> None:
         if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
             raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
-        if self.args.n_gpu > 1:
-            self.args._n_gpu = 1  # Each rank uses one.
+        self.args._n_gpu = min(self.args.n_gpu, 1)  # Each rank uses one.
         accumulation = self.args.gradient_accumulation_steps
         if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
             accumulation = sys.maxsize  # A user's `training_step` may run backward several times.
@@ -74,6 +73,10 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
             super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
+        if any(each.__module__.startswith("trl.") for each in type(self).__mro__) and self.accelerator.tensor > 1:
+            raise ConfigError(
+                f"{type(self).__name__} reads the whole weight of the head, which tensor ranks divide; set parallel.tensor: 1"
+            )
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
@@ -88,10 +91,9 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         """Return the epochs and batches that a resumed run has finished. transformers takes a stream, whose epochs have no known
         length, for a single epoch: it would skip batches beyond its end. `state.epoch` counts the finished epochs."""
         epochs, batches = super()._init_training_state(*arguments)
-        checkpoint = arguments[3]  # max_steps, updates of an epoch, epochs, checkpoint, trial.
         if not batches or has_length(self.train_dataset):
             return epochs, batches
-        before = transformers.TrainerState.load_from_json(str(Path(checkpoint) / library.TRAINER_STATE_NAME))
+        before = transformers.TrainerState.load_from_json(str(Path(arguments[3]) / library.TRAINER_STATE_NAME))
         epochs, rest = divmod(before.epoch or 0.0, 1)
         return int(epochs), round(rest * before.max_steps * self.args.gradient_accumulation_steps)
 

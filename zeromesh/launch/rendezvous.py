@@ -140,9 +140,8 @@ class Leader:
                     self._explain_restart(lost[0])
                 return self._start()
             if self._listener is not None and now > began + _JOIN_SECONDS:
-                message = f"of the hosts (--nnodes), {present} came to {nodes.endpoint} in time"
-                message += f", and at least {nodes.least} are needed"
-                return self._end(WorkersFailed(message=message, exit_code=1))
+                few = f"{present} came to {nodes.endpoint} in time, and at least {nodes.least} are needed"
+                return self._end(WorkersFailed(message=f"of the hosts (--nnodes), {few}", exit_code=1))
             self._wait()
         return 0
 

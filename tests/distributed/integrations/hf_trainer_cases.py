@@ -238,7 +238,10 @@ def streams(mesh: Mesh, folder: str) -> None:
 def refused(mesh: Mesh, folder: str, name: str) -> str:
     changes = {"torch_compile": True} if name == "compiled" else {}
     config = {"parallel": {"pipeline": 2}} if name == "pipeline" else {}
-    kind = dict if name == "no trainer" else tf.Trainer
+    config |= {"parallel": {"tensor": 2}} if name == "of TRL" else {}
+    kind: Any = dict if name == "no trainer" else tf.Trainer
+    if name == "of TRL":
+        kind = type("DPOTrainer", (tf.Trainer,), {"__module__": "trl.trainer.dpo_trainer"})
     try:
         with trainer_of(kind, seeded(llama), Path(folder), config, **changes):
             return ""
