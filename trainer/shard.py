@@ -69,7 +69,7 @@ class ShardedModel(PlacedModel):
     frozen: list[nn.Parameter]
     """The parameters that were frozen because the model was partitioned without an optimizer."""
     codes: dict[str, QuantizedLayer]
-    """What bitsandbytes' layers held, by the names of their weights, if the model was partitioned without an optimizer."""
+    """The codes of bitsandbytes' layers by the names of their weights, if the model was partitioned without an optimizer."""
     source: FrozenWeights
     """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
 

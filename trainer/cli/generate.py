@@ -189,7 +189,7 @@ def _stream(generator: Generator, request: Request, fields: Mapping[str, Any]) -
 
     if generator.mesh.rank == 0:
         inbox = Inbox()
-        inbox.submit(request.tokens, on_progress, fields=request.fields, seed=request.seed)
+        inbox.submit(request.tokens, on_progress, fields=request.fields, seed=request.seed, adapter=request.adapter)
         inbox.stop()
     generator.serve(inbox, batch=1, **fields)
     if finish == "not_finite":

@@ -167,8 +167,8 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "model.lora.options: {0} are keys of model.lora: rank, alpha, dropout and targets; give them there": lambda c: (
         c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
     ),
-    "model.adapters: {0} are no names; give letters, digits, _ and -": lambda c: (
-        [name for name in c.model.adapters or {} if not re.fullmatch(r"[\w-]+", name)]
+    "model.adapters: {0} are no names; give letters, digits, _ and -, but not __base__": lambda c: (
+        [name for name in c.model.adapters or {} if not re.fullmatch(r"(?!__base__$)[\w-]+", name)]
     ),
     "model.adapters.default is not the adapter that is trained, whose place in a directory it would have; rename it": lambda c: (
         "default" in c.model.wanted_adapters

@@ -41,7 +41,7 @@ class RequestLoop:
         on_progress: Callable[[Sequence[Progress]], object],
     ) -> None:
         mesh, engine = placed.mesh, placed.require_engine()
-        self._mesh, self._engine, self._module, self._rows = mesh, engine, placed.module, rows
+        self._mesh, self._engine, self._placed, self._rows = mesh, engine, placed, rows
         self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
         self._pipeline = placed.divided.pipeline
         stages = mesh.pipeline.size
@@ -64,7 +64,8 @@ class RequestLoop:
         while True:
             news = self._exchange(inbox)
             for each in news.requests:
-                settings = self._settings.for_request({**self._fields, **each.fields}, len(each.tokens))
+                self._placed.adapters.require(each.adapter, f"request {each.number}")
+                settings = self._settings.for_request({**self._fields, **(each.fields or {})}, len(each.tokens))
                 self._queue.append((len(each.tokens) + int(settings.max_new_tokens), each, settings))
             if news.cancelled:
                 for batch in self._batches:
@@ -133,7 +134,7 @@ class RequestLoop:
         if self._pipeline is not None:
             if count:
                 with self._engine.evaluation():
-                    self._pipeline.run_token_forwards(self._batches, count, self._module)
+                    self._pipeline.run_token_forwards(self._batches, count, self._placed.module)
             for batch in self._batches:
                 batch.remove_ended()
             return
@@ -144,6 +145,6 @@ class RequestLoop:
             inputs = batch.inputs()
             batch.enter()
             with self._engine.evaluation():
-                logits = self._module(**inputs).logits[:, -1]
+                logits = self._placed.module(**inputs).logits[:, -1]
             batch.append(batch.choose(logits))
             batch.remove_ended()

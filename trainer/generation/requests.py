@@ -84,11 +84,11 @@ class Inbox:
         Raises `QueueFullError` where `limit` requests are open, and `PhaseError` after `stop`."""
         with self._changed:
             self.require_room()
-            number, self._count = self._count, self._count + 1
-            self._open[number] = on_progress
-            self._news.requests.append(Request(number=number, tokens=tokens, **options))
+            request = Request(number=self._count, tokens=tokens, **options)
+            self._open[self._count], self._count = on_progress, self._count + 1
+            self._news.requests.append(request)
             self._changed.notify_all()
-        return number
+        return request.number
 
     def require_room(self) -> None:
         """Raise the errors that `submit` raises for any request."""

@@ -64,6 +64,7 @@ from zeromesh.zero.engine import ZeroEngine
 _RESOLVED = "config.resolved.yaml"
 _FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
 """Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
+_PLAIN = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "use_cache": True}  # join any running batch
 _TRAINING_ONLY_KEYS = {"model.lora": "adapters that are trained", "precision.linear": "products of training"}
 
 
@@ -120,7 +121,7 @@ class Generator(ModelOnMesh):
                 self._model: ServedModel | None = build_served_model(asked, self.mesh, console)
                 if check or (check is None and not self.engine.options.offload.parameters.uses_tier):
                     self.engine.checkpoint_state.require_same_weights()
-                if self._model.adapters.names and not self._why_unserved({}):
+                if self._model.adapters.names and not self._why_unserved(_PLAIN):
                     self._try_adapters()
         except BaseException as error:
             self.mesh.publish_failed_start(error)
@@ -131,13 +132,12 @@ class Generator(ModelOnMesh):
 
     def _try_adapters(self) -> None:
         """Run a forward, which shows whether all layers with adapters know what is of which row."""
-        request, placed = Request(number=0, tokens=[0], fields={"max_new_tokens": 1}), self.placed
-        loop = RequestLoop(placed, {}, rows=1, on_progress=lambda progress: None)
-        loop.run(Inbox.of([request]) if self.mesh.rank == 0 else None)
-        placed.adapters.enter()
-        found = self.mesh.world.gather_json(sorted(placed.adapters.unknown), "layers without rows")
+        inbox = Inbox.of([Request(number=0, tokens=[0])]) if self.mesh.rank == 0 else None
+        RequestLoop(self.placed, _PLAIN, rows=1, on_progress=lambda progress: None).run(inbox)
+        (adapters := self.placed.adapters).enter()
+        found = self.mesh.world.gather_json(sorted(adapters.unknown), "layers without rows")
         if unknown := sorted({name for names in found for name in names}):
-            placed.adapters.why_alone = f"{some(unknown, 2)} computes the tokens of all rows at once"
+            adapters.why_alone = f"{some(unknown, 2)} computes the tokens of all rows at once"
 
     @property
     def placed(self) -> ServedModel:
@@ -279,10 +279,11 @@ class Generator(ModelOnMesh):
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.require_bounded_template()
 
-    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any]) -> None:
-        """Check that `serve` can continue these tokens with these fields of `GenerationConfig`; any thread may call it. Raises
-        `ConfigError` for invalid fields, and `DataError` for unknown tokens, for none, and for too many."""
+    def check_request(self, tokens: Sequence[int], fields: Mapping[str, Any], adapter: str | None = None) -> None:
+        """Check that `serve` can continue these tokens with these fields of `GenerationConfig` and this adapter, from any thread.
+        Raises `ConfigError` for invalid fields and adapters, and `DataError` for unknown tokens, for none, and for too many."""
         self.encode(tokens)
+        self.placed.adapters.require(adapter, "the request")
         if why := self._why_unserved(fields, len(tokens), trial=True):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 

@@ -74,9 +74,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
         if any(each.__module__.startswith("trl.") for each in type(self).__mro__) and self.accelerator.tensor > 1:
-            raise ConfigError(
-                f"{type(self).__name__} reads the whole weight of the head, which tensor ranks divide; set parallel.tensor: 1"
-            )
+            raise ConfigError(f"{type(self).__name__} reads the head whole, not divided; set parallel.tensor: 1")
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
@@ -88,8 +86,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         return super()._prepare_for_training(*arguments, **named)
 
     def _init_training_state(self, *arguments: Any) -> tuple[int, int]:
-        """Return the epochs and batches that a resumed run has finished. transformers takes a stream, whose epochs have no known
-        length, for a single epoch: it would skip batches beyond its end. `state.epoch` counts the finished epochs."""
+        """Return the epochs and batches that a resumed run has finished, from `arguments[3]`, its checkpoint. transformers takes
+        a stream, whose epochs have no known length, for one epoch: it would skip batches beyond its end. `state.epoch` is right."""
         epochs, batches = super()._init_training_state(*arguments)
         if not batches or has_length(self.train_dataset):
             return epochs, batches

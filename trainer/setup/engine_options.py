@@ -111,7 +111,7 @@ def require_trained(section: ModelSection, *, given: bool) -> None:
         raise ConfigError(
             f"{list(section.train or ())} freezes all parameters; there is nothing to train", where="model.train"
         )
-    freezes = given or section.named is not None or section.train is not None or section.wanted_adapters
+    freezes = any((given, section.named, section.trust_remote_code, section.train is not None, section.wanted_adapters))
     if section.weights is not None and not freezes:
         raise ConfigError(_ALL_TRAINED.format(section.weights.codec), where="model.weights")
 

@@ -31,7 +31,7 @@ _STEP = 7.874015718698502e-3
 class _Encoded(NamedTuple):
     codec: Codec
     mean: torch.Tensor
-    """What was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
+    """The number that was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
     digest: str | None
     """xxh3 of codes, scales and tables, where this project wrote them."""
 

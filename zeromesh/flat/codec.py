@@ -155,7 +155,7 @@ class Codec:
         if not self.nested:
             return scales
         groups = torch.arange(first, first + scales.numel(), device=scales.device).div_(GROUP, rounding_mode="floor")
-        return _decoded(_INT8, scales) * tables[groups] + tables[-1]
+        return _decoded(_int8_levels(), scales) * tables[groups] + tables[-1]
 
     def decode(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out`, 1-D of whole blocks but for the last, from codes and the float32 scales of its blocks."""
@@ -237,25 +237,23 @@ def _four_bits(levels: tuple[float, ...]) -> CodecRow:
     )
 
 
+@cache
 def _int8_levels() -> tuple[float, ...]:
     """Return the values of the 256 codes of bitsandbytes' dynamic 8-bit type, ascending: seven decades, each divided evenly by as
     many fractions as bits are left (Dettmers 2015, arXiv:1511.04561)."""
     values = [0.0, 1.0]
     for decade in range(7):
-        bounds = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32)
+        bounds = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device=_CPU)
         means = (10.0 ** (decade - 6)) * ((bounds[:-1] + bounds[1:]) / 2.0)
         values += [*means.tolist(), *(-means).tolist()]
     return tuple(sorted(values))
 
 
-_INT8 = _int8_levels()
-
-
 @cache
 def _int8_codes() -> torch.Tensor:
     """Return the nearest code of each of the values to which bitsandbytes rounds before, from -1 to 1."""
-    levels = _levels(_INT8, _CPU)
-    grid = -1.0 + (2.0 * torch.arange(_GRID + 1, dtype=torch.float32)) / _GRID
+    levels = _levels(_int8_levels(), _CPU)
+    grid = -1.0 + (2.0 * torch.arange(_GRID + 1, dtype=torch.float32, device=_CPU)) / _GRID
     return torch.bucketize(grid, 0.5 * (levels[:-1] + levels[1:])).to(torch.uint8)
 
 
@@ -280,7 +278,9 @@ def _quantize_fp8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch
 CODECS: dict[CodecName, CodecRow] = {
     "nf4": _four_bits(_NF4),
     "fp4": _four_bits(_FP4),
-    "int8": CodecRow(block=256, quantize=_quantize_int8, dequantize=partial(_decoded, _INT8), nests=True),
+    "int8": CodecRow(
+        block=256, quantize=_quantize_int8, dequantize=lambda codes: _decoded(_int8_levels(), codes), nests=True
+    ),
     "fp8": CodecRow(
         block=128, quantize=_quantize_fp8, dequantize=lambda codes: codes.view(torch.float8_e4m3fn).float()
     ),

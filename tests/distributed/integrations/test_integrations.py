@@ -121,9 +121,7 @@ def test_what_cannot_be_right_is_refused(
 def test_a_trainer_of_trl_over_tensor_ranks_is_refused(workers: Workers, tmp_path: Path) -> None:
     """TRL multiplies by the weight of the head itself, of which each rank has a part."""
     for said in workers.run(2, "hf_trainer_cases:refused", folder=str(tmp_path), name="of TRL"):
-        assert said.endswith(
-            "DPOTrainer reads the whole weight of the head, which tensor ranks divide; set parallel.tensor: 1"
-        )
+        assert said.endswith("DPOTrainer reads the head whole, not divided; set parallel.tensor: 1")
 
 
 def test_methods_of_the_accelerator_take_what_those_of_accelerate_take() -> None:

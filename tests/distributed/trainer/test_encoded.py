@@ -14,8 +14,10 @@ from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.support.workers import Workers
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError
+from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
+from zeromesh.trainer.setup.engine_options import require_trained
 
 FULL = pytest.mark.full
 HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
@@ -141,6 +143,11 @@ def test_a_model_without_frozen_matrices_or_trained_ones_is_refused(
     given = (llama(), config, sentences()) if model is None else (None, config)
     with pytest.raises(ConfigError, match=match), Trainer(*given) as trainer:
         trainer.fit()
+
+
+def test_code_that_comes_with_a_model_may_freeze_it() -> None:
+    """Whether it does is known once the model is built."""
+    require_trained(ModelSection(source="theirs", trust_remote_code=True, weights="nf4"), given=False)
 
 
 def test_a_base_in_four_bits_is_evaluated_without_adapters(workers: Workers, tmp_path: Path) -> None:

@@ -418,6 +418,8 @@ def test_a_name_that_peft_would_lose_is_refused() -> None:
         add_adapters(built(), ModelSection(adapters={"lora": {"target_modules": TARGETS}}), 3)
     with pytest.raises(ConfigError, match=r"model\.adapters: \['a\.b'\] are no names"):
         load_config({"model": {"adapters": {"a.b": {}}}})
+    with pytest.raises(ConfigError, match=r"\['__base__'\] are no names; .* but not __base__"):
+        load_config({"model": {"adapters": {"__base__": {}}}})
     with pytest.raises(ConfigError, match=r"model\.adapters\.default is not the adapter that is trained"):
         load_config({"model": {"adapters": {"x": {}, "default": {}}}})
 

@@ -57,6 +57,14 @@ def test_a_stopped_inbox_takes_no_more(abandon: bool, cancelled: list[int]) -> N
             call()
 
 
+def test_a_request_that_is_wrong_takes_no_place() -> None:
+    inbox = Inbox(limit=1)
+    with pytest.raises(TypeError, match="adaptor"):
+        inbox.submit([1], print, adaptor="style")
+    assert (len(inbox), inbox.take().requests) == (0, [])
+    assert inbox.submit([1], print) == 0
+
+
 @pytest.mark.parametrize("what", ["submit", "cancel", "stop"])
 def test_whoever_waits_for_news_is_woken(what: str) -> None:
     inbox = Inbox()

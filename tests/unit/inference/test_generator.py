@@ -14,8 +14,10 @@ import yaml
 from zeromesh import Trainer
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.cli.generate import _stream
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.generation.adapter_rows import BASE
+from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.generator import Generator, find_source, layout_of, served_models
 
 TINY = {
@@ -295,14 +297,16 @@ def test_an_adapter_that_changes_the_base_runs_alone(
             made.generate([{"input_ids": [5, 6], "adapter": BASE}])
 
 
-def test_layers_without_rows_are_found_at_the_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beams", [1, 2])
+def test_layers_without_rows_are_found_at_the_start(tmp_path: Path, beams: int) -> None:
     """OPT computes all tokens of a batch at once in its linear layers, so that nothing says what is of which row."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     base = tf.OPTForCausalLM(tf.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=64))
+    base.generation_config.num_beams = beams  # Requests may ask for one all the same.
     base.save_pretrained(tmp_path / "opt")
     wanted = adapter(tmp_path / "opt", tmp_path / "adapter", target_modules=["q_proj", "fc1"])
     with Generator(tmp_path / "adapter") as made:
-        (found,) = made.generate([[5, 6]], max_new_tokens=4, eos_token_id=-1)
+        (found,) = made.generate([[5, 6]], max_new_tokens=4, eos_token_id=-1, num_beams=1)
         assert found.tokens == greedy(wanted, [5, 6], 4)
         with pytest.raises(ConfigError, match=r"there are default, as .*layers\.0\.fc1.* all rows at once"):
             made.generate([{"input_ids": [5, 6], "adapter": BASE}])
@@ -317,3 +321,27 @@ def test_an_adapter_that_is_not_there(folder: Path, tmp_path: Path) -> None:
             made.generate([[5], {"input_ids": [5], "adapter": "other"}])
         with pytest.raises(ConfigError, match="all prompts are generated alike; give all the same fields and adapter"):
             made.generate([{"input_ids": [5], "adapter": BASE}, [5]], num_beams=2)
+        with pytest.raises(ConfigError, match="the request: no adapter 'other'; there are style, __base__"):
+            made.check_request([5], {}, "other")
+        inbox = Inbox()
+        inbox.submit([5], lambda progress: None, adapter="other")
+        with pytest.raises(ConfigError, match="request 0: no adapter 'other'"):
+            made.serve(inbox)
+
+
+def test_a_prompt_that_is_streamed_has_its_adapter(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter(folder, tmp_path / "one")
+    adapter(folder, tmp_path / "two", seed=2)
+    keys = [f"model.adapters={{one: {tmp_path / 'one'}, two: {tmp_path / 'two'}}}", "data.tokenizer=bytes"]
+    written = set()
+    with Generator(folder, overrides=keys) as made:
+        for name in ("one", "two", BASE):
+            prompt = {"text": "Hi", "adapter": name}
+            (whole,) = made.generate([prompt], max_new_tokens=12)
+            _stream(made, made.request_of(prompt, {})[0], {"max_new_tokens": 12})
+            text = capsys.readouterr().out
+            assert text == f"{whole.text}\n"
+            written.add(text)
+    assert len(written) == 3

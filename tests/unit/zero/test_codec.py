@@ -1,5 +1,6 @@
 """Codecs of frozen weights: the bits are those of bitsandbytes, with it and without it, whole and in parts."""
 
+import runpy
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat import codec as codecs
@@ -180,3 +182,13 @@ def test_parts_that_are_cut_inside_small_blocks_are_refused() -> None:
         codec_of_part(Codec(name="nf4", block=64), region, "layer.weight")
     with pytest.raises(LayoutError, match="blocks of an even number of elements, not of 7"):
         Codec(name="nf4", block=7)
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), FakeTensorMode()], ids=["meta", "fake"])
+def test_reading_the_module_computes_nothing(mode: Any) -> None:
+    """A user's script may import the package where tensors have no values."""
+    with mode:
+        runpy.run_path(str(codecs.__file__))
+    codecs._int8_levels.cache_clear()
+    with torch.device("meta"):
+        assert len(codecs._int8_levels()) == 256
