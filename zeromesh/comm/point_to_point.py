@@ -5,8 +5,7 @@ Each direction between two ranks is a process group of these two, so that no mes
 for in slices, so that `Watchdog` bounds the wait.
 
 The first message of a kind is preceded by a header with its shapes, for which the host waits on a device; both ends remember them,
-so that the next message of the kind needs no header and can travel while the receiver computes.
-"""
+so that the next message of the kind needs no header and can travel while the receiver computes."""
 
 import json
 from collections import deque

@@ -11,8 +11,7 @@ description by the caller. `published` counts the messages that a rank has writt
 in order. A slot is free once all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the
 others map it when they read an entry that names it: so writing never waits for a peer, and messages may be read in any order.
 
-Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order).
-"""
+Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order)."""
 
 import ctypes
 import math

@@ -5,8 +5,7 @@
 
 All ranks of the group make the same calls in the same order. gloo's reduce-scatter moves as many bytes as an all-reduce and adds in
 the gradients' dtype. Here it is an all-to-all, half the bytes, and a local sum in rank order in the dtype of the sum. A device does
-the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used.
-"""
+the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used."""
 
 import platform
 from collections import deque

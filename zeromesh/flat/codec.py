@@ -7,8 +7,7 @@ The values are those of bitsandbytes 0.50, bit by bit (QLoRA: Dettmers et al. 20
     blocks      one scale each  | ...          scales    float32, or nested: one byte, for which 256 blocks share a float32
 
 The whole parameter is encoded at once, in the dtype that it is computed with, so a rank's part of it has the same codes in every
-layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted.
-"""
+layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

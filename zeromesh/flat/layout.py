@@ -18,8 +18,7 @@ A checkpoint holds whole tensors: such an interval becomes a list of runs, each 
      18 19  .  . 22 23
 
 Columns of rows, as in the picture, are moved in whole blocks of rows: for any number of rows, an interval consists of a few tiles,
-each of which is copied in one operation.
-"""
+each of which is copied in one operation."""
 
 import itertools
 from bisect import bisect_left, bisect_right

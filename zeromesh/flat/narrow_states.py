@@ -9,8 +9,7 @@ In 8 bits a flat tensor rests as codes with a float32 scale for each block: elem
 block and rounded to the levels of a dynamic type, seven decades, each divided evenly, a higher one more finely (Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization", 2022). Here levels are the same on both sides of zero, so that a block has the same
 codes when it is decoded and encoded again: a checkpoint has decoded moments, and is exact in every layout. Of squares, whose range
-is twice as wide, the roots are kept.
-"""
+is twice as wide, the roots are kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

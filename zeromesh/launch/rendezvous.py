@@ -2,8 +2,7 @@
 
 The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
 fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere;
-so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`).
-"""
+so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`)."""
 
 import errno
 import os

@@ -3,8 +3,7 @@
 The connection to a host is the standard input and output of the remote command; messages begin with `BEGIN`, to be told from the
 output of its processes. A host is *lost* when it is silent for a while, or ends the connection before it has reported how its
 processes ended. A hostfile has a line `NAME slots=N [address=NAME]` for each host: its name for ssh, its number of processes, and
-the name or address by which other hosts reach it, if that differs. A `#` begins a comment.
-"""
+the name or address by which other hosts reach it, if that differs. A `#` begins a comment."""
 
 import os
 import queue

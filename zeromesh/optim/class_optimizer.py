@@ -7,8 +7,7 @@ whole tensors         each parameter has one owner, which holds its whole states
 A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
 that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored, and of other objects, such as
 GaLore's projectors, the tensors and numbers among the attributes. What depends on a tensor's size is updated whole; its layout is
-found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter.
-"""
+found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter."""
 
 import copy
 from collections import OrderedDict, defaultdict

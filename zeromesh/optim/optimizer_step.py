@@ -3,8 +3,7 @@
 [Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
 update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
 and a rank waits only for units that it has left itself. A bucket of a unit that is not left yet, such as the root, is passed
-over. A bucket that lacks a gradient on this rank is updated at the end of the step, when ranks know which of them had one.
-"""
+over. A bucket that lacks a gradient on this rank is updated at the end of the step, when ranks know which of them had one."""
 
 import math
 import time

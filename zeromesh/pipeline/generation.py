@@ -120,8 +120,7 @@ class InterleavedBatches:
         last stage               batch 0  batch 1  batch 0  batch 1
 
     Microbatch n of the schedule is forward n // len(batches) of batch n % len(batches), which needs the tokens chosen in the
-    batch's forward before. `call` calls the whole model, on the last stage.
-    """
+    batch's forward before. `call` calls the whole model, on the last stage."""
 
     stages: Stages
     call: Callable[..., Any]

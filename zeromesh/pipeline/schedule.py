@@ -10,8 +10,7 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
     1f1b         0  F0 F1    B0 F2 B1 F3 B2    B3
                  1     F0 B0 F1 B1 F2 B2 F3 B3
     zero bubble  0  F0 F1    I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
-                 1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
-"""
+                 1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +117,7 @@ def make_schedule(
     2021). zero_bubble runs backward in halves; weight gradients, which no other rank waits for, fill the bubble of 1f1b, with at
     most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023). forward runs forwards alone,
     for evaluation or one generated token; chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number
-    below 1, or chunks with a schedule that takes one.
-    """
+    below 1, or chunks with a schedule that takes one."""
     if name not in (*get_args(ScheduleName), "forward"):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
     if chunks != 1 and name not in ("interleaved", "forward"):

@@ -8,8 +8,7 @@ relies on the store order of x86.
 A word of the ring has the layout of `STATE` in a row (step, kind, detail). The kinds below `BEGIN` are activities, with step and
 unit; the others have no step, and mostly a name as detail, as in `ring.add(BEGIN | ring.name("data"))`. Times are nanoseconds of
 the monotonic clock, which processes of a host share; the header of a ring's file has both clocks, and all ranks record `MEETING`
-events together, so that `zeromesh trace` can align rings of hosts.
-"""
+events together, so that `zeromesh trace` can align rings of hosts."""
 
 import base64
 import json

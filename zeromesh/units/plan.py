@@ -1,7 +1,6 @@
 """Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
 
-docs/architecture.md says which modules are units.
-"""
+docs/architecture.md says which modules are units."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,8 +69,7 @@ def plan_model(
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
     Frozen matrices of linear layers are kept as `weights` encodes them.
-    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
-    """
+    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use."""
     cuts = cuts or ModelCuts()
     _require_supported_modules(model, compute_dtype)
     if not (names := names_by_parameter(model)):

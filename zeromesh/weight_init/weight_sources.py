@@ -4,8 +4,7 @@
 time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
 `reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
-where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented.
-"""
+where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """The only module that registers hooks on a model and removes them.
 
 A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
-gradient is complete and when it is used while released. `Passes` has the methods that are called.
-"""
+gradient is complete and when it is used while released. `Passes` has the methods that are called."""
 
 import weakref
 from bisect import bisect_right

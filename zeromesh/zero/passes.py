@@ -6,8 +6,7 @@
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
 Units are gathered at their use at the latest, and ahead of it in the order recorded by an earlier pass of the same kind. A pass
-that leaves this order gathers each unit on use, and is recorded anew.
-"""
+that leaves this order gathers each unit on use, and is recorded anew."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext

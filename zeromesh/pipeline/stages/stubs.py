@@ -6,8 +6,7 @@ For a stage with blocks 2 and 3 of six:
     NaN         pass   inject  own own capture  pass   NaN   not run
 
 In a model that can be cut, nothing uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong. If
-tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
-"""
+tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered."""
 
 import copy
 from collections.abc import Iterator
