@@ -90,8 +90,7 @@ class TieredTensor:
         self.dtype = dtype
         self.parts = tuple(parts)
         self.numel = parts[-1].end if parts else 0
-        self._at = 0
-        """The place of its first element in the tensor of which it is a slice."""
+        self._at = 0  # the place of its first element in the tensor of which it is a slice
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":

@@ -16,19 +16,15 @@ from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.settings import keys
 
-NO_GROUP = -1
-"""The optimizer group of a parameter that is never updated."""
+NO_GROUP = -1  # the optimizer group of a parameter that is never updated
 
 
 class Placement(Enum):
     """The placement of a tensor over the ranks of an axis."""
 
-    REPLICATED = "replicated"
-    """Every rank holds the whole tensor."""
-    PARTIAL = "partial"
-    """Every rank holds a summand of the tensor."""
-    SHARDED = "sharded"
-    """Every rank holds its interval of the flattened tensor."""
+    REPLICATED = "replicated"  # every rank holds the whole tensor
+    PARTIAL = "partial"  # every rank holds a summand of the tensor
+    SHARDED = "sharded"  # every rank holds its interval of the flattened tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +56,10 @@ class StatePlan:
 
     states: dict[str, Any] = field(repr=False)
     """Examples: meta tensors, numbers, None, and tensor subclasses and objects made of these, such as GaLore's projectors."""
-    tensors: dict[str, torch.Tensor]
-    """The plain tensors in them, by the names under which these are stored."""
+    tensors: dict[str, torch.Tensor]  # the plain tensors in them, by the names under which these are stored
     scalars: dict[str, Any]
     """The numbers in them, which may be 0-dim tensors. Those of a group that updates change are among them."""
-    by_size: bool = False
-    """True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers."""
+    by_size: bool = False  # True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -73,8 +67,7 @@ class OptimizerClass:
     """An optimizer that is run by its own class's `step`."""
 
     optimizer: Optimizer = field(repr=False)
-    whole: bool
-    """True if its update needs whole tensors; otherwise it may update any elements separately."""
+    whole: bool  # True if its update needs whole tensors; otherwise it may update any elements separately
     has_modes: bool = False
     """True if it evaluates other weights than it trains, and its `eval` computes these, as Schedule-Free's does."""
     plans: Mapping[tuple[int, int], StatePlan]

@@ -169,8 +169,7 @@ class SharedRing:
         first = 2 * group.size * LINE
         self._entries = range(first, first + group.size * self.room * _ENTRY_WORDS, self.room * _ENTRY_WORDS)
         """The place of the first entry of each rank."""
-        self.next = 0
-        """The sequence number of the next message that this rank writes."""
+        self.next = 0  # the sequence number of the next message that this rank writes
         self._finished: set[int] = set()
         self._behind = 0  # the first sequence number that this rank has not consumed
         self.own: list[RingSlot] = []

@@ -23,12 +23,9 @@ from zeromesh.errors import LayoutError
 from zeromesh.settings.keys import CodecName
 
 _CPU = torch.device("cpu")
-GROUP = 256
-"""Blocks whose nested scales share a float32."""
-_GRID = 65_535
-"""The steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code."""
-_CHUNK = 1 << 18
-"""Elements that are encoded or decoded at a time."""
+GROUP = 256  # blocks whose nested scales share a float32
+_GRID = 65_535  # the steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code
+_CHUNK = 1 << 18  # elements that are encoded or decoded at a time
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NF4 = (
     (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
@@ -69,13 +66,11 @@ class CodecRow:
     """How blocks become codes, and codes numbers. `quantize(values, block)` returns a code, uint8, for each of `values`, float32
     1-D, and the float32 scale of each block, of which the last may be shorter; `dequantize(codes)` a float32 number for each."""
 
-    block: int
-    """Elements of a block by default."""
+    block: int  # elements of a block by default
     quantize: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
     dequantize: Callable[[torch.Tensor], torch.Tensor]
     codes_in_byte: int = 1
-    nests: bool = False
-    """True if scales may be kept in 8 bits too."""
+    nests: bool = False  # True if scales may be kept in 8 bits too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

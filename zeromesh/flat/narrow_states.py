@@ -24,10 +24,8 @@ from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Tra
 
 BLOCK = 256
 """Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
-_CHUNK = 1 << 16
-"""Elements that are decoded or encoded at a time."""
-LANES = 4
-"""The tensors that one hash of 64 bits rounds, each by 16 of them."""
+_CHUNK = 1 << 16  # elements that are decoded or encoded at a time
+LANES = 4  # the tensors that one hash of 64 bits rounds, each by 16 of them
 _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
 
@@ -140,8 +138,7 @@ class BlockTensor(TieredTensor):
     def __init__(self, dtype: torch.dtype, codes: TieredTensor, scales: TieredTensor, *, squares: bool) -> None:
         super().__init__(dtype, ())
         self.numel, self.squares, self._codes, self._scales = codes.numel, squares, codes, scales
-        self._open: dict[int, torch.Tensor] = {}
-        """The values of blocks that are not yet encoded."""
+        self._open: dict[int, torch.Tensor] = {}  # the values of blocks that are not yet encoded
 
     @property
     def nbytes(self) -> int:
@@ -203,10 +200,8 @@ Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 class StateFormat:
     """How moments rest between updates, which compute them in a wide dtype."""
 
-    dtype: torch.dtype | None = None
-    """That of elements at rest; None: that of updates."""
-    block: int = 0
-    """Elements that share a float32 scale; 0: none has one."""
+    dtype: torch.dtype | None = None  # that of elements at rest; None: that of updates
+    block: int = 0  # elements that share a float32 scale; 0: none has one
 
     def lengths(self, numel: int, wide: torch.dtype) -> dict[torch.dtype, int]:
         """Return the elements of each dtype that a moment of `numel` elements has at rest."""

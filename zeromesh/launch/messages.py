@@ -111,8 +111,7 @@ class LauncherConnection:
     ) -> None:
         """Connect by both streams, one socket or two pipes. The first message must come within `hello_seconds`, then a sign of
         life every `silence_seconds`. Each line that is sent begins with `mark`."""
-        self.readers: Sequence[Stream] = [reader]
-        """The streams to select from while waiting for messages."""
+        self.readers: Sequence[Stream] = [reader]  # the streams to select from while waiting for messages
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
         """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the

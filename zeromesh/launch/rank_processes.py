@@ -35,10 +35,8 @@ class WorkersFailed:
     ranks: tuple[int, ...] = ()
     distance: int = 0
     """The distance from the cause: 0 for a possible cause, 1 for ranks that noticed a peer's failure, 2 for stopped ranks."""
-    time: float = 0.0
-    """The time of the failure, in seconds of the clock."""
-    pid: int = 0
-    """The process id of a rank that ended without recording an error."""
+    time: float = 0.0  # the time of the failure, in seconds of the clock
+    pid: int = 0  # the process id of a rank that ended without recording an error
 
     def __str__(self) -> str:
         if not self.ranks:

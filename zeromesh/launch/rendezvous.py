@@ -74,17 +74,13 @@ class Member:
     """The leader's record of another launcher; `processes` is 0 until the launcher's first message has come."""
 
     connection: LauncherConnection
-    name: str
-    """The name of the launcher's host; until that is known, the address that it connects from."""
+    name: str  # the name of the launcher's host; until that is known, the address that it connects from
     processes: int = 0
-    slots: int = 0
-    """The number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`."""
+    slots: int = 0  # the number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`
     greeting: Message | None = None
     rank: int | None = None
-    numbered: bool = False
-    """True if the launcher has ranks in the latest start of the run."""
-    running: bool = False
-    """True if the launcher's ranks of the latest start have not ended."""
+    numbered: bool = False  # True if the launcher has ranks in the latest start of the run
+    running: bool = False  # True if the launcher's ranks of the latest start have not ended
     failure: WorkersFailed | None = None
 
 

@@ -39,10 +39,8 @@ _TRIAL_STEPS = 24
 _LARGE_ELEMENTS = 1 << 13
 """Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
-_LEAST_RATE = 0.01
-"""The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
-_GROUP = "group_"
-"""The prefix of the names of states that stand for a number in the group of their parameter."""
+_LEAST_RATE = 0.01  # the trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing
+_GROUP = "group_"  # the prefix of the names of states that stand for a number in the group of their parameter
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

@@ -20,12 +20,9 @@ from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-_WIDENED_ELEMENTS = 1 << 16
-"""The elements that are widened at a time, few enough for a processor's cache."""
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
-"""The moments that are averages of squares."""
-COMPENSATION = "master_compensation"
-"""The state of weights in bfloat16 that has what was rounded off."""
+_WIDENED_ELEMENTS = 1 << 16  # the elements that are widened at a time, few enough for a processor's cache
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # the moments that are averages of squares
+COMPENSATION = "master_compensation"  # the state of weights in bfloat16 that has what was rounded off
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -104,8 +101,7 @@ class BucketOptimizer:
     """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
     update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
 
-    whole: ClassVar[bool] = False
-    """True if `step` takes all elements at once, on all ranks of the shard group."""
+    whole: ClassVar[bool] = False  # True if `step` takes all elements at once, on all ranks of the shard group
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed

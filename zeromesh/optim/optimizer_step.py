@@ -50,8 +50,7 @@ class LossScaler:
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
         self.scale = settings.initial_scale if settings else 1.0
-        self.good_steps = 0
-        """The number of steps without an overflow since the scale changed."""
+        self.good_steps = 0  # the number of steps without an overflow since the scale changed
 
     def load(self, scale: float, good_steps: int) -> None:
         if self._settings is not None:
@@ -202,8 +201,7 @@ class OptimizerStep:
         self._make_optimizers()
         gradients.shards.require_room(self._buckets)
         gradients.on_summed = self._update_ready
-        self._ready: list[Bucket] = []
-        """Summed buckets that wait for an update inside this backward."""
+        self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
@@ -213,10 +211,8 @@ class OptimizerStep:
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
         """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
-        self.updates = 0
-        """The number of updates: steps that were not skipped."""
-        self.last_order: list[Bucket] = []
-        """The buckets in the order of the latest step's updates."""
+        self.updates = 0  # the number of updates: steps that were not skipped
+        self.last_order: list[Bucket] = []  # the buckets in the order of the latest step's updates
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
         update_on, own_class = options.offload.update, options.optimizer.own_class

@@ -164,8 +164,7 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
     yield from later
 
 
-Times = Callable[[int, Action], float]
-"""Returns the time of an action on a rank, in seconds or any other unit."""
+Times = Callable[[int, Action], float]  # returns the time of an action on a rank, in seconds or any other unit
 UNIT_TIMES: Mapping[Kind, float] = dict.fromkeys(Kind, 1.0) | {Kind.BACKWARD: 2.0}
 """Relative times: a backward takes about as long as two forwards, and each of its halves as long as one."""
 

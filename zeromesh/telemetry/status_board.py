@@ -71,8 +71,7 @@ class Activity(IntEnum):
     DATA = 9, "waiting for data"
     AGREE = 10, "agreeing with the other ranks on the step"
 
-    phrase: str
-    """The words for the activity in messages; the name of a unit may follow."""
+    phrase: str  # the words for the activity in messages; the name of a unit may follow
 
     def __new__(cls, number: int, phrase: str = "") -> Self:
         made = int.__new__(cls, number)
@@ -95,12 +94,9 @@ class RankNote(IntEnum):
     """The notes of a rank. Each has a stamp, 0 where the note is absent, which identifies it."""
 
     FAILURE = 0
-    CALL = 1
-    """The innermost collective method that the rank is in; the stamp is the number of the call, from 1."""
-    LEFT = 2
-    """The error with which the rank left a call, whose number is the stamp."""
-    DISK = 3
-    """The disk operation that the rank waits for."""
+    CALL = 1  # the innermost collective method that the rank is in; the stamp is the number of the call, from 1
+    LEFT = 2  # the error with which the rank left a call, whose number is the stamp
+    DISK = 3  # the disk operation that the rank waits for
     WAIT = 4
     """The wait that the rank is in: numbers of the late ranks, `|`, and the operation. The stamp is its start, as in `SINCE`."""
 
@@ -137,8 +133,7 @@ class StatusBoard:
     """The rows of all ranks, of which this rank writes `own`."""
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
-        self.own = rows[rank]
-        """This rank's row: its activity as one word in `STATE`, a counter in `PROGRESS`, and more."""
+        self.own = rows[rank]  # this rank's row: its activity as one word in `STATE`, a counter in `PROGRESS`, and more
         self._rank = rank
         self._row: Callable[[int], memoryview] = rows.__getitem__
         self.own[_PID] = os.getpid()

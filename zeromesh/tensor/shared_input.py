@@ -50,8 +50,7 @@ class _InputRead:
     needed: bool
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """The output gradients of layers whose weight gradients are not computed yet, by the layer's position in `members`."""
-    total: torch.Tensor | None = None
-    """The gradient of the input, summed over the layers that backward has passed."""
+    total: torch.Tensor | None = None  # the gradient of the input, summed over the layers that backward has passed
 
 
 @dataclass(eq=False, slots=True)

@@ -20,8 +20,7 @@ from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 from zeromesh.options import EncodedWeights
 
 ROOT = ""
-_LEAST_ELEMENTS = 4096
-"""The number of elements below which a collective costs its latency alone."""
+_LEAST_ELEMENTS = 4096  # the number of elements below which a collective costs its latency alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,10 +50,8 @@ class ModelCuts:
     """Parts under tensor parallelism, by the parameter's name in checkpoints."""
     copies: Mapping[str, StageCopies] = field(default_factory=dict)
     """Copies on other pipeline stages, by the parameter's name on this rank."""
-    chunks: int = 1
-    """The number of model chunks (pipeline stages of this rank), which run one after the other."""
-    chunk_of: Callable[[str], int] = lambda name: 0
-    """Returns the chunk of a parameter, from its name on this rank."""
+    chunks: int = 1  # the number of model chunks (pipeline stages of this rank), which run one after the other
+    chunk_of: Callable[[str], int] = lambda name: 0  # returns the chunk of a parameter, from its name on this rank
 
 
 def plan_model(

@@ -301,8 +301,7 @@ class SeededSource(BuiltSource):
         super().__init__(model)
         self.skeleton = Skeleton(model)
         self._seed = seed
-        self._owned: dict[str, list[str]] = {}
-        """The names of each module's own parameters on meta."""
+        self._owned: dict[str, list[str]] = {}  # the names of each module's own parameters on meta
         for name, value in self._values.items():
             if value.is_meta and name not in self._elsewhere:
                 owner, _, leaf = name.rpartition(".")

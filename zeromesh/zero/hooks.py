@@ -22,8 +22,7 @@ from torch.utils import _pytree as pytree
 from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
 _MOST_DEPTH = 4  # Levels of objects inside objects in which tensors are searched.
-Edge = tuple[Node, int]
-"""An output of an autograd node: the node and the output's number."""
+Edge = tuple[Node, int]  # an output of an autograd node: the node and the output's number
 _MOST_KINDS = 16
 """The most kinds of calls of a unit that are checked; a block whose graph differs every time is trusted afterwards."""
 sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]

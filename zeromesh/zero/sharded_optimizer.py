@@ -16,8 +16,7 @@ from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _DIVIDED = "optimizer states are divided among ranks"
-_OPTIMIZER_KEY = "optimizer"
-"""The key of a parameter group that holds the number of its optimizer."""
+_OPTIMIZER_KEY = "optimizer"  # the key of a parameter group that holds the number of its optimizer
 
 
 class ShardedOptimizer(Optimizer):

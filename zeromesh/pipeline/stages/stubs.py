@@ -30,10 +30,8 @@ class StageSlot:
     """The hidden states that the running stage has received and will send. All stubs of a model share one slot."""
 
     last: int
-    shares: "SequenceShares | None"
-    """The state of sequence parallelism; None if blocks pass on the whole sequence."""
-    inject_at: int = -1
-    """The index of the block that returns the received hidden state; -1 for none."""
+    shares: "SequenceShares | None"  # the state of sequence parallelism; None if blocks pass on the whole sequence
+    inject_at: int = -1  # the index of the block that returns the received hidden state; -1 for none
     capture_at: int = -1
     received: torch.Tensor | None = None
     captured: torch.Tensor | None = None
