@@ -80,8 +80,7 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(keys.OptimizerKeys):
-    """The optimizer and its hyperparameters, under torch's names and, unlike in a configuration, with torch's defaults but for
-    `lr`."""
+    """The optimizer and its hyperparameters, with torch's names and, unlike in a configuration, torch's defaults but for `lr`."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -288,9 +287,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL
 
     def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of dtype `own` travel to their sum: `own` where ranks add the received
-        tensors, the dtype of the sum where it already holds earlier microbatches or where a device's collective adds; but nothing
-        wider than `precision.reduce`."""
+        """Return the dtype in which gradients of parameters of dtype `own` travel: `own` where ranks add the received tensors, that
+        of the sum where it holds earlier microbatches or a device's collective adds; but nothing wider than `precision.reduce`."""
         reduce = self.precision.reduce
         found = self.precision.sums if on_device or self.sums_before_reducing else own
         return reduce if reduce.itemsize < found.itemsize else found

@@ -153,8 +153,7 @@ class RingSlot:
 
 class SharedRing:
     """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order. Its memory is freed
-    by `close`, or once no rank refers to it. Raises `StorageError` when memory is short, also when a larger slot is needed
-    later."""
+    by `close`, or once no rank refers to it. Raises `StorageError` when memory is short, also for a larger slot later."""
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
         """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""

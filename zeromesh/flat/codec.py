@@ -108,8 +108,7 @@ class Codec:
         return CODECS[self.name].dequantize(torch.arange(1 << 8 // self.codes_in_byte, dtype=torch.uint8))
 
     def encode(self, values: Callable[[int, int], torch.Tensor], numel: int) -> EncodedParameter:
-        """Encode a flat parameter of `numel` elements, of which `values(start, end)` returns a part, 1-D, in the dtype in which it
-        is computed with, on the CPU; it is asked for whole blocks."""
+        """Encode `numel` flat elements; `values(start, end)` returns whole blocks, 1-D on the CPU, in the dtype of computing."""
         codes = torch.empty(self.code_bytes(numel), dtype=torch.uint8)
         absmax = torch.empty(self.blocks(numel))
         step = max(_CHUNK // self.block, 1) * self.block

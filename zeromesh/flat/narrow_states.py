@@ -61,8 +61,7 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:
-    """Round `values`, float32 or float64, into `target`, bfloat16, by the 16 random bits of a lane. What bfloat16 holds exactly,
-    and what is not finite, is copied."""
+    """Round `values`, float32 or float64, into `target`, bfloat16, by a lane's 16 random bits; exact and non-finite ones stay."""
     whole = values.float()
     noise = _shifted(bits, 16 * lane).bitwise_and_(0xFFFF).int()
     raised = ((whole.view(torch.int32) + noise) & -65536).view(torch.float32)
@@ -119,8 +118,7 @@ def round_to_levels(
     target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int, *, squares: bool
 ) -> None:
     """Round `values` into `target`, both 1-D from the beginning of a block on, to the level below or above, with the probability of
-    the distance to the other one, by the 16 random bits of a lane of `bits`, int64. So changes smaller than a step of the levels
-    are kept on average."""
+    the distance to the other, by a lane's 16 random bits of `bits`, int64: changes smaller than a step are kept on average."""
     scaled, most = _scaled(values, squares=squares)
     levels = _levels(squares, values.device)
     above = _above(scaled, levels, squares=squares)

@@ -36,10 +36,9 @@ TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The launchers that start a run together, and that may come and go while it runs. `endpoint` is `HOST:PORT` of the leader.
-    When a host is lost or joins, all workers start again; after a failure they do so at most `max_restarts` times. With a `rank`,
-    exactly `most` launchers take part; their ranks are numbered in the same order, number 0 serves the endpoint, none joins later,
-    and the run ends when one is lost."""
+    """The launchers that start a run together, and may come and go. `endpoint` is `HOST:PORT` of the leader. When a host is lost or
+    joins, all workers start again; after a failure they do so at most `max_restarts` times. With a `rank`, exactly `most` launchers
+    take part, whose ranks have the same order; number 0 serves the endpoint, none joins later, and losing one ends the run."""
 
     least: int = 1
     most: int = 1
@@ -320,9 +319,8 @@ class Leader:
 
 
 class Follower:
-    """A launcher that starts ranks when its leader says so. If the leader is gone, ranks are killed at once. `attach` connects it
-    to the `zeromesh launch` that has started it, which also sends variables and signals; without it the follower goes to the
-    endpoint."""
+    """A launcher that starts ranks when its leader says so, and kills them if that is gone. `attach` connects it to the `zeromesh
+    launch` that has started it, which also sends variables and signals; without it the follower goes to the endpoint."""
 
     def __init__(
         self, nodes: Nodes, processes: int, stopped: Stopped, attach: Callable[[], LauncherConnection] | None = None

@@ -61,8 +61,7 @@ class Host:
 
 
 def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
-    """Read the hosts of a hostfile, in the order of ranks. Raises `ConfigError` with every mistake and its line; `where` names the
-    file."""
+    """Read the hosts of the hostfile `where`, in the order of ranks. Raises `ConfigError` with every mistake and its line."""
     hosts: dict[str, tuple[int, Host]] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):

@@ -74,14 +74,12 @@ def hyperparameters(
 
 
 def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
-    """Return the dtype of a class's state for weights that are updated in dtype `wide`: that of the trial's `example`, unless it is
-    the trial's own, float64."""
+    """Return the dtype of a class's state for weights updated in `wide`: that of the trial's `example`, but `wide` for float64."""
     return wide if example.dtype == torch.float64 else example.dtype
 
 
 def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes, in an update, of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one
-    element per weight."""
+    """Return the dtypes of the moments in an update in dtype `wide`, by torch's names. Each has one element per weight."""
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return {name: state_dtype(each, wide) for plan in plans for name, each in plan.tensors.items()}

@@ -44,8 +44,7 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018; without settings 1
-    for good."""
+    """The dynamic loss scale of float16 gradients (Micikevicius et al., "Mixed Precision Training", 2018); 1 without settings."""
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings

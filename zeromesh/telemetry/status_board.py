@@ -358,8 +358,7 @@ class EventRing:
 
 
 def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words. Raises `OSError` for a file that
-    cannot be read, and `ValueError` for one in another format."""
+    """Return a ring file's header and events: ascending times in ns, and words. Raises `OSError`; `ValueError` if not a ring."""
     unpacking = zlib.decompressobj()
     try:
         content = unpacking.decompress(read_whole(path), _LONGEST)

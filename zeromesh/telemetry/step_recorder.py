@@ -53,9 +53,8 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class StepRecorder:
-    """Records the steps of one rank. `mark` returns the present time, as seconds or as an event on a device's stream; `between(end,
-    begin)` returns seconds, or None if `end` is not reached yet: what the device has not finished at `take_seconds` counts for the
-    next step."""
+    """Records the steps of one rank. `mark` returns the present time, in seconds or as an event on a device's stream, and
+    `between(end, begin)` seconds, or None before `end`: what is not finished at `take_seconds` counts for the next step."""
 
     def __init__(
         self, mark: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float | None] = operator.sub

@@ -40,9 +40,8 @@ class AsyncWork(Protocol):
 
 
 class Watchdog:
-    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer's process is gone, a
-    peer has failed or posted another event than this rank, or for `timeout_seconds` neither the wait's condition nor any peer's
-    progress counter changed."""
+    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer is gone, has failed or
+    posted another event than this rank, or for `timeout_seconds` neither the condition nor any peer's progress counter changed."""
 
     FIRST_SLICE, SLICE = timedelta(seconds=0.05), timedelta(seconds=0.25)
     """The time of one wait for a collective; after the first slice the board says that this rank waits."""
@@ -287,8 +286,7 @@ class Watchdog:
                 self.board.write(RankNote.WAIT, 0)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
-        status."""
+        """Wait for an asynchronous collective. Raises `CollectiveError` with the peers' status, also when the collective failed."""
         piece = self.FIRST_SLICE
 
         def arrived() -> bool:

@@ -45,8 +45,7 @@ def is_pretrained_model(module: nn.Module) -> bool:
 
 
 class Skeleton:
-    """A second module tree with the same attributes, whose parameters and buffers are all on meta. Initialisers run on it, so that
-    the model's own tensors are never written."""
+    """A second module tree with the same attributes and all tensors on meta. Initialisers run on it and never write the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
@@ -216,8 +215,7 @@ class ParameterSource(Protocol):
         return self, fqn
 
     def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
-        """Return the whole parameter `fqn` as `codec` encodes its values of `dtype`, if it is stored so; None if it must be read
-        and encoded."""
+        """Return the parameter `fqn` as `codec` encodes its values of `dtype`, if it is stored so; None if it must be encoded."""
         return None
 
     def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
@@ -251,8 +249,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class BuiltSource(ParameterSource):
-    """The current parameters of `model`, but those `without`. Later replacements of `param.data` do not matter; in-place changes
-    would."""
+    """The current parameters of `model`, but those `without`. Replacing `param.data` later is harmless, unlike in-place changes."""
 
     def __init__(self, model: nn.Module, without: Container[str] = ()) -> None:
         self._canonical = canonical_names(model)
