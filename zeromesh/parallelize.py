@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
-    """The result of `divide`."""
-
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None
     pipeline: Pipeline | None = None

@@ -44,8 +44,6 @@ class MessageSpec:
 
 
 class Incoming:
-    """A message that this rank receives."""
-
     def __init__(self, channel: "_Channel", kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: Launched | None = None

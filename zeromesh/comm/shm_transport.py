@@ -338,8 +338,6 @@ class SharedBuffer(GatherBuffer):
 
 
 class SharedReducer(Reducer):
-    """A reducer whose gradient slots lie in a shared ring."""
-
     def __init__(self, group: ProcessSet, slots: int, nbytes: int) -> None:
         super().__init__()
         self._group, self._slots, self._size = group, slots, group.size
@@ -376,8 +374,6 @@ class SharedReducer(Reducer):
 
 
 class SharedTransport(Transport):
-    """A transport whose buffers and slots lie in memory shared by all ranks of a host."""
-
     name = "shared"
 
     def __init__(self, group: ProcessSet, requests: Sequence[BufferRequest], slots: int, nbytes: int) -> None:

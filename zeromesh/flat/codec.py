@@ -138,7 +138,6 @@ class Codec:
 
     @in_own_dtypes()
     def decoded(self, parameter: EncodedParameter, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of a whole parameter."""
         values = torch.empty(shape, dtype=dtype)
         self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), values.view(-1))
         return values

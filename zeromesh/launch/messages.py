@@ -1,5 +1,4 @@
 """Messages between the launchers of a run: JSON objects, each field of which is checked before use.
-
 A follower sends several *beats*, its time, within the seconds after which it counts as lost, and the leader an *echo* of each. The
 follower kills its processes when the latest echoed beat is too old, before the leader, which received that beat later, counts it as
 lost. So two runs never write into one directory (a lease, as in Gray and Cheriton 1989)."""

@@ -1,5 +1,4 @@
 """The nursery: a process that imports what ranks need once, and forks them from itself.
-
 A fork takes milliseconds, where imports take seconds in each rank, and forks share the pages of what is imported. The launcher
 itself imports nothing: meanwhile it answers other hosts and signals. Both ends speak JSON over a pair of connected sockets."""
 

@@ -1,5 +1,4 @@
 """The input shared by several column layers: queries, keys and values of an attention, gate and up projection of an MLP.
-
 Its gradient is a sum over the ranks and these layers, which takes a single all-reduce. Each layer's backward computes only the
 gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile."""
 

@@ -1,6 +1,4 @@
-"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
-
-docs/architecture.md says which modules are units."""
+"""Plans a model's units and parameter specs: which modules are gathered together (docs/architecture.md), and in which dtype."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping

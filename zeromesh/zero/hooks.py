@@ -1,7 +1,6 @@
-"""The only module that registers hooks on a model and removes them.
-
-A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
-gradient is complete and when it is used while released. `Passes` has the methods that are called."""
+"""The only module that registers hooks on a model and removes them. They call `Passes`: a unit's module before and after its
+forward, the tensors it returns before its backward, and a parameter when its gradient is complete and when it is used while
+released."""
 
 import weakref
 from bisect import bisect_right
@@ -65,8 +64,6 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
 
 
 class Hooks:
-    """All hooks of one engine on its model."""
-
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
         self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []

@@ -1,7 +1,6 @@
-"""A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages.
-
-Names do not change. Parameters of other stages are removed, so that iterating over the model's parameters gives this rank's alone.
-The model runs unmodified from the batch: it computes masks, positions and rotary embeddings itself."""
+"""A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages. Names do not
+change. Parameters of other stages are removed, so that iterating over the model's parameters gives this rank's alone. The model
+runs unmodified from the batch: it computes masks, positions and rotary embeddings itself."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence

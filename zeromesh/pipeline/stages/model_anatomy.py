@@ -1,5 +1,4 @@
 """Analyses a model for a pipeline: its blocks, the modules before and after them, their arguments and results.
-
 The model is run once on the meta device. If it reads a value (is anything masked?), the answer is yes; a module inside a block that
 cannot run without values (an expert that picks its tokens) is assumed to return a tensor like its input. Tensors computed from the
 embedding are tracked through all operators, so a model whose later blocks need more than the hidden state is refused here."""
