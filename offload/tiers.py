@@ -1,5 +1,4 @@
-"""Flat tensors that rest on a tier, or of which the first elements rest on a tier and the others on the device, and `Tiers`,
-which allocates them and counts every byte in the ledger."""
+"""Flat tensors that rest on a tier, or with their last elements on the device, and `Tiers`, which allocates and counts them."""
 
 import copy
 from collections.abc import Sequence

@@ -35,8 +35,7 @@ class Fork:
 
 
 class Nursery:
-    """The launcher's end of a nursery that imports `modules`, with `variables` in its environment. The kernel kills it when this
-    process ends, and its forks with it."""
+    """The launcher's end of a nursery that imports `modules`, with `variables` set. It and its forks end when this process does."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], notify: Callable[[str], object]) -> None:
         self._variables, self._notify = variables, notify

@@ -87,9 +87,8 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
     """The plan of a run on `hosts`. `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with
-    `variables`, sent over its standard input. Ranks find each other at `port` of the first host, or at any port. `check` refuses
-    unusable hosts. After a failure of ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are
-    lost, and at least `least` others go on."""
+    `variables`, sent over its standard input. Ranks meet at `port` of the first host, or at any. `check` refuses unusable hosts.
+    After failure the run restarts at most `max_restarts` times, without hosts silent for `silence_seconds`, on `least` or more."""
 
     hosts: tuple[Host, ...]
     command: tuple[str, ...]
@@ -155,8 +154,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
 
 
 class Output:
-    """Prints lines to standard output (1) and standard error (2) in a thread, so that a blocked terminal does not block the run.
-    Lines that cannot be written are dropped."""
+    """Prints lines to standard output (1) and error (2) in a thread, or drops them: a blocked terminal does not block the run."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(_MOST_LINES)

@@ -117,9 +117,8 @@ _TIMED_ROUNDS = 3
 def choose_device(
     update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, states_on_device: bool
 ) -> tuple[torch.device, str | None]:
-    """Choose the device of updates; all ranks call this and get the same. Unless `states_on_device`, updates on
-    the CPU save the transfers, and the device computes faster: `try_on(device)` times both, in seconds per billion elements.
-    Returns the device, and if both were timed, a line for the log."""
+    """Choose the device of updates, alike on all ranks. Unless `states_on_device`, updates on the CPU save transfers, and the
+    device computes faster: `try_on(device)` gives seconds per billion elements. Returns the device, and a log line if it tried."""
     device = mesh.device
     if not is_accelerator(device) or states_on_device or update_on == "device":
         return device, None

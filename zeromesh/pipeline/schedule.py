@@ -1,5 +1,4 @@
-"""Pipeline schedules as data: each rank's actions in order, with a proof that they can run and a simulation of their time. Pure:
-no processes.
+"""Pipeline schedules as data: each rank's actions in order, a proof that they can run, and a simulation of their time. Pure.
 
 Blocks are cut into `ranks x chunks` stages; chunk c of rank r is stage `c x ranks + r`, so activations run around the ring of
 ranks, once for each chunk. A schedule lists the actions of every rank; sends and receives follow from them. Four microbatches on
@@ -204,9 +203,8 @@ _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.
 
 
 def validate(schedule: PipelineSchedule) -> Timeline:
-    """Prove that a schedule can be carried out, and return its simulated times: every action of training (or, without any backward,
-    of evaluation) occurs once, and no rank waits for ever, if sends do not block and messages arrive in order. Raises
-    `ScheduleError`, naming rank and action."""
+    """Prove that a schedule can be carried out, and return its simulated times: every action of training (of evaluation, without a
+    backward) occurs once, and no rank waits for ever, if sends do not block and messages keep order. Raises `ScheduleError`."""
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(f"{schedule} has actions of {counted(len(schedule.actions), 'rank')}, not {schedule.ranks}")
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

@@ -5,8 +5,7 @@
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
 Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
-tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md tells what bytes and seconds of traffic are.
-"""
+tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md defines bytes and seconds of traffic."""
 
 import operator
 import time

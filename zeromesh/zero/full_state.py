@@ -281,8 +281,7 @@ class _StandIn(nn.Parameter):
 
 
 class FullState:
-    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. Its methods are collective:
-    all ranks call them alike."""
+    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. All ranks call it alike."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
-"""The only module that registers hooks on a model and removes them. They call `Passes`: a unit's module before and after its
-forward, the tensors it returns before its backward, and a parameter when its gradient is complete and when it is used while
-released."""
+"""The only module that registers hooks on a model and removes them. They call `Passes` around a unit's forward, before backward of
+the tensors it returns, when a parameter's gradient is complete, and when a released parameter is used."""
 
 import weakref
 from bisect import bisect_right
