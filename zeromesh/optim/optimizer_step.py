@@ -94,11 +94,9 @@ class WeightAverage:
         else:
             average.copy_(weights)
 
-    def swap(self, bucket: Bucket) -> None:
+    def swap(self, master: TieredTensor, average: TieredTensor) -> None:
         """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
-        master, average, device = bucket.master, bucket.average, self._tiers.device
-        if average is None:
-            return
+        device = self._tiers.device
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
         for start in range(0, master.numel, _SWAPPED_ELEMENTS):

@@ -385,7 +385,7 @@ class ZeroEngine:
             for bucket in self._buckets:
                 if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
-                    averages.swap(bucket)
+                    averages.swap(bucket.master, bucket.average)
         self._averages_swapped = not self._averages_swapped
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
