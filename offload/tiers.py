@@ -1,5 +1,4 @@
-"""Flat tensors that rest on a tier, or of which the first elements rest on a tier and the others on the device, and `Tiers`,
-which allocates them and counts every byte in the ledger."""
+"""Flat tensors that rest on a tier, or with their last elements on the device, and `Tiers`, which allocates and counts them."""
 
 import copy
 from collections.abc import Sequence
@@ -90,8 +89,7 @@ class TieredTensor:
         self.dtype = dtype
         self.parts = tuple(parts)
         self.numel = parts[-1].end if parts else 0
-        self._at = 0
-        """The place of its first element in the tensor of which it is a slice."""
+        self._at = 0  # the place of its first element in the tensor of which it is a slice
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":

@@ -1,6 +1,5 @@
-"""The launcher and rank of this process; the only file that reads or sets environment variables. It understands torchrun (and
-all that set its variables, as accelerate and Kubernetes operators do), Slurm, Open MPI, MPICH and Intel MPI. A process without
-a launcher is a world of one."""
+"""The launcher and rank of this process; the only file that reads or sets environment variables. It understands torchrun (and all
+that set its variables, as accelerate and Kubernetes do), Slurm, Open MPI, MPICH and Intel MPI. Without one there is one rank."""
 
 import ctypes
 import os

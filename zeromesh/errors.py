@@ -84,8 +84,7 @@ def refused_path(error: OSError) -> ZeromeshError | None:
 
 @contextmanager
 def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] | None = None) -> Iterator[None]:
-    """Raise any error of a library inside the block, which reads user input, as a `ConfigError` of the key `where` or as `kind`;
-    the library's text follows `before`."""
+    """Raise a library's errors about user input as a `ConfigError` of the key `where`, or as `kind`; its text follows `before`."""
     try:
         yield
     except (ZeromeshError, KeyboardInterrupt, SystemExit, GeneratorExit):

@@ -112,8 +112,7 @@ def try_lock(descriptor: int) -> bool:
 
 @contextlib.contextmanager
 def refusals(path: str | os.PathLike[str], what: str, cure: str = "") -> Iterator[None]:
-    """Turn an `OSError` inside the block into a `StorageError` saying that `path`, or what below it the error is about, cannot be
-    `what`, with the reason and a cure."""
+    """Turn an `OSError` into a `StorageError`: `path`, or the error's file below it, cannot be `what`, with reason and `cure`."""
     try:
         yield
     except OSError as error:

@@ -16,19 +16,15 @@ from zeromesh.offload import STAGING_BYTES, FileSettings, TierChoice
 from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.settings import keys
 
-NO_GROUP = -1
-"""The optimizer group of a parameter that is never updated."""
+NO_GROUP = -1  # the optimizer group of a parameter that is never updated
 
 
 class Placement(Enum):
     """The placement of a tensor over the ranks of an axis."""
 
-    REPLICATED = "replicated"
-    """Every rank holds the whole tensor."""
-    PARTIAL = "partial"
-    """Every rank holds a summand of the tensor."""
-    SHARDED = "sharded"
-    """Every rank holds its interval of the flattened tensor."""
+    REPLICATED = "replicated"  # every rank holds the whole tensor
+    PARTIAL = "partial"  # every rank holds a summand of the tensor
+    SHARDED = "sharded"  # every rank holds its interval of the flattened tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,8 +47,7 @@ STAGES: dict[int, Placements] = {
 """[Note: A stage is a row of data] The placement of states over the shard axis decides which collectives run, not which code.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020. Stages as placements follow
-Megatron-FSDP's experimental rewrite.
-"""
+Megatron-FSDP's experimental rewrite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +56,10 @@ class StatePlan:
 
     states: dict[str, Any] = field(repr=False)
     """Examples: meta tensors, numbers, None, and tensor subclasses and objects made of these, such as GaLore's projectors."""
-    tensors: dict[str, torch.Tensor]
-    """The plain tensors in them, by the names under which these are stored."""
+    tensors: dict[str, torch.Tensor]  # the plain tensors in them, by the names under which these are stored
     scalars: dict[str, Any]
     """The numbers in them, which may be 0-dim tensors. Those of a group that updates change are among them."""
-    by_size: bool = False
-    """True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers."""
+    by_size: bool = False  # True if the states depend on a parameter's size, as in 8-bit and low-rank optimizers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,8 +67,7 @@ class OptimizerClass:
     """An optimizer that is run by its own class's `step`."""
 
     optimizer: Optimizer = field(repr=False)
-    whole: bool
-    """True if its update needs whole tensors; otherwise it may update any elements separately."""
+    whole: bool  # True if its update needs whole tensors; otherwise it may update any elements separately
     has_modes: bool = False
     """True if it evaluates other weights than it trains, and its `eval` computes these, as Schedule-Free's does."""
     plans: Mapping[tuple[int, int], StatePlan]
@@ -88,8 +80,7 @@ class OptimizerClass:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(keys.OptimizerKeys):
-    """The optimizer and its hyperparameters, under torch's names and, unlike in a configuration, with torch's defaults but for
-    `lr`."""
+    """The optimizer and its hyperparameters, with torch's names and, unlike in a configuration, torch's defaults but for `lr`."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -296,9 +287,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         return self.accumulation > 1 and self.placements.accumulating is Placement.PARTIAL
 
     def wire_dtype(self, own: torch.dtype, *, on_device: bool) -> torch.dtype:
-        """Return the dtype in which gradients of parameters of dtype `own` travel to their sum: `own` where ranks add the received
-        tensors, the dtype of the sum where it already holds earlier microbatches or where a device's collective adds; but nothing
-        wider than `precision.reduce`."""
+        """Return the dtype in which gradients of parameters of dtype `own` travel: `own` where ranks add the received tensors, that
+        of the sum where it holds earlier microbatches or a device's collective adds; but nothing wider than `precision.reduce`."""
         reduce = self.precision.reduce
         found = self.precision.sums if on_device or self.sums_before_reducing else own
         return reduce if reduce.itemsize < found.itemsize else found

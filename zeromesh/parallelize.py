@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
-    """The result of `divide`."""
-
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None
     pipeline: Pipeline | None = None
@@ -49,9 +47,8 @@ def divide(
     options: ParallelOptions,
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Divided:
-    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the
-    run for a trial without values; None: token ids alone. Raises `LayoutError` for a model that cannot be divided so, with the
-    reason."""
+    """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the run
+    for a trial without values; None: token ids alone. Raises `LayoutError`, with the reason, for a model that cannot be divided."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None
     costs = block_costs(model, anatomy, options.balance) if anatomy is not None else None
     cut = plan_cut(costs, mesh.pipeline.size * options.chunks, options.stages or ()) if costs is not None else None

@@ -19,13 +19,10 @@ from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned, round_up_to_blocks
 from zeromesh.offload.io.transfer import AllocateBuffer, Transfer, WaitTime, allocate_pages, copy_streams_of
 
-PIECE = 1 << 20
-"""Bytes that one thread moves at a time, and that one checksum covers."""
-STRIPE = 1 << 20
-"""The bytes of a stripe: consecutive stripes lie in the files of consecutive directories, round robin."""
+PIECE = 1 << 20  # bytes that one thread moves at a time, and that one checksum covers
+STRIPE = 1 << 20  # the bytes of a stripe: consecutive stripes lie in the files of consecutive directories, round robin
 THREADS = 8
-THREAD_BYTES = THREADS * PIECE
-"""Bytes of all threads' staging buffers, one of `PIECE` bytes for each thread."""
+THREAD_BYTES = THREADS * PIECE  # bytes of all threads' staging buffers, one of `PIECE` bytes for each thread
 _LARGE_PIECE = 4 << 20  # bytes that one thread moves at a time if they need no buffer and have no checksum
 _Copy = Callable[[torch.Tensor, torch.Tensor], object]
 _CPU = torch.device("cpu")

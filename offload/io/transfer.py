@@ -116,8 +116,7 @@ class Transfer:
             piece.add_done_callback(count)
 
 
-DONE = Transfer()
-"""A transfer that has ended, for callers that had nothing to move or have moved it already."""
+DONE = Transfer()  # a transfer that has ended, for callers that had nothing to move or have moved it already
 
 
 class CopyDirection:
@@ -213,8 +212,7 @@ class _TransferToHost(Transfer):
         del self._kept[0]
 
 
-copy_streams_of = cache(CopyStreams)
-"""The streams between this process's memory and a device, one object per device."""
+copy_streams_of = cache(CopyStreams)  # the streams between this process's memory and a device, one object per device
 
 
 def _copy(stream: torch.Stream, source: torch.Tensor, target: torch.Tensor) -> torch.Event:

@@ -52,8 +52,7 @@ class Change:
 
 
 _CGROUP = Path("/sys/fs/cgroup")
-MEMORY = (Tier.DEVICE, Tier.HOST)
-"""The tiers that are memory rather than disk."""
+MEMORY = (Tier.DEVICE, Tier.HOST)  # the tiers that are memory rather than disk
 
 
 class Ledger:

@@ -34,9 +34,8 @@ def candidates(mesh: Mesh, store: CheckpointStore) -> list[int]:
 
 
 def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> CheckpointReader:
-    """Open the checkpoint in a directory that all ranks see, or of which each host's directory has a part; all ranks call it.
-    `source` is where the frozen weights that it refers to are, if they have moved. Raises `CheckpointError` when the checkpoint is
-    incomplete, or ranks see different ones."""
+    """Open the checkpoint in a directory that all ranks see, or of which each host has a part; all ranks call it. `source` is where
+    the frozen weights it refers to are, if they moved. Raises `CheckpointError` if it is incomplete or ranks see different ones."""
     world, rank = mesh.world, mesh.rank
     reader: CheckpointReader | None = None
 

@@ -1,5 +1,4 @@
-"""A directory of checkpoints: lists them, creates each atomically (`step-N.tmp` until it is whole), and removes old ones in threads
-(`.trash-...` meanwhile); and the creation of any model directory."""
+"""Checkpoints in a directory, each created as `step-N.tmp` and removed as `.trash-...`; and the creation of any model directory."""
 
 import errno
 import hashlib

@@ -5,8 +5,7 @@ Each direction between two ranks is a process group of these two, so that no mes
 for in slices, so that `Watchdog` bounds the wait.
 
 The first message of a kind is preceded by a header with its shapes, for which the host waits on a device; both ends remember them,
-so that the next message of the kind needs no header and can travel while the receiver computes.
-"""
+so that the next message of the kind needs no header and can travel while the receiver computes."""
 
 import json
 from collections import deque
@@ -45,8 +44,6 @@ class MessageSpec:
 
 
 class Incoming:
-    """A message that this rank receives."""
-
     def __init__(self, channel: "_Channel", kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: Launched | None = None
@@ -112,8 +109,7 @@ class Channels:
     def __init__(
         self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True
     ) -> None:
-        """Open this rank's channels. All ranks make process groups together: those of every pipeline of the mesh's `shape`, or
-        without a shape those of `group` alone."""
+        """Open channels; all ranks make process groups together: of every pipeline of the mesh's `shape`, or of `group` alone."""
         self.group, self.device = group, device
         self._out: dict[int, _Channel] = {}
         self._in: dict[int, _Channel] = {}
@@ -143,9 +139,8 @@ class Channels:
         what: str,
         specs: Sequence[MessageSpec] | None = None,
     ) -> None:
-        """Start to send to the neighbour at position `target` of the set; the tensors are kept alive until they are sent. Messages
-        of one `kind` have the same shapes and dtypes: `specs`, if the receiver already expects them. Raises `CollectiveError` for
-        others."""
+        """Start to send to the neighbour at position `target` of the set; tensors are kept alive until they are sent. Messages of
+        one `kind` have equal shapes and dtypes: `specs`, if the receiver expects them. Raises `CollectiveError` for others."""
         channel, found = self._out[target], [MessageSpec.of(tensor) for tensor in tensors]
         if specs is None:
             specs = channel.sent_specs.setdefault(kind, found)

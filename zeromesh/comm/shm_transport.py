@@ -11,8 +11,7 @@ description by the caller. `published` counts the messages that a rank has writt
 in order. A slot is free once all ranks have consumed its message. If no free slot is large enough, a rank creates one, and the
 others map it when they read an entry that names it: so writing never waits for a peer, and messages may be read in any order.
 
-Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order).
-"""
+Counters only grow, and each has one writer. They rely on the memory order of x86 (stores become visible in order)."""
 
 import ctypes
 import math
@@ -154,8 +153,7 @@ class RingSlot:
 
 class SharedRing:
     """The ring of messages of a process set on one host. Every rank of `group` creates one, in the same order. Its memory is freed
-    by `close`, or once no rank refers to it. Raises `StorageError` when memory is short, also when a larger slot is needed
-    later."""
+    by `close`, or once no rank refers to it. Raises `StorageError` when memory is short, also for a larger slot later."""
 
     def __init__(self, group: ProcessSet, label: str, *, slots: int = 0, nbytes: int = 0) -> None:
         """Create the ring for the purpose `label`. `slots` slots of `nbytes` each exist from the start, mapped by all ranks."""
@@ -170,8 +168,7 @@ class SharedRing:
         first = 2 * group.size * LINE
         self._entries = range(first, first + group.size * self.room * _ENTRY_WORDS, self.room * _ENTRY_WORDS)
         """The place of the first entry of each rank."""
-        self.next = 0
-        """The sequence number of the next message that this rank writes."""
+        self.next = 0  # the sequence number of the next message that this rank writes
         self._finished: set[int] = set()
         self._behind = 0  # the first sequence number that this rank has not consumed
         self.own: list[RingSlot] = []
@@ -341,8 +338,6 @@ class SharedBuffer(GatherBuffer):
 
 
 class SharedReducer(Reducer):
-    """A reducer whose gradient slots lie in a shared ring."""
-
     def __init__(self, group: ProcessSet, slots: int, nbytes: int) -> None:
         super().__init__()
         self._group, self._slots, self._size = group, slots, group.size
@@ -379,8 +374,6 @@ class SharedReducer(Reducer):
 
 
 class SharedTransport(Transport):
-    """A transport whose buffers and slots lie in memory shared by all ranks of a host."""
-
     name = "shared"
 
     def __init__(self, group: ProcessSet, requests: Sequence[BufferRequest], slots: int, nbytes: int) -> None:

@@ -5,8 +5,7 @@
 
 All ranks of the group make the same calls in the same order. gloo's reduce-scatter moves as many bytes as an all-reduce and adds in
 the gradients' dtype. Here it is an all-to-all, half the bytes, and a local sum in rank order in the dtype of the sum. A device does
-the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used.
-"""
+the same if the dtype of the transfer is narrower than that of the sum; otherwise NCCL's own reduce-scatter is used."""
 
 import platform
 from collections import deque
@@ -31,9 +30,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferRequest:
-    """A request for a gather buffer of `padded` elements of `dtype`. A `persistent` one keeps its memory and gathered values until
-    their owners write again; others have memory only from `gather` to `release`. On a host it begins `lead` bytes after the start
-    of a page."""
+    """A request for a gather buffer of `padded` elements of `dtype`. A `persistent` one keeps its memory, and values until their
+    owners write again; others have memory only from `gather` to `release`. On a host it begins `lead` bytes into a page."""
 
     name: str
     padded: int
@@ -244,8 +242,7 @@ class Reducer:
 
 
 class Transport:
-    """The buffers and slots of one group, which move by collectives, or not at all under the name `local`. It knows no
-    parameters."""
+    """The buffers and slots of one group, which move by collectives, or not at all if it is `local`. It knows no parameters."""
 
     buffers: Sequence[GatherBuffer]
     share = 1.0

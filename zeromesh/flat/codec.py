@@ -7,8 +7,7 @@ The values are those of bitsandbytes 0.50, bit by bit (QLoRA: Dettmers et al. 20
     blocks      one scale each  | ...          scales    float32, or nested: one byte, for which 256 blocks share a float32
 
 The whole parameter is encoded at once, in the dtype that it is computed with, so a rank's part of it has the same codes in every
-layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted.
-"""
+layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,12 +23,9 @@ from zeromesh.errors import LayoutError
 from zeromesh.settings.keys import CodecName
 
 _CPU = torch.device("cpu")
-GROUP = 256
-"""Blocks whose nested scales share a float32."""
-_GRID = 65_535
-"""The steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code."""
-_CHUNK = 1 << 18
-"""Elements that are encoded or decoded at a time."""
+GROUP = 256  # blocks whose nested scales share a float32
+_GRID = 65_535  # the steps between -1 and 1 to which bitsandbytes rounds a value before it looks up its 8-bit code
+_CHUNK = 1 << 18  # elements that are encoded or decoded at a time
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NF4 = (
     (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334)
@@ -70,13 +66,11 @@ class CodecRow:
     """How blocks become codes, and codes numbers. `quantize(values, block)` returns a code, uint8, for each of `values`, float32
     1-D, and the float32 scale of each block, of which the last may be shorter; `dequantize(codes)` a float32 number for each."""
 
-    block: int
-    """Elements of a block by default."""
+    block: int  # elements of a block by default
     quantize: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
     dequantize: Callable[[torch.Tensor], torch.Tensor]
     codes_in_byte: int = 1
-    nests: bool = False
-    """True if scales may be kept in 8 bits too."""
+    nests: bool = False  # True if scales may be kept in 8 bits too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,8 +108,7 @@ class Codec:
         return CODECS[self.name].dequantize(torch.arange(1 << 8 // self.codes_in_byte, dtype=torch.uint8))
 
     def encode(self, values: Callable[[int, int], torch.Tensor], numel: int) -> EncodedParameter:
-        """Encode a flat parameter of `numel` elements, of which `values(start, end)` returns a part, 1-D, in the dtype in which it
-        is computed with, on the CPU; it is asked for whole blocks."""
+        """Encode `numel` flat elements; `values(start, end)` returns whole blocks, 1-D on the CPU, in the dtype of computing."""
         codes = torch.empty(self.code_bytes(numel), dtype=torch.uint8)
         absmax = torch.empty(self.blocks(numel))
         step = max(_CHUNK // self.block, 1) * self.block
@@ -145,7 +138,6 @@ class Codec:
 
     @in_own_dtypes()
     def decoded(self, parameter: EncodedParameter, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return the values of a whole parameter."""
         values = torch.empty(shape, dtype=dtype)
         self.decode(parameter.codes, self.scale_values(parameter.scales, parameter.tables), values.view(-1))
         return values

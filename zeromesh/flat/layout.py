@@ -18,8 +18,7 @@ A checkpoint holds whole tensors: such an interval becomes a list of runs, each 
      18 19  .  . 22 23
 
 Columns of rows, as in the picture, are moved in whole blocks of rows: for any number of rows, an interval consists of a few tiles,
-each of which is copied in one operation.
-"""
+each of which is copied in one operation."""
 
 import itertools
 from bisect import bisect_left, bisect_right
@@ -35,8 +34,7 @@ from zeromesh.flat.codec import Codec
 from zeromesh.intervals import ALIGNMENT, Interval, round_up
 from zeromesh.mesh.mesh_shape import Axis
 
-Positions = tuple[tuple[Axis, tuple[int, ...]], ...]
-"""Pairs of a mesh axis and indices along it."""
+Positions = tuple[tuple[Axis, tuple[int, ...]], ...]  # pairs of a mesh axis and indices along it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,16 +242,14 @@ class ParameterPart:
     region: Region
     holders: tuple[int, ...]
     """Positions along the tensor axis of the ranks with the same region, in order; the first one counts and writes it."""
-    partial: bool = False
-    """True if the holders' gradients must be summed; otherwise they are equal."""
+    partial: bool = False  # True if the holders' gradients must be summed; otherwise they are equal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageCopies:
     """A tied parameter of which several pipeline ranks have copies; its gradient is the sum over them."""
 
-    name: str
-    """The name in checkpoints: the first of the parameter's names in the whole model."""
+    name: str  # the name in checkpoints: the first of the parameter's names in the whole model
     aliases: tuple[str, ...]
     ranks: tuple[int, ...]
     """Positions along the pipeline axis of the ranks with a copy, in order; the first one counts and writes it."""
@@ -275,8 +271,7 @@ class ParameterSpec:
     codec: Codec | None = None
     """The codec of a frozen parameter that is kept encoded; None: it is kept as it is computed with."""
     numel: int = field(init=False, repr=False, compare=False)
-    name: str = field(init=False, repr=False, compare=False)
-    """The name of the parameter in checkpoints and for users."""
+    name: str = field(init=False, repr=False, compare=False)  # the name of the parameter in checkpoints and for users
     region: Region = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -9,8 +9,7 @@ In 8 bits a flat tensor rests as codes with a float32 scale for each block: elem
 block and rounded to the levels of a dynamic type, seven decades, each divided evenly, a higher one more finely (Dettmers et al.,
 "8-bit Optimizers via Block-wise Quantization", 2022). Here levels are the same on both sides of zero, so that a block has the same
 codes when it is decoded and encoded again: a checkpoint has decoded moments, and is exact in every layout. Of squares, whose range
-is twice as wide, the roots are kept.
-"""
+is twice as wide, the roots are kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,10 +24,8 @@ from zeromesh.offload import DONE, Purpose, TierChoice, TieredTensor, Tiers, Tra
 
 BLOCK = 256
 """Elements that share a scale. Parameters and shards begin at whole blocks, so blocks are the same for every number of ranks."""
-_CHUNK = 1 << 16
-"""Elements that are decoded or encoded at a time."""
-LANES = 4
-"""The tensors that one hash of 64 bits rounds, each by 16 of them."""
+_CHUNK = 1 << 16  # elements that are decoded or encoded at a time
+LANES = 4  # the tensors that one hash of 64 bits rounds, each by 16 of them
 _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
 
@@ -64,8 +61,7 @@ def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:
-    """Round `values`, float32 or float64, into `target`, bfloat16, by the 16 random bits of a lane. What bfloat16 holds exactly,
-    and what is not finite, is copied."""
+    """Round `values`, float32 or float64, into `target`, bfloat16, by a lane's 16 random bits; exact and non-finite ones stay."""
     whole = values.float()
     noise = _shifted(bits, 16 * lane).bitwise_and_(0xFFFF).int()
     raised = ((whole.view(torch.int32) + noise) & -65536).view(torch.float32)
@@ -122,8 +118,7 @@ def round_to_levels(
     target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int, *, squares: bool
 ) -> None:
     """Round `values` into `target`, both 1-D from the beginning of a block on, to the level below or above, with the probability of
-    the distance to the other one, by the 16 random bits of a lane of `bits`, int64. So changes smaller than a step of the levels
-    are kept on average."""
+    the distance to the other, by a lane's 16 random bits of `bits`, int64: changes smaller than a step are kept on average."""
     scaled, most = _scaled(values, squares=squares)
     levels = _levels(squares, values.device)
     above = _above(scaled, levels, squares=squares)
@@ -141,8 +136,7 @@ class BlockTensor(TieredTensor):
     def __init__(self, dtype: torch.dtype, codes: TieredTensor, scales: TieredTensor, *, squares: bool) -> None:
         super().__init__(dtype, ())
         self.numel, self.squares, self._codes, self._scales = codes.numel, squares, codes, scales
-        self._open: dict[int, torch.Tensor] = {}
-        """The values of blocks that are not yet encoded."""
+        self._open: dict[int, torch.Tensor] = {}  # the values of blocks that are not yet encoded
 
     @property
     def nbytes(self) -> int:
@@ -204,10 +198,8 @@ Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
 class StateFormat:
     """How moments rest between updates, which compute them in a wide dtype."""
 
-    dtype: torch.dtype | None = None
-    """That of elements at rest; None: that of updates."""
-    block: int = 0
-    """Elements that share a float32 scale; 0: none has one."""
+    dtype: torch.dtype | None = None  # that of elements at rest; None: that of updates
+    block: int = 0  # elements that share a float32 scale; 0: none has one
 
     def lengths(self, numel: int, wide: torch.dtype) -> dict[torch.dtype, int]:
         """Return the elements of each dtype that a moment of `numel` elements has at rest."""

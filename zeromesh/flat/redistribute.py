@@ -6,8 +6,7 @@ A placement has, for each rank, the intervals of the tensor that the rank holds,
     anything          the same           nothing
     sharded           replicated         all-gather
     on one rank       replicated         broadcast
-    anything          anything           all-to-all of what a rank does not hold itself
-"""
+    anything          anything           all-to-all of what a rank does not hold itself"""
 
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,8 +1,5 @@
-"""16-bit matrix products on CPUs that multiply faster in fp32: factors are widened tile by tile.
-
-A trial tells which CPUs do. Inputs, outputs and tensors saved for backward stay in 16 bits, and sums inside a product are fp32.
-docs/decisions/0014 has the figures.
-"""
+"""16-bit matrix products on CPUs that multiply faster in fp32, as a trial tells: factors are widened tile by tile. Inputs, outputs
+and tensors saved for backward stay in 16 bits, and sums inside a product are fp32. docs/decisions/0014 has the figures."""
 
 import threading
 from functools import cache

@@ -1,5 +1,4 @@
-"""The process of a nursery, `python -m zeromesh.launch.fork_server DESCRIPTOR MODULE...`: it imports the modules, then forks a
-process for each request; see `nursery`."""
+"""The process of a `nursery`, `python -m zeromesh.launch.fork_server DESCRIPTOR MODULE...`: imports, then forks at each request."""
 
 import atexit
 import gc

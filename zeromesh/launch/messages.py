@@ -1,9 +1,7 @@
 """Messages between the launchers of a run: JSON objects, each field of which is checked before use.
-
 A follower sends several *beats*, its time, within the seconds after which it counts as lost, and the leader an *echo* of each. The
 follower kills its processes when the latest echoed beat is too old, before the leader, which received that beat later, counts it as
-lost. So two runs never write into one directory (a lease, as in Gray and Cheriton 1989).
-"""
+lost. So two runs never write into one directory (a lease, as in Gray and Cheriton 1989)."""
 
 import hashlib
 import hmac
@@ -112,8 +110,7 @@ class LauncherConnection:
     ) -> None:
         """Connect by both streams, one socket or two pipes. The first message must come within `hello_seconds`, then a sign of
         life every `silence_seconds`. Each line that is sent begins with `mark`."""
-        self.readers: Sequence[Stream] = [reader]
-        """The streams to select from while waiting for messages."""
+        self.readers: Sequence[Stream] = [reader]  # the streams to select from while waiting for messages
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
         """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the

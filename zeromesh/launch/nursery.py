@@ -1,8 +1,6 @@
 """The nursery: a process that imports what ranks need once, and forks them from itself.
-
 A fork takes milliseconds, where imports take seconds in each rank, and forks share the pages of what is imported. The launcher
-itself imports nothing: meanwhile it answers other hosts and signals. Both ends speak JSON over a pair of connected sockets.
-"""
+itself imports nothing: meanwhile it answers other hosts and signals. Both ends speak JSON over a pair of connected sockets."""
 
 import json
 import os
@@ -37,8 +35,7 @@ class Fork:
 
 
 class Nursery:
-    """The launcher's end of a nursery that imports `modules`, with `variables` in its environment. The kernel kills it when this
-    process ends, and its forks with it."""
+    """The launcher's end of a nursery that imports `modules`, with `variables` set. It and its forks end when this process does."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str], notify: Callable[[str], object]) -> None:
         self._variables, self._notify = variables, notify

@@ -35,10 +35,8 @@ class WorkersFailed:
     ranks: tuple[int, ...] = ()
     distance: int = 0
     """The distance from the cause: 0 for a possible cause, 1 for ranks that noticed a peer's failure, 2 for stopped ranks."""
-    time: float = 0.0
-    """The time of the failure, in seconds of the clock."""
-    pid: int = 0
-    """The process id of a rank that ended without recording an error."""
+    time: float = 0.0  # the time of the failure, in seconds of the clock
+    pid: int = 0  # the process id of a rank that ended without recording an error
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -172,9 +170,8 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
 
 @dataclass(slots=True, eq=False)
 class StopSignals:
-    """The signals received by this process and not yet passed on, and the number of those passed on to its child processes. Signals
-    in `only_forwarded` do not ask this process to stop; they are only passed on. Of others, the first `passes` let the child
-    processes end in order, and one more kills them."""
+    """Signals received and not yet passed on to child processes, and the number of those passed on. Signals `only_forwarded`
+    do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them."""
 
     only_forwarded: Sequence[int] = ()
     passes: int = 1
@@ -215,8 +212,7 @@ os.register_at_fork(after_in_child=_restore)
 
 @contextmanager
 def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`, if this is the main thread; then the old handlers are restored. SIGHUP stays
-    ignored in a process started by `nohup`."""
+    """Inside the block these signals call `handler`, if this is the main thread; SIGHUP stays ignored after `nohup`."""
     changes = threading.current_thread() is threading.main_thread()
     handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
     kept = {number: signal.signal(number, handler) for number in handled} if changes else {}

@@ -2,8 +2,7 @@
 
 The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
 fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere;
-so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`).
-"""
+so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`)."""
 
 import errno
 import os
@@ -37,10 +36,9 @@ TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Nodes:
-    """The launchers that start a run together, and that may come and go while it runs. `endpoint` is `HOST:PORT` of the leader.
-    When a host is lost or joins, all workers start again; after a failure they do so at most `max_restarts` times. With a `rank`,
-    exactly `most` launchers take part; their ranks are numbered in the same order, number 0 serves the endpoint, none joins later,
-    and the run ends when one is lost."""
+    """The launchers that start a run together, and may come and go. `endpoint` is `HOST:PORT` of the leader. When a host is lost or
+    joins, all workers start again; after a failure they do so at most `max_restarts` times. With a `rank`, exactly `most` launchers
+    take part, whose ranks have the same order; number 0 serves the endpoint, none joins later, and losing one ends the run."""
 
     least: int = 1
     most: int = 1
@@ -75,17 +73,13 @@ class Member:
     """The leader's record of another launcher; `processes` is 0 until the launcher's first message has come."""
 
     connection: LauncherConnection
-    name: str
-    """The name of the launcher's host; until that is known, the address that it connects from."""
+    name: str  # the name of the launcher's host; until that is known, the address that it connects from
     processes: int = 0
-    slots: int = 0
-    """The number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`."""
+    slots: int = 0  # the number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`
     greeting: Message | None = None
     rank: int | None = None
-    numbered: bool = False
-    """True if the launcher has ranks in the latest start of the run."""
-    running: bool = False
-    """True if the launcher's ranks of the latest start have not ended."""
+    numbered: bool = False  # True if the launcher has ranks in the latest start of the run
+    running: bool = False  # True if the launcher's ranks of the latest start have not ended
     failure: WorkersFailed | None = None
 
 
@@ -325,9 +319,8 @@ class Leader:
 
 
 class Follower:
-    """A launcher that starts ranks when its leader says so. If the leader is gone, ranks are killed at once. `attach` connects it
-    to the `zeromesh launch` that has started it, which also sends variables and signals; without it the follower goes to the
-    endpoint."""
+    """A launcher that starts ranks when its leader says so, and kills them if that is gone. `attach` connects it to the `zeromesh
+    launch` that has started it, which also sends variables and signals; without it the follower goes to the endpoint."""
 
     def __init__(
         self, nodes: Nodes, processes: int, stopped: Stopped, attach: Callable[[], LauncherConnection] | None = None

@@ -1,7 +1,5 @@
-"""A trial launch: two processes of this host connect to a mesh and sum a tensor, to test that this works and how fast.
-
-`try_exchange` runs this module as a command, which launches itself as two ranks.
-"""
+"""A trial launch: two processes of this host connect to a mesh and sum a tensor, to test that this works and how
+fast. `try_exchange` runs this module as a command, which launches itself as two ranks."""
 
 import json
 import subprocess

@@ -3,8 +3,7 @@
 The connection to a host is the standard input and output of the remote command; messages begin with `BEGIN`, to be told from the
 output of its processes. A host is *lost* when it is silent for a while, or ends the connection before it has reported how its
 processes ended. A hostfile has a line `NAME slots=N [address=NAME]` for each host: its name for ssh, its number of processes, and
-the name or address by which other hosts reach it, if that differs. A `#` begins a comment.
-"""
+the name or address by which other hosts reach it, if that differs. A `#` begins a comment."""
 
 import os
 import queue
@@ -62,8 +61,7 @@ class Host:
 
 
 def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
-    """Read the hosts of a hostfile, in the order of ranks. Raises `ConfigError` with every mistake and its line; `where` names the
-    file."""
+    """Read the hosts of the hostfile `where`, in the order of ranks. Raises `ConfigError` with every mistake and its line."""
     hosts: dict[str, tuple[int, Host]] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -89,9 +87,8 @@ def read_hosts(text: str, *, where: str) -> tuple[Host, ...]:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchPlan:
     """The plan of a run on `hosts`. `ssh` is called with `HOST COMMAND`, and runs the launcher's `command` in `directory` with
-    `variables`, sent over its standard input. Ranks find each other at `port` of the first host, or at any port. `check` refuses
-    unusable hosts. After a failure of ranks the run restarts at most `max_restarts` times; hosts silent for `silence_seconds` are
-    lost, and at least `least` others go on."""
+    `variables`, sent over its standard input. Ranks meet at `port` of the first host, or at any. `check` refuses unusable hosts.
+    After failure the run restarts at most `max_restarts` times, without hosts silent for `silence_seconds`, on `least` or more."""
 
     hosts: tuple[Host, ...]
     command: tuple[str, ...]
@@ -157,8 +154,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
 
 
 class Output:
-    """Prints lines to standard output (1) and standard error (2) in a thread, so that a blocked terminal does not block the run.
-    Lines that cannot be written are dropped."""
+    """Prints lines to standard output (1) and error (2) in a thread, or drops them: a blocked terminal does not block the run."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[tuple[int, str] | None] = queue.Queue(_MOST_LINES)

@@ -7,8 +7,7 @@ whole tensors         each parameter has one owner, which holds its whole states
 A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
 that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored, and of other objects, such as
 GaLore's projectors, the tensors and numbers among the attributes. What depends on a tensor's size is updated whole; its layout is
-found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter.
-"""
+found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -40,10 +39,8 @@ _TRIAL_STEPS = 24
 _LARGE_ELEMENTS = 1 << 13
 """Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
 _LARGE_STEPS = 3
-_LEAST_RATE = 0.01
-"""The trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing."""
-_GROUP = "group_"
-"""The prefix of the names of states that stand for a number in the group of their parameter."""
+_LEAST_RATE = 0.01  # the trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing
+_GROUP = "group_"  # the prefix of the names of states that stand for a number in the group of their parameter
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 

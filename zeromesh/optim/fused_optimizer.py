@@ -20,12 +20,9 @@ from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
 from zeromesh.units.unit import Bucket
 
-_WIDENED_ELEMENTS = 1 << 16
-"""The elements that are widened at a time, few enough for a processor's cache."""
-_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
-"""The moments that are averages of squares."""
-COMPENSATION = "master_compensation"
-"""The state of weights in bfloat16 that has what was rounded off."""
+_WIDENED_ELEMENTS = 1 << 16  # the elements that are widened at a time, few enough for a processor's cache
+_SQUARES = ("exp_avg_sq", "max_exp_avg_sq")  # the moments that are averages of squares
+COMPENSATION = "master_compensation"  # the state of weights in bfloat16 that has what was rounded off
 Hyperparameters = Mapping[str, Any]
 """The settings of one parameter group, under torch's names: `lr`, `weight_decay`, and the optimizer's further ones."""
 
@@ -77,14 +74,12 @@ def hyperparameters(
 
 
 def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
-    """Return the dtype of a class's state for weights that are updated in dtype `wide`: that of the trial's `example`, unless it is
-    the trial's own, float64."""
+    """Return the dtype of a class's state for weights updated in `wide`: that of the trial's `example`, but `wide` for float64."""
     return wide if example.dtype == torch.float64 else example.dtype
 
 
 def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtypes, in an update, of the moments of weights that are updated in dtype `wide`, by torch's names. Each has one
-    element per weight."""
+    """Return the dtypes of the moments in an update in dtype `wide`, by torch's names. Each has one element per weight."""
     if settings.own_class is not None:
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return {name: state_dtype(each, wide) for plan in plans for name, each in plan.tensors.items()}
@@ -104,8 +99,7 @@ class BucketOptimizer:
     """The optimizer of one bucket's shard. `moments`, by torch's names, are `[shard]` each, and zero before the first step. An
     update is element by element, so any interval may be updated at a time, on any device that holds its tensors."""
 
-    whole: ClassVar[bool] = False
-    """True if `step` takes all elements at once, on all ranks of the shard group."""
+    whole: ClassVar[bool] = False  # True if `step` takes all elements at once, on all ranks of the shard group
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
         self._settings, self._wide, self._seed = options.optimizer, options.precision.sums, options.seed

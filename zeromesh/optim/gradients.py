@@ -454,8 +454,7 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
 
 class ReplicaGroups:
     """Groups of ranks beside the shard group that hold the same elements of a bucket, sum their gradients, and of which one counts
-    these in norms: replicas, tensor ranks with what is not divided among all of them, pipeline stages with tied parameters. All
-    ranks of the world construct it together."""
+    these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
         self._coordinate = mesh.coordinate

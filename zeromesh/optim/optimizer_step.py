@@ -3,8 +3,7 @@
 [Note: Updates inside backward] A bucket is updated once it is reduced and this rank does not read its parameters any more. The
 update then waits until the other ranks have read the parameters too. This cannot be circular: all ranks leave units in one order,
 and a rank waits only for units that it has left itself. A bucket of a unit that is not left yet, such as the root, is passed
-over. A bucket that lacks a gradient on this rank is updated at the end of the step, when ranks know which of them had one.
-"""
+over. A bucket that lacks a gradient on this rank is updated at the end of the step, when ranks know which of them had one."""
 
 import math
 import time
@@ -45,14 +44,12 @@ def clip_factor(norm: float, limit: float) -> float:
 
 
 class LossScaler:
-    """The dynamic loss scale for float16 gradients, as in Micikevicius et al., "Mixed Precision Training", 2018; without settings 1
-    for good."""
+    """The dynamic loss scale of float16 gradients (Micikevicius et al., "Mixed Precision Training", 2018); 1 without settings."""
 
     def __init__(self, settings: ScalerSettings | None) -> None:
         self._settings = settings
         self.scale = settings.initial_scale if settings else 1.0
-        self.good_steps = 0
-        """The number of steps without an overflow since the scale changed."""
+        self.good_steps = 0  # the number of steps without an overflow since the scale changed
 
     def load(self, scale: float, good_steps: int) -> None:
         if self._settings is not None:
@@ -97,11 +94,9 @@ class WeightAverage:
         else:
             average.copy_(weights)
 
-    def swap(self, bucket: Bucket) -> None:
+    def swap(self, master: TieredTensor, average: TieredTensor) -> None:
         """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
-        master, average, device = bucket.master, bucket.average, self._tiers.device
-        if average is None:
-            return
+        device = self._tiers.device
         if master.whole(device) is None or average.whole(device) is None:
             device = torch.device("cpu")
         for start in range(0, master.numel, _SWAPPED_ELEMENTS):
@@ -120,9 +115,8 @@ _TIMED_ROUNDS = 3
 def choose_device(
     update_on: UpdateOn, mesh: Mesh, try_on: Callable[[torch.device], float], *, states_on_device: bool
 ) -> tuple[torch.device, str | None]:
-    """Choose the device of updates; all ranks call this and get the same. Unless `states_on_device`, updates on
-    the CPU save the transfers, and the device computes faster: `try_on(device)` times both, in seconds per billion elements.
-    Returns the device, and if both were timed, a line for the log."""
+    """Choose the device of updates, alike on all ranks. Unless `states_on_device`, updates on the CPU save transfers, and the
+    device computes faster: `try_on(device)` gives seconds per billion elements. Returns the device, and a log line if it tried."""
     device = mesh.device
     if not is_accelerator(device) or states_on_device or update_on == "device":
         return device, None
@@ -203,8 +197,7 @@ class OptimizerStep:
         self._make_optimizers()
         gradients.shards.require_room(self._buckets)
         gradients.on_summed = self._update_ready
-        self._ready: list[Bucket] = []
-        """Summed buckets that wait for an update inside this backward."""
+        self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
         self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
@@ -214,10 +207,8 @@ class OptimizerStep:
         replicated = options.placements.optimizer is Placement.REPLICATED
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
         """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
-        self.updates = 0
-        """The number of updates: steps that were not skipped."""
-        self.last_order: list[Bucket] = []
-        """The buckets in the order of the latest step's updates."""
+        self.updates = 0  # the number of updates: steps that were not skipped
+        self.last_order: list[Bucket] = []  # the buckets in the order of the latest step's updates
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
         update_on, own_class = options.offload.update, options.optimizer.own_class

@@ -1,8 +1,7 @@
 """Computes gradients of linear weights separately from the rest of backward: the W of zero-bubble schedules.
 
 Backward queues the two factors of the weight's gradient. Later these are multiplied, and a backward through the parameter alone
-accumulates the product into `parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch.
-"""
+accumulates the product into `parameter.grad`, so that hooks on the parameter run as usual, once for each microbatch."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator

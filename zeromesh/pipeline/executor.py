@@ -37,8 +37,7 @@ class StageRunner(Protocol):
 
         A forward runs a microbatch through a chunk; received tensors require a gradient if one is to be sent back for them. A
         backward starts from the gradients of the forward's outputs and returns those of its inputs, both in order, of tensors that
-        require one; that of inputs alone leaves gradients of linear weights to the action for weights.
-        """
+        require one; that of inputs alone leaves gradients of linear weights to the action for weights."""
 
 
 def signature_of(batch: Mapping[str, Any]) -> Hashable:

@@ -31,8 +31,7 @@ class StagedForward:
     call: Callable[..., Any]
     _caches: dict[tuple[int, int], Any] = field(default_factory=dict)
     """Caches by chunk and microbatch, since stubs in one chunk store entries for another's blocks. The first is the caller's."""
-    _logit: tuple[int, int] = (0, 0)
-    """The vocabulary size, and the bytes of one logit; both are 0 until the first call."""
+    _logit: tuple[int, int] = (0, 0)  # the vocabulary size, and the bytes of one logit; both are 0 until the first call
     _batches: list[dict[str, Any]] = field(default_factory=list)
     _logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -120,8 +119,7 @@ class InterleavedBatches:
         last stage               batch 0  batch 1  batch 0  batch 1
 
     Microbatch n of the schedule is forward n // len(batches) of batch n % len(batches), which needs the tokens chosen in the
-    batch's forward before. `call` calls the whole model, on the last stage.
-    """
+    batch's forward before. `call` calls the whole model, on the last stage."""
 
     stages: Stages
     call: Callable[..., Any]

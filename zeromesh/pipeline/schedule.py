@@ -1,5 +1,4 @@
-"""Pipeline schedules as data: each rank's actions in order, with a proof that they can run and a simulation of their time. Pure:
-no processes.
+"""Pipeline schedules as data: each rank's actions in order, a proof that they can run, and a simulation of their time. Pure.
 
 Blocks are cut into `ranks x chunks` stages; chunk c of rank r is stage `c x ranks + r`, so activations run around the ring of
 ranks, once for each chunk. A schedule lists the actions of every rank; sends and receives follow from them. Four microbatches on
@@ -10,8 +9,7 @@ two ranks, one step of each kind of schedule (F forward, B backward, I and W its
     1f1b         0  F0 F1    B0 F2 B1 F3 B2    B3
                  1     F0 B0 F1 B1 F2 B2 F3 B3
     zero bubble  0  F0 F1    I0 W0 F2 I1 W1 F3 I2 W2 I3 W3
-                 1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3
-"""
+                 1     F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -118,8 +116,7 @@ def make_schedule(
     2021). zero_bubble runs backward in halves; weight gradients, which no other rank waits for, fill the bubble of 1f1b, with at
     most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023). forward runs forwards alone,
     for evaluation or one generated token; chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number
-    below 1, or chunks with a schedule that takes one.
-    """
+    below 1, or chunks with a schedule that takes one."""
     if name not in (*get_args(ScheduleName), "forward"):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
     if chunks != 1 and name not in ("interleaved", "forward"):
@@ -166,8 +163,7 @@ def _with_weights(actions: Iterator[Action], weights: Sequence[Action], rank: in
     yield from later
 
 
-Times = Callable[[int, Action], float]
-"""Returns the time of an action on a rank, in seconds or any other unit."""
+Times = Callable[[int, Action], float]  # returns the time of an action on a rank, in seconds or any other unit
 UNIT_TIMES: Mapping[Kind, float] = dict.fromkeys(Kind, 1.0) | {Kind.BACKWARD: 2.0}
 """Relative times: a backward takes about as long as two forwards, and each of its halves as long as one."""
 
@@ -207,9 +203,8 @@ _BEFORE = {Kind.BACKWARD: Kind.FORWARD, Kind.BACKWARD_INPUT: Kind.FORWARD, Kind.
 
 
 def validate(schedule: PipelineSchedule) -> Timeline:
-    """Prove that a schedule can be carried out, and return its simulated times: every action of training (or, without any backward,
-    of evaluation) occurs once, and no rank waits for ever, if sends do not block and messages arrive in order. Raises
-    `ScheduleError`, naming rank and action."""
+    """Prove that a schedule can be carried out, and return its simulated times: every action of training (of evaluation, without a
+    backward) occurs once, and no rank waits for ever, if sends do not block and messages keep order. Raises `ScheduleError`."""
     if len(schedule.actions) != schedule.ranks:
         raise ScheduleError(f"{schedule} has actions of {counted(len(schedule.actions), 'rank')}, not {schedule.ranks}")
     halves = {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}

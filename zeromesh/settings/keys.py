@@ -1,8 +1,7 @@
 """The keys of the configuration that the engine reads, each declared once: its type with its bounds, default and description.
 
 `zeromesh/options.py` adds what only the engine knows, `trainer/config/sections` what only the trainer reads. Neither torch nor
-pydantic is imported here: a configuration is refused quickly, and the engine needs no pydantic.
-"""
+pydantic is imported here: a configuration is refused quickly, and the engine needs no pydantic."""
 
 import re
 from collections.abc import Callable

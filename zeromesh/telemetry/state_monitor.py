@@ -27,8 +27,7 @@ class StateMonitor:
 
     `seconds` is the duration of the activity. `waits` is null for a rank that does not wait; its `ranks` are the late ones.
     `recent` has the mean seconds of the latest `steps` by category; null before the second step. `failure` is passed through
-    `clean`. Errors of writing are ignored: nothing depends on the file.
-    """
+    `clean`. Errors of writing are ignored: nothing depends on the file."""
 
     PERIOD_SECONDS = 1.0
 

@@ -8,8 +8,7 @@ relies on the store order of x86.
 A word of the ring has the layout of `STATE` in a row (step, kind, detail). The kinds below `BEGIN` are activities, with step and
 unit; the others have no step, and mostly a name as detail, as in `ring.add(BEGIN | ring.name("data"))`. Times are nanoseconds of
 the monotonic clock, which processes of a host share; the header of a ring's file has both clocks, and all ranks record `MEETING`
-events together, so that `zeromesh trace` can align rings of hosts.
-"""
+events together, so that `zeromesh trace` can align rings of hosts."""
 
 import base64
 import json
@@ -72,8 +71,7 @@ class Activity(IntEnum):
     DATA = 9, "waiting for data"
     AGREE = 10, "agreeing with the other ranks on the step"
 
-    phrase: str
-    """The words for the activity in messages; the name of a unit may follow."""
+    phrase: str  # the words for the activity in messages; the name of a unit may follow
 
     def __new__(cls, number: int, phrase: str = "") -> Self:
         made = int.__new__(cls, number)
@@ -96,12 +94,9 @@ class RankNote(IntEnum):
     """The notes of a rank. Each has a stamp, 0 where the note is absent, which identifies it."""
 
     FAILURE = 0
-    CALL = 1
-    """The innermost collective method that the rank is in; the stamp is the number of the call, from 1."""
-    LEFT = 2
-    """The error with which the rank left a call, whose number is the stamp."""
-    DISK = 3
-    """The disk operation that the rank waits for."""
+    CALL = 1  # the innermost collective method that the rank is in; the stamp is the number of the call, from 1
+    LEFT = 2  # the error with which the rank left a call, whose number is the stamp
+    DISK = 3  # the disk operation that the rank waits for
     WAIT = 4
     """The wait that the rank is in: numbers of the late ranks, `|`, and the operation. The stamp is its start, as in `SINCE`."""
 
@@ -138,8 +133,7 @@ class StatusBoard:
     """The rows of all ranks, of which this rank writes `own`."""
 
     def __init__(self, rows: Mapping[int, memoryview], rank: int) -> None:
-        self.own = rows[rank]
-        """This rank's row: its activity as one word in `STATE`, a counter in `PROGRESS`, and more."""
+        self.own = rows[rank]  # this rank's row: its activity as one word in `STATE`, a counter in `PROGRESS`, and more
         self._rank = rank
         self._row: Callable[[int], memoryview] = rows.__getitem__
         self.own[_PID] = os.getpid()
@@ -364,8 +358,7 @@ class EventRing:
 
 
 def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
-    """Return the header of a ring file, and its events: ascending times in nanoseconds, and words. Raises `OSError` for a file that
-    cannot be read, and `ValueError` for one in another format."""
+    """Return a ring file's header and events: ascending times in ns, and words. Raises `OSError`; `ValueError` if not a ring."""
     unpacking = zlib.decompressobj()
     try:
         content = unpacking.decompress(read_whole(path), _LONGEST)

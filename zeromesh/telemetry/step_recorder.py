@@ -5,8 +5,7 @@
     recorder.take_traffic()    {"tensor": {"all-reduce": {"calls": 96, "bytes": 25165824, "seconds": 0.031}}, "shard": {...}}
 
 Time belongs to the innermost open span, so the phases' seconds add up to those of the step. Time spent waiting for bytes of another
-tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md tells what bytes and seconds of traffic are.
-"""
+tier comes from a counter and belongs to the phase `offload_wait` alone. docs/mesh.md defines bytes and seconds of traffic."""
 
 import operator
 import time
@@ -53,9 +52,8 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 class StepRecorder:
-    """Records the steps of one rank. `mark` returns the present time, as seconds or as an event on a device's stream; `between(end,
-    begin)` returns seconds, or None if `end` is not reached yet: what the device has not finished at `take_seconds` counts for the
-    next step."""
+    """Records the steps of one rank. `mark` returns the present time, in seconds or as an event on a device's stream, and
+    `between(end, begin)` seconds, or None before `end`: what is not finished at `take_seconds` counts for the next step."""
 
     def __init__(
         self, mark: Callable[[], Any] = time.perf_counter, between: Callable[[Any, Any], float | None] = operator.sub

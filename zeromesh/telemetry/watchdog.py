@@ -40,9 +40,8 @@ class AsyncWork(Protocol):
 
 
 class Watchdog:
-    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer's process is gone, a
-    peer has failed or posted another event than this rank, or for `timeout_seconds` neither the wait's condition nor any peer's
-    progress counter changed."""
+    """Bounds waits for other ranks and explains their errors. A wait ends with `CollectiveError` when a peer is gone, has failed or
+    posted another event than this rank, or for `timeout_seconds` neither the condition nor any peer's progress counter changed."""
 
     FIRST_SLICE, SLICE = timedelta(seconds=0.05), timedelta(seconds=0.25)
     """The time of one wait for a collective; after the first slice the board says that this rank waits."""
@@ -60,8 +59,7 @@ class Watchdog:
         self.timeout_seconds = timeout_seconds
         self._compare_events = compare_events
         self._reductions = _GATHERS if one_order else _REDUCTIONS
-        self.unit_names: dict[int, Sequence[str]] = {}
-        """The names of unit numbers in messages, by rank."""
+        self.unit_names: dict[int, Sequence[str]] = {}  # the names of unit numbers in messages, by rank
         self.ranks_with_same_events: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
@@ -70,8 +68,7 @@ class Watchdog:
         self._calls: list[tuple[int, str]] = []  # numbers and names of those that this rank is in, innermost last
         self.operations_begun = 0
         """The number of collective operations that this rank has begun. If an error changes it, one may be half done."""
-        self.waited_seconds = 0.0
-        """Seconds that this rank has waited for others so far."""
+        self.waited_seconds = 0.0  # seconds that this rank has waited for others so far
         self.may_hang = False
         """True if collectives may be in flight that never end: a wait failed, or this rank stopped in the middle of a step."""
         self.broken: CollectiveError | None = None
@@ -84,8 +81,7 @@ class Watchdog:
         """Called by the heartbeat thread when traces of all ranks are requested."""
         self.ring = EventRing()
         self._step_ended = 0.0
-        self.disk_patience = 600.0
-        """Seconds of a single disk operation after which it no longer counts as progress."""
+        self.disk_patience = 600.0  # seconds of a single disk operation after which it no longer counts as progress
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
         self._heartbeat.start()
@@ -290,8 +286,7 @@ class Watchdog:
                 self.board.write(RankNote.WAIT, 0)
 
     def wait_work(self, work: AsyncWork, peers: Sequence[int], what: str) -> None:
-        """Wait for an asynchronous collective. Raises `CollectiveError`, also when the collective itself failed, with the peers'
-        status."""
+        """Wait for an asynchronous collective. Raises `CollectiveError` with the peers' status, also when the collective failed."""
         piece = self.FIRST_SLICE
 
         def arrived() -> bool:

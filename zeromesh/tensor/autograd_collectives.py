@@ -8,8 +8,7 @@
     reduce_scatter_output   reduce-scatter, plus a bias    all-gather            after what is divided, along the sequence
 
 Between `copy_input` and `all_reduce_output` ranks have summands of a gradient, elsewhere all of it. (Megatron-LM: Shoeybi et al.
-2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198.)
-"""
+2019, arXiv:1909.08053; for sequence parallelism Korthikanti et al. 2022, arXiv:2205.05198.)"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast

@@ -1,8 +1,5 @@
 """Dropout under tensor parallelism: equal random numbers for equal activations, separate ones for divided activations.
-
-For divided activations, the global generators are set to a state of this rank, derived from a number that all ranks draw. So a
-recomputation that starts from the same state draws the same numbers.
-"""
+For these, global generators get a state of this rank, derived from a number that all draw, so a recomputation draws the same."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

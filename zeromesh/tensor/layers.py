@@ -1,8 +1,6 @@
 """Layers divided over the ranks of the tensor axis. Parameters are ordinary local tensors under the names of the whole ones.
-
 An output embedding is a ColumnParallelLinear whose outputs, the logits, are gathered; training computes the loss of local ones.
-Embeddings and experts keep their modules, whose forwards are wrapped. `transposed` layers keep weights as `[in, out]` (GPT-2).
-"""
+Embeddings and experts keep their modules, whose forwards are wrapped. `transposed` layers keep weights as `[in, out]` (GPT-2)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

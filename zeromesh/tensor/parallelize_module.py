@@ -3,8 +3,7 @@
 Modules and parameters keep their names, and the model's code is unchanged. With `sequence`, blocks pass on shares of the sequence:
 
     embeddings | split | norm | gather: attention: scatter | + | norm | gather: MLP: scatter | + | ... | gather | norm | head
-    whole        share                                                                              share    whole
-"""
+    whole        share                                                                              share    whole"""
 
 import copy
 import inspect

@@ -1,8 +1,6 @@
 """The input shared by several column layers: queries, keys and values of an attention, gate and up projection of an MLP.
-
 Its gradient is a sum over the ranks and these layers, which takes a single all-reduce. Each layer's backward computes only the
-gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile.
-"""
+gradient of its input; after the last layer the all-reduce starts, and the gradients of the weights are computed meanwhile."""
 
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -51,8 +49,7 @@ class _InputRead:
     needed: bool
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """The output gradients of layers whose weight gradients are not computed yet, by the layer's position in `members`."""
-    total: torch.Tensor | None = None
-    """The gradient of the input, summed over the layers that backward has passed."""
+    total: torch.Tensor | None = None  # the gradient of the input, summed over the layers that backward has passed
 
 
 @dataclass(eq=False, slots=True)

@@ -186,8 +186,6 @@ def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _BucketBuilder:
-    """Builds the buckets of this rank, one after the other."""
-
     model: nn.Module
     mesh: Mesh
     options: ZeroOptions
@@ -300,7 +298,6 @@ class _BucketBuilder:
         return runs
 
     def _encoded_runs(self, layout: BucketLayout) -> _Runs:
-        """Return the runs of an encoded shard's bytes in files, as `runs_in_files`."""
         places, interval = {}, self._interval(layout)
         for slot in layout.slots:
             origin, name = self.source.origin(slot.spec.name)

@@ -1,7 +1,4 @@
-"""Plans the units and parameter specs of a model: which modules are gathered together, and in which dtype.
-
-docs/architecture.md says which modules are units.
-"""
+"""Plans a model's units and parameter specs: which modules are gathered together (docs/architecture.md), and in which dtype."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,8 +18,7 @@ from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 from zeromesh.options import EncodedWeights
 
 ROOT = ""
-_LEAST_ELEMENTS = 4096
-"""The number of elements below which a collective costs its latency alone."""
+_LEAST_ELEMENTS = 4096  # the number of elements below which a collective costs its latency alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,10 +48,8 @@ class ModelCuts:
     """Parts under tensor parallelism, by the parameter's name in checkpoints."""
     copies: Mapping[str, StageCopies] = field(default_factory=dict)
     """Copies on other pipeline stages, by the parameter's name on this rank."""
-    chunks: int = 1
-    """The number of model chunks (pipeline stages of this rank), which run one after the other."""
-    chunk_of: Callable[[str], int] = lambda name: 0
-    """Returns the chunk of a parameter, from its name on this rank."""
+    chunks: int = 1  # the number of model chunks (pipeline stages of this rank), which run one after the other
+    chunk_of: Callable[[str], int] = lambda name: 0  # returns the chunk of a parameter, from its name on this rank
 
 
 def plan_model(
@@ -70,8 +64,7 @@ def plan_model(
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
     Frozen matrices of linear layers are kept as `weights` encodes them.
-    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use.
-    """
+    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use."""
     cuts = cuts or ModelCuts()
     _require_supported_modules(model, compute_dtype)
     if not (names := names_by_parameter(model)):

@@ -3,8 +3,7 @@
 [Note: Parameters at rest] A parameter at rest has a subclass of its class, whose `__torch_function__` receives every PyTorch
 operation on it. Queries of metadata (shape, dtype, gradient, hooks) are answered. Anything else calls `wake`, which makes the
 parameter's unit live or raises, and then runs on the same object with its class and values restored. Operations that ignore
-overrides (TorchScript, collectives of torch.distributed) see NaN.
-"""
+overrides (TorchScript, collectives of torch.distributed) see NaN."""
 
 import ctypes
 from collections import Counter

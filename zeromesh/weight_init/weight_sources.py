@@ -4,8 +4,7 @@
 time on CPU, by the initialisers that a normal construction would run: `_init_weights` of its Hugging Face model, or the module's
 `reset_parameters`. Then those of every module *around* it run, innermost first, since containers correct their contents (GPT-2
 scales the residual projections of each attention, `nn.Transformer` redraws all matrices). All other tensors stay on meta meanwhile,
-where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented.
-"""
+where writing does nothing. Memory is filled with NaN before, so a value computed only by `__init__` is reported, not invented."""
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,8 +45,7 @@ def is_pretrained_model(module: nn.Module) -> bool:
 
 
 class Skeleton:
-    """A second module tree with the same attributes, whose parameters and buffers are all on meta. Initialisers run on it, so that
-    the model's own tensors are never written."""
+    """A second module tree with the same attributes and all tensors on meta. Initialisers run on it and never write the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._clones: dict[int, nn.Module] = {}
@@ -217,8 +215,7 @@ class ParameterSource(Protocol):
         return self, fqn
 
     def encoded(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedParameter | None:
-        """Return the whole parameter `fqn` as `codec` encodes its values of `dtype`, if it is stored so; None if it must be read
-        and encoded."""
+        """Return the parameter `fqn` as `codec` encodes its values of `dtype`, if it is stored so; None if it must be encoded."""
         return None
 
     def encoded_place(self, fqn: str, codec: Codec, dtype: torch.dtype) -> EncodedPlace | None:
@@ -252,8 +249,7 @@ def canonical_names(model: nn.Module) -> dict[str, str]:
 
 
 class BuiltSource(ParameterSource):
-    """The current parameters of `model`, but those `without`. Later replacements of `param.data` do not matter; in-place changes
-    would."""
+    """The current parameters of `model`, but those `without`. Replacing `param.data` later is harmless, unlike in-place changes."""
 
     def __init__(self, model: nn.Module, without: Container[str] = ()) -> None:
         self._canonical = canonical_names(model)
@@ -302,8 +298,7 @@ class SeededSource(BuiltSource):
         super().__init__(model)
         self.skeleton = Skeleton(model)
         self._seed = seed
-        self._owned: dict[str, list[str]] = {}
-        """The names of each module's own parameters on meta."""
+        self._owned: dict[str, list[str]] = {}  # the names of each module's own parameters on meta
         for name, value in self._values.items():
             if value.is_meta and name not in self._elsewhere:
                 owner, _, leaf = name.rpartition(".")

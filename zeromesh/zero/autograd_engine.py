@@ -5,8 +5,7 @@
     close_backwards()   completes pending sums over ranks, before gradients are measured, read or used
 
 The hooks of a unit's results know the forward that made them. A backward runs through the graph of one forward, and another may
-run through the rest of it. Units that are reached through the graph of an earlier forward stay live until backward is over.
-"""
+run through the rest of it. Units that are reached through the graph of an earlier forward stay live until backward is over."""
 
 import math
 import warnings

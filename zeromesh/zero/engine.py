@@ -5,9 +5,7 @@ values of the parameters. A ZeRO stage changes the placement of tensors (`option
 
 [Note: Changed requires_grad] A bucket is allocated for the parameters that are trained when the model is built. A frozen bucket
 gets master weights, moments and gradients when the first of its parameters is trained. A bucket that is frozen later keeps them,
-as a torch optimizer keeps the state of parameters without a gradient: trained again, it continues with its own moments and count
-of updates.
-"""
+as a torch optimizer does for parameters without a gradient: trained again, it continues with its own moments and update count."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -387,7 +385,7 @@ class ZeroEngine:
             for bucket in self._buckets:
                 if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
-                    averages.swap(bucket)
+                    averages.swap(bucket.master, bucket.average)
         self._averages_swapped = not self._averages_swapped
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:

@@ -27,8 +27,7 @@ from zeromesh.overrides import override
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_values
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
-WEIGHTS = (MODEL, MASTER, AVERAGE)
-"""Kinds of stored tensors from which weights are restored."""
+WEIGHTS = (MODEL, MASTER, AVERAGE)  # kinds of stored tensors from which weights are restored
 _MOST_LISTED = 8
 
 
@@ -282,8 +281,7 @@ class _StandIn(nn.Parameter):
 
 
 class FullState:
-    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. Its methods are collective:
-    all ranks call them alike."""
+    """Whole tensors of the full model's parameters, in the master dtype, by the full model's names. All ranks call it alike."""
 
     def __init__(
         self,
@@ -309,8 +307,7 @@ class FullState:
         ]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
-        self._names: dict[str, tuple[str, ...]] = {}
-        """All names of each parameter, its canonical name first."""
+        self._names: dict[str, tuple[str, ...]] = {}  # all names of each parameter, its canonical name first
         self._trained: dict[str, bool] = {}
         flags = {spec.name: (spec.other_names, trained) for spec, _, trained in slots}
         for row in mesh.pipeline.gather_json(flags, "names and flags of all stages"):

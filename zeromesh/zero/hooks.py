@@ -1,8 +1,5 @@
-"""The only module that registers hooks on a model and removes them.
-
-A unit's module calls back before and after its forward, the tensors it returns before its backward, and a parameter when its
-gradient is complete and when it is used while released. `Passes` has the methods that are called.
-"""
+"""The only module that registers hooks on a model and removes them. They call `Passes` around a unit's forward, before backward of
+the tensors it returns, when a parameter's gradient is complete, and when a released parameter is used."""
 
 import weakref
 from bisect import bisect_right
@@ -23,8 +20,7 @@ from torch.utils import _pytree as pytree
 from zeromesh.units.unit import Bucket, Unit, all_buckets, refuse_closed
 
 _MOST_DEPTH = 4  # Levels of objects inside objects in which tensors are searched.
-Edge = tuple[Node, int]
-"""An output of an autograd node: the node and the output's number."""
+Edge = tuple[Node, int]  # an output of an autograd node: the node and the output's number
 _MOST_KINDS = 16
 """The most kinds of calls of a unit that are checked; a block whose graph differs every time is trusted afterwards."""
 sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -67,8 +63,6 @@ def _outside_transforms(call: Callable[..., None], *arguments: Any) -> None:
 
 
 class Hooks:
-    """All hooks of one engine on its model."""
-
     def __init__(self, units: Sequence[Unit], passes: Any) -> None:
         self._handles = ExitStack()
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []

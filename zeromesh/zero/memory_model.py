@@ -1,7 +1,4 @@
-"""Predicts one rank's memory, by purpose, from the layout alone, before anything is allocated.
-
-The table of docs/architecture.md says which tensors a bucket has. Activations and the memory of libraries are not included.
-"""
+"""Predicts one rank's memory by purpose, without activations and libraries, from the layout alone (see docs/architecture.md)."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,7 @@
                 on_gradient       hand a gradient to the reducer, which sums a bucket over ranks once it is complete
 
 Units are gathered at their use at the latest, and ahead of it in the order recorded by an earlier pass of the same kind. A pass
-that leaves this order gathers each unit on use, and is recorded anew.
-"""
+that leaves this order gathers each unit on use, and is recorded anew."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -54,18 +53,15 @@ class PassProgress:
     first: bool = True
     last: bool = True
     """True if this microbatch's backward is the chunk's last in the step; `first` begins the gradient sums."""
-    roots: Sequence[GradientEdge] = ()
-    """The outputs that require a gradient, from which backward starts."""
+    roots: Sequence[GradientEdge] = ()  # the outputs that require a gradient, from which backward starts
     gradients: list[tuple[Bucket, int, torch.Tensor]] = field(default_factory=list)
     """Gradients of parameters that arrived together with those of inputs, and wait for `backward_weight`."""
     outputs: list[GradientEdge] = field(default_factory=list)
     """Those outputs of the latest call of a unit that require a gradient."""
     kept: set[int] = field(default_factory=set)
     """The indices of units that are needed after their calls: they stay live until the pass is over, and during all of backward."""
-    reached: set[int] = field(default_factory=set)
-    """The indices of units whose outputs backward has reached."""
-    in_backward: list[int] = field(default_factory=list)
-    """The indices of units whose backward is not over."""
+    reached: set[int] = field(default_factory=set)  # the indices of units whose outputs backward has reached
+    in_backward: list[int] = field(default_factory=list)  # the indices of units whose backward is not over
     calls: int = 0
     first_visits: dict[int, int] = field(default_factory=dict)
     """The number of `calls` of units before the first one of each unit."""

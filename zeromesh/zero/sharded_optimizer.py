@@ -16,13 +16,11 @@ from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _DIVIDED = "optimizer states are divided among ranks"
-_OPTIMIZER_KEY = "optimizer"
-"""The key of a parameter group that holds the number of its optimizer."""
+_OPTIMIZER_KEY = "optimizer"  # the key of a parameter group that holds the number of its optimizer
 
 
 class ShardedOptimizer(Optimizer):
-    """Updates a partitioned model. `param_groups` are those of the wrapped optimizer, whose schedulers keep working. All ranks call
-    its methods alike."""
+    """Updates a partitioned model, all ranks alike. `param_groups` are the wrapped optimizer's, whose schedulers keep working."""
 
     def __init__(self, optimizer: Optimizer, engine: AutogradEngine, factor: float) -> None:
         """`factor` scales the sums of gradients over ranks: 1 / data-parallel ranks gives their mean."""
@@ -56,8 +54,7 @@ class ShardedOptimizer(Optimizer):
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `closure` if given, update the parameters, and return the closure's result. Raises `PhaseError` when there are no
-        gradients, or a step has used them up."""
+        """Call `closure` if given, update, and return its result. Raises `PhaseError` without gradients, or if they are used up."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
@@ -87,8 +84,7 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return `param_groups` alone, in torch's form. Reading the states, which are divided among ranks, or pickling the result
-        raises `PhaseError`."""
+        """Return `param_groups` alone, in torch's form. Reading the divided states, or pickling the result, raises `PhaseError`."""
         return _PartitionedStates(param_groups=super().state_dict()["param_groups"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -151,8 +147,7 @@ def _refuse_step(*_: Any, **__: Any) -> None:
 def settings_of(
     optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False
 ) -> OptimizerSettings:
-    """Return the settings of a torch optimizer over parameters of these names; with `takes_modes` also of one that has train() and
-    eval(). Raises `ConfigError` if it cannot be sharded."""
+    """Return the settings of an optimizer over `names`; if `takes_modes` it may have train() and eval(). Raises `ConfigError`."""
     modes: list[Any] = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
     if has_modes := takes_modes and all(map(callable, modes)):
         modes[0]()

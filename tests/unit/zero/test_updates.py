@@ -142,7 +142,6 @@ def test_averages_begin_and_recur_as_told(start: int, every: int, due: list[int]
     averages = WeightAverage(settings, Tiers(device=CPU, ledger=Ledger()), TierChoice())
     assert [update for update in range(1, 7) if averages.is_due(update)] == due
     bucket = bucket_of([0], [True], (64,))
-    averages.swap(bucket)  # It has none yet.
     bucket.master.write(0, torch.full((64,), 2.0)).wait()
     averages.allocate(bucket)
     assert bucket.average is not None
@@ -154,7 +153,7 @@ def test_averages_begin_and_recur_as_told(start: int, every: int, due: list[int]
     averages.blend(average, torch.zeros(2))
     assert average.tolist() == [3.0, 3.0]
     bucket.average.write(0, torch.full((64,), 5.0)).wait()
-    averages.swap(bucket)
+    averages.swap(bucket.master, bucket.average)
     assert (bucket.master.load(CPU).tolist(), bucket.average.load(CPU).tolist()) == ([5.0] * 64, [2.0] * 64)
 
 
@@ -165,7 +164,7 @@ def test_averages_are_swapped_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     averages.allocate(bucket)
     assert bucket.average is not None
     bucket.master.write(0, torch.arange(128.0)).wait()
-    averages.swap(bucket)
+    averages.swap(bucket.master, bucket.average)
     assert bucket.average.load(CPU).tolist() == list(range(128))
     assert not bucket.master.load(CPU).any()
 

@@ -1,5 +1,4 @@
-"""`manifest.json` lists a checkpoint's files and tensors byte by byte, with a checksum of every piece, and is fully checked when
-read. docs/checkpoint-format.md has its keys."""
+"""`manifest.json` lists a checkpoint's files, tensors and checksums, and is fully checked when read (docs/checkpoint-format.md)."""
 
 import hashlib
 import json

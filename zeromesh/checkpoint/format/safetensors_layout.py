@@ -45,8 +45,7 @@ _MOST_FOR_WRITERS = 64  # files of a kind for parallel writers, since every rank
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """A whole tensor of a model directory, at byte `begin` of the file `path`; without a path it is in no file yet. `kind` is
-    `model`, `master` or the name of a moment."""
+    """A whole tensor, at byte `begin` of the file `path`, if in any; `kind` is `model`, `master` or the name of a moment."""
 
     kind: str
     name: str

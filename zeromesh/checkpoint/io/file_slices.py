@@ -73,9 +73,8 @@ def overlapping(members: Sequence[_Member], begin: int, end: int) -> Sequence[_M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorShard:
-    """Elements of a stored tensor in this rank's memory, as engine and checkpoint exchange them: `values` are the elements
-    `interval` of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update changes them,
-    if any."""
+    """Elements of a stored tensor in this rank's memory, as engine and checkpoint exchange them: `values` are elements `interval`
+    of the flattened slices `region` of the tensor `spec`. `owner` is the number of the bucket whose update changes them, if any."""
 
     spec: TensorSpec
     region: Region

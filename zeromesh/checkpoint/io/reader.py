@@ -290,8 +290,7 @@ class TensorFiles(CheckpointReader):
         return self._files[path]
 
     def elements(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Read elements [start, end) of the flattened tensor `name`: 1-D, on CPU, in the file's dtype. Raises `StorageError` if
-        the file gives fewer bytes than its header promises."""
+        """Read elements [start, end) of flattened `name`, 1-D on CPU, in the file's dtype. A short file raises `StorageError`."""
         entry = self._specs[name]
         interval = Interval(start=start, end=entry.numel if end is None else end)
         data = torch.empty(interval.length * entry.dtype.itemsize, dtype=torch.uint8, device="cpu")

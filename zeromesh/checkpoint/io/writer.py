@@ -187,7 +187,7 @@ def in_thread(name: str, work: Callable[[], Any], *, daemon: bool = False) -> Fu
 
 
 class ShardWriter:
-    """Writes a rank's `pieces` of a checkpoint, in order, in a thread: `start`, then `release` before each update, then `join`."""
+    """Writes a rank's `pieces` in order, in a thread: `start`, `wait_until_copied` before the update of an owner, then `join`."""
 
     def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int, device: torch.device = CPU) -> None:
         self._directory = directory

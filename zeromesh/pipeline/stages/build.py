@@ -1,8 +1,6 @@
-"""A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages.
-
-Names do not change. Parameters of other stages are removed, so that iterating over the model's parameters gives this rank's alone.
-The model runs unmodified from the batch: it computes masks, positions and rotary embeddings itself.
-"""
+"""A rank's stages: the unmodified model, in which stubs replace everything that belongs to other stages. Names do not
+change. Parameters of other stages are removed, so that iterating over the model's parameters gives this rank's alone. The model
+runs unmodified from the batch: it computes masks, positions and rotary embeddings itself."""
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -126,8 +124,7 @@ class Stages:
         outside: Mapping[str, nn.Module] | None = None,
         shares: "SequenceShares | None" = None,
     ) -> None:
-        """`counts` are the blocks of each stage, from `plan_cut`; `outside` is the result of `copies_outside`, taken before
-        layers were divided; `shares` are the sequence shares that blocks pass on."""
+        """`counts` are of `plan_cut`, and `outside` of `copies_outside` before layers were divided. Blocks pass on `shares`."""
         self.model = model
         self.own = tuple(own)
         self.count = len(counts)

@@ -1,9 +1,7 @@
 """Analyses a model for a pipeline: its blocks, the modules before and after them, their arguments and results.
-
 The model is run once on the meta device. If it reads a value (is anything masked?), the answer is yes; a module inside a block that
 cannot run without values (an expert that picks its tokens) is assumed to return a tensor like its input. Tensors computed from the
-embedding are tracked through all operators, so a model whose later blocks need more than the hidden state is refused here.
-"""
+embedding are tracked through all operators, so a model whose later blocks need more than the hidden state is refused here."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,22 +29,18 @@ HIDDEN = "hidden state"
 class Anatomy:
     """The parts of a model that a pipeline can cut. Names are FQNs."""
 
-    body: str
-    """The module that runs the blocks and returns the head's input; empty for the model itself."""
+    body: str  # the module that runs the blocks and returns the head's input; empty for the model itself
     blocks: str
     count: int
-    hidden_argument: int | str
-    """The block argument that is the hidden state: a position, or a name."""
+    hidden_argument: int | str  # the block argument that is the hidden state: a position, or a name
     outputs: tuple[Any, ...]
     """The structure that each block returns, with `HIDDEN` and, for the other tensors, None as its leaves."""
-    before: tuple[str, ...]
-    """Modules with parameters that run before the blocks; they belong to the first stage."""
+    before: tuple[str, ...]  # modules with parameters that run before the blocks; they belong to the first stage
     after: tuple[str, ...]
     """Modules with parameters that run after the blocks, or not at all; they belong to the last stage."""
     reshapes: bool
     """True if some block changes the shape of the hidden state, as in image models with several resolutions."""
-    idle: tuple[str, ...]
-    """Modules of the body that did not run at all, so that their stage is unknown."""
+    idle: tuple[str, ...]  # modules of the body that did not run at all, so that their stage is unknown
 
 
 def examine(model: nn.Module, example: Mapping[str, Any] | None = None) -> Anatomy:
@@ -194,8 +188,7 @@ class _Recorder:
         self._hidden_arguments: list[int | str] = []
         """The position or name of the argument that is the hidden state, for each block after the first."""
         self._outputs: list[Any] = []
-        self._hidden_leaf = 0
-        """The index of the hidden state among the leaves of a block's output."""
+        self._hidden_leaf = 0  # the index of the hidden state among the leaves of a block's output
         self._order: list[int] = []
         self._guessed_module = ""
         """The first module in a block that could not run without values, so that its result is guessed, and its error."""

@@ -6,8 +6,7 @@ For a stage with blocks 2 and 3 of six:
     NaN         pass   inject  own own capture  pass   NaN   not run
 
 In a model that can be cut, nothing uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong. If
-tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered.
-"""
+tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is gathered."""
 
 import copy
 from collections.abc import Iterator
@@ -31,10 +30,8 @@ class StageSlot:
     """The hidden states that the running stage has received and will send. All stubs of a model share one slot."""
 
     last: int
-    shares: "SequenceShares | None"
-    """The state of sequence parallelism; None if blocks pass on the whole sequence."""
-    inject_at: int = -1
-    """The index of the block that returns the received hidden state; -1 for none."""
+    shares: "SequenceShares | None"  # the state of sequence parallelism; None if blocks pass on the whole sequence
+    inject_at: int = -1  # the index of the block that returns the received hidden state; -1 for none
     capture_at: int = -1
     received: torch.Tensor | None = None
     captured: torch.Tensor | None = None

@@ -4,8 +4,7 @@ Query heads stay on the rank of their key-value head. With fewer key-value heads
 head and divide its query heads.
 
     9 query heads, 3 key-value heads, 2 ranks      rank 0: q 0-5, kv 0 1        rank 1: q 6-8, kv 2
-    8 query heads, 2 key-value heads, 4 ranks      rank 0: q 0 1, kv 0   rank 1: q 2 3, kv 0   rank 2: q 4 5, kv 1   ...
-"""
+    8 query heads, 2 key-value heads, 4 ranks      rank 0: q 0 1, kv 0   rank 1: q 2 3, kv 0   rank 2: q 4 5, kv 1   ..."""
 
 import inspect
 from collections.abc import Iterator, Mapping

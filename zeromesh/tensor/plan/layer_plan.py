@@ -26,8 +26,7 @@ class Style(Enum):
     NORMS = "norms"  # PEFT's magnitudes (DoRA) of a row layer, whose norms are over the inputs of all ranks. No rule names it.
 
 
-WHOLE = (Style.PARTIAL, Style.LATENT, Style.LOCAL, Style.NORMS)
-"""The styles that leave the matrices of a module whole."""
+WHOLE = (Style.PARTIAL, Style.LATENT, Style.LOCAL, Style.NORMS)  # the styles that leave the matrices of a module whole
 
 
 def inside(name: str, modules: Iterable[str]) -> bool:
@@ -41,8 +40,7 @@ class LayerPlan:
 
     module: str
     style: Style
-    shares: Shares = ()
-    """The intervals of features that each rank has; empty for `PARTIAL` and `LATENT`."""
+    shares: Shares = ()  # the intervals of features that each rank has; empty for `PARTIAL` and `LATENT`
 
     def __post_init__(self) -> None:
         if 0 in self.sizes:
@@ -69,8 +67,7 @@ class TensorPlan:
     """Attributes that a module's code reads: FQN, attribute, which may begin with `config.`, and its value on each rank."""
     attentions: Mapping[str, AttentionDivision]
     """The divided heads, by the FQN of the module whose children project queries, keys and values."""
-    stacks: tuple[tuple[str, ...], ...]
-    """The FQNs of repeated blocks, grouped by stack, in order."""
+    stacks: tuple[tuple[str, ...], ...]  # the FQNs of repeated blocks, grouped by stack, in order
     notes: tuple[str, ...]
 
     def in_block(self, name: str) -> bool:

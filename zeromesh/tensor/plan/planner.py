@@ -7,8 +7,7 @@ has too, and these:
     packed_colwise                   as colwise, for two projections in one
     qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
     rowwise_heads                    as rowwise, after an attention that is a sibling module
-    replicate                        whole on all ranks
-"""
+    replicate                        whole on all ranks"""
 
 import inspect
 import re

@@ -4,8 +4,7 @@
     MLP         up, of the width that passes through the block, or several of them or two in one; down, from there back to it
 
 A shape tells how a layer may be divided, not what the surrounding code computes. So a recognised plan is first tried on a small
-copy of the model (`trainer/models/tensor_trial.py`), and refused if a module computes something else.
-"""
+copy of the model (`trainer/models/tensor_trial.py`), and refused if a module computes something else."""
 
 from collections.abc import Iterator, Mapping
 from inspect import signature
