@@ -41,8 +41,7 @@ LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside 
 
 
 class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
-    """Saving and resuming of a run in `directory`, by all ranks together. With `linked`, checkpoints get transformers' names too.
-    Raises `StorageError` at construction if nothing can be written."""
+    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` where none can be written."""
 
     def __init__(
         self,
@@ -76,9 +75,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if settings differ,
-        or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the optimizer differs;
-        `CheckpointError` if none of the checkpoints is usable."""
+        """Load the newest complete checkpoint; returns None for a new run. Raises `ConfigError` if settings differ, or for old ones
+        with `checkpoint.resume: never`; `LayoutError` for another model or optimizer; `CheckpointError` if none is usable."""
         named: Path | None = None  # A checkpoint, or the newest one of a named run.
         if self._section.resume not in ("auto", "never"):
             path = Path(self._section.resume).expanduser()
@@ -175,8 +173,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
-        """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns False for a failure. Raises
-        `StorageError` after `checkpoint.max_failures` of them in a row, and if the last save fails."""
+        """Start saving; `wait` blocks, else `poll` completes it. Returns False for a failure; one too many is a `StorageError`."""
         self.finish()
         self._keep_metric(state)
         content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
@@ -316,8 +313,7 @@ def content_of(
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Compare the settings of a run's newest checkpoint, which rank 0 reads, with the configuration; `RunCheckpoints.resume`
-    compares model and data later. Raises `ConfigError` on all ranks if settings differ."""
+    """Compare the settings of a run's newest checkpoint, but model and data, on rank 0. Raises `ConfigError` on all ranks."""
     store = CheckpointStore(directory / FOLDER)
 
     def compare() -> None:

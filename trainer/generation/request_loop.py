@@ -59,8 +59,7 @@ class RequestLoop:
         """True if every forward gathers parameters between replicas."""
 
     def run(self, inbox: Inbox | None) -> int:
-        """Continue the requests of rank 0's inbox until it is stopped and all requests have ended. Returns the number of tokens
-        that this rank has computed, as `RunningBatch.computed` counts them."""
+        """Continue the requests of rank 0's inbox until it is stopped and all have ended. Returns this rank's computed tokens."""
         while True:
             news = self._exchange(inbox)
             for each in news.requests:

@@ -1,5 +1,4 @@
-"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time: those of one conversion of
-transformers (`revert_weight_conversion`), or of one layer with adapters, which PEFT itself merges."""
+"""Weights as files on the Hub have them: a few tensors at a time, by transformers' own conversions, or merged by PEFT itself."""
 
 import copy
 from collections import Counter

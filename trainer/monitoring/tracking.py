@@ -86,8 +86,7 @@ def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
 
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
-    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker; none if
-    the tracker's last row is unknown. Raises `StorageError` where a file cannot be read."""
+    """Return the rows up to step `through` that a killed process did not send; none if `sent` is unknown. Raises `StorageError`."""
     rows = []
     for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
         if sent != UNKNOWN and (directory / name).exists():
@@ -134,8 +133,7 @@ def describe_error(error: BaseException, redaction: Redaction) -> str:
 
 @dataclass
 class Tracking:
-    """The trackers of one run, which end with this context manager; without trackers, as on ranks above 0, it does nothing.
-    `note` shows a line, from the training thread alone. `leave` is called when all trackers have ended."""
+    """A run's trackers, which end with the context; without any it does nothing. `note` shows lines; `leave` is called last."""
 
     trackers: InitVar[Sequence[Tracker]] = ()
     note: Callable[[str], None] = lambda text: None
@@ -265,8 +263,7 @@ def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note
 
 
 def _join_accelerate(device: torch.device) -> Callable[[], None]:
-    """Initialize accelerate's state, which its trackers ask for the main process, with the existing process group; returns a
-    function that resets the state, unless it existed before."""
+    """Initialize accelerate's state, which its trackers read, with the process group; returns a function that resets a new one."""
     from accelerate import PartialState
 
     if PartialState._shared_state:

@@ -110,8 +110,7 @@ class Estimator:
         """Peak bytes of activations by chunks and schedule."""
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation. Raises `ConfigError` or
-        `LayoutError` for a layout that the model does not allow, or a machine without the required figures."""
+        """Estimate a layout; without `exact` a pipeline's time is a lower bound. Raises `ConfigError` or `LayoutError`."""
         return _LayoutCosts(self, layout).estimate(exact=exact)
 
     def options(self, layout: Layout) -> ZeroOptions:

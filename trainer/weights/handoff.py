@@ -52,8 +52,7 @@ def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
 
 
 class _WeightConnection(AbstractContextManager["_WeightConnection"]):
-    """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`. `beat` is
-    called after each piece of a tensor that was sent."""
+    """One end of a connection to `peer`, whose system calls time out; `beat` is called after each sent piece of a tensor."""
 
     def __init__(
         self, connection: socket.socket, peer: str, timeout_seconds: float, beat: Callable[[], object] = lambda: None
@@ -124,8 +123,7 @@ def send_weights(
     token: str | None = None,
     timeout_seconds: float = 30.0,
 ) -> int:
-    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns the number of tensors. Raises `TransferError` on all
-    ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects."""
+    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns their number. Raises `TransferError` on all ranks."""
     receivers: list[tuple[_WeightConnection, dict[str, Part]]] = []
     sent = 0
     with ExitStack() as stack:

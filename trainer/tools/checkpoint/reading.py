@@ -1,5 +1,4 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`, `diff`), and what all commands for
-checkpoints need: paths of the command line, counters, and reading of tensors."""
+"""The contents of checkpoints as text or JSON, and what all commands for checkpoints need: paths, counters, reading of tensors."""
 
 import json
 import math
@@ -70,8 +69,7 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield the specification and the verified value of each tensor, read in windows of `WINDOW_BYTES`, or one tensor; `moved` is
-    called with the bytes of a window. Raises `CheckpointError` where the checkpoint is damaged."""
+    """Yield each tensor with its verified value, read in windows, whose bytes `moved` gets. Raises `CheckpointError` for damage."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
