@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
-from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, library_errors, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
@@ -75,13 +75,9 @@ class HubNames:
         model_class, config, reason = read_class(directory)
         if model_class is None:
             return cls(None, tensors, f"{reason}: names stay as they are")
-        try:
-            with torch.device("meta"):
-                model = model_class(config)
-        except INITIALISER_ERRORS as error:
-            raise CheckpointError(
-                f"{model_class.__name__} cannot be built from config.json: {summary(error, lines=2)}"
-            ) from error
+        before = f"{model_class.__name__} cannot be built from config.json: "
+        with library_errors(before=before, kind=CheckpointError), torch.device("meta"):
+            model = model_class(config)
         return cls(model, tensors)
 
     def _revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
