@@ -366,15 +366,13 @@ class _LayoutCosts:
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
-        if shard > 1:
-            total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
-            if memory.gathered:
-                total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
-            elif not whole and self._transport != "shared":
-                total += moved(Collective.ALL_GATHER, memory.parameters)
-        if layout.replicate > 1:
-            spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
-            total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
+        total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
+        if memory.gathered:
+            total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
+        elif not whole and self._transport != "shared":
+            total += moved(Collective.ALL_GATHER, memory.parameters)
+        spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
+        total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.
@@ -420,8 +418,6 @@ class _LayoutCosts:
         away = choice.fraction * own if choice.leaves_device(self._device) else 0.0
         here = machine.update_seconds(own - away, moments=moments, ranks_on_host=ranks)
         norm = machine.moved_seconds(own * width, ranks_on_host=ranks)
-        if not away:
-            return here + norm, 0.0
         states = away * width * (1 + moments)
         on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=ranks)
         if machine.is_cpu:
