@@ -150,8 +150,7 @@ class ModelOnMesh(ABC):
 class PlacedModel(ModelOnMesh):
     """This rank's part of a model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
-    owner: ClassVar[str] = "generator"
-    """The first word of collective calls in error messages, as in `trainer.fit()`."""
+    owner: ClassVar[str] = "generator"  # The first word of collective calls in error messages, as in `trainer.fit()`.
     config: TrainerConfig
     mesh: Mesh
     console: Console
@@ -159,12 +158,9 @@ class PlacedModel(ModelOnMesh):
     hub_form: HubForm
     divided: Divided
     engine: ZeroEngine | None
-    processing_class: Any
-    """The tokenizer that is saved with the model."""
-    failure: str = ""
-    """The error after which the model is unusable."""
-    averages: dict[str, Tensor] = field(default_factory=dict)
-    """The averaged weights by name, once the model is whole."""
+    processing_class: Any  # The tokenizer that is saved with the model.
+    failure: str = ""  # The error after which the model is unusable.
+    averages: dict[str, Tensor] = field(default_factory=dict)  # The averaged weights by name, once the model is whole.
 
     @property
     def placed(self) -> "PlacedModel":

@@ -107,10 +107,8 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 
-EVALUATED = "evaluated.jsonl"
-"""The file in a run's directory with a line per `zeromesh evaluate`."""
-_DEFAULTS = "-"
-"""The source that stands for a configuration of defaults and the keys of the command line."""
+EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
+_DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
 
 def _convert_start_arguments(options: argparse.Namespace) -> None:

@@ -35,10 +35,8 @@ class TokenDataset:
     marked: bool
     separate: bool
     """True if position ids restart with each document, from which transformers derives document boundaries."""
-    masked: bool
-    """True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding."""
-    separator: int
-    """The token that ends a document of joined text, and that fills sequences of whole documents."""
+    masked: bool  # True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding.
+    separator: int  # The token that ends a document of joined text, and that fills sequences of whole documents.
     labels: NDArray[np.int64] | None = None
     """Class of each document for sequence classification, where each has its own sequence."""
 

@@ -27,8 +27,7 @@ _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "sp
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
-Encoded = tuple[TokenArray, TokenArray | None]
-"""The ids of a text, and the offsets of its tokens, if known."""
+Encoded = tuple[TokenArray, TokenArray | None]  # The ids of a text, and the offsets of its tokens, if known.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

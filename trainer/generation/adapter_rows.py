@@ -17,8 +17,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.overrides import override
 from zeromesh.trainer.models.adapters import CHANGING, import_peft
 
-BASE = "__base__"
-"""PEFT's name of the model without its adapters."""
+BASE = "__base__"  # PEFT's name of the model without its adapters.
 
 
 def why_alone(configs: Mapping[str, Any]) -> str:

@@ -21,8 +21,7 @@ from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.build import while_posting
 from zeromesh.trainer.monitoring.tracking import describe_error
 
-FOLDER = "hub-upload"
-"""The folder in the run's directory that holds the files until they are uploaded."""
+FOLDER = "hub-upload"  # The folder in the run's directory that holds the files until they are uploaded.
 _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 

@@ -132,10 +132,8 @@ class HubForm:
             _weight_conversions=getattr(inside, "_weight_conversions", None),
         )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
-        self._layers: dict[str, nn.Module] = {}
-        """Layers with adapters, and modules that adapters train as a copy."""
-        self.layer_of: dict[str, str] = {}
-        """The layer with adapters that holds a tensor, by the tensor's name."""
+        self._layers: dict[str, nn.Module] = {}  # Layers with adapters, and modules that adapters train as a copy.
+        self.layer_of: dict[str, str] = {}  # The layer with adapters that holds a tensor, by the tensor's name.
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         firsts = canonical_names(model).items()

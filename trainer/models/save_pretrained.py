@@ -22,8 +22,7 @@ from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ad
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
-BASE_MODEL = "base_model"
-"""The folder in a checkpoint with adapters that holds the base model's configuration."""
+BASE_MODEL = "base_model"  # The folder in a checkpoint with adapters that holds the base model's configuration.
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files of an earlier adapter in the directory, which `from_pretrained` would load on top of a saved model."""
 

@@ -36,16 +36,12 @@ class Estimate:
     """A layout with its estimated memory and time. Bytes are of the rank with the most."""
 
     layout: Layout
-    device: Mapping[str, int]
-    """Bytes by purpose in the memory of the compute device."""
-    host: Mapping[str, int]
-    """Bytes by purpose in the host's memory beside an accelerator, per rank."""
-    disk: int
-    """Bytes of swap files, per rank."""
+    device: Mapping[str, int]  # Bytes by purpose in the memory of the compute device.
+    host: Mapping[str, int]  # Bytes by purpose in the host's memory beside an accelerator, per rank.
+    disk: int  # Bytes of swap files, per rank.
     phases: Mapping[StepPhase, float] = field(default_factory=dict)
     """Seconds of a step by phase. Idle time of pipeline stages counts as communication."""
-    bubble: float = 0.0
-    """The pipeline bubble as a fraction of the step."""
+    bubble: float = 0.0  # The pipeline bubble as a fraction of the step.
 
     @property
     def device_bytes(self) -> int:
@@ -86,16 +82,12 @@ class Chunk:
     kept: int
     forward_peak: int
     backward_peak: int
-    deferred: int
-    """Bytes that are kept until the gradients of weights are computed, where a schedule defers that."""
-    received: int
-    """Bytes of the hidden states received from the previous stage; 0 in the first chunk."""
+    deferred: int  # Bytes that are kept until the gradients of weights are computed, where a schedule defers that.
+    received: int  # Bytes of the hidden states received from the previous stage; 0 in the first chunk.
     forward: float
     backward: float
-    weights: float
-    """Seconds of the part of backward for gradients of weights."""
-    exchanges: float
-    """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
+    weights: float  # Seconds of the part of backward for gradients of weights.
+    exchanges: float  # Seconds of exchanges between tensor ranks, which `forward` and `backward` include.
 
 
 class Estimator:
@@ -106,8 +98,7 @@ class Estimator:
         self._memory: dict[object, MemoryModel] = {}
         self._seconds: dict[object, tuple[float, ...]] = {}
         self._stages: dict[object, Sequence[Chunk]] = {}
-        self.peaks: dict[object, int] = {}
-        """Peak bytes of activations by chunks and schedule."""
+        self.peaks: dict[object, int] = {}  # Peak bytes of activations by chunks and schedule.
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
         """Estimate a layout; without `exact` a pipeline's time is a lower bound. Raises `ConfigError` or `LayoutError`."""

@@ -13,8 +13,7 @@ from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.html_report.charts import Chart
 
-SHOWN = 12
-"""The number of rows shown."""
+SHOWN = 12  # The number of rows shown.
 _REFUSALS = 6  # layouts that do not fit, shown with the reason
 
 

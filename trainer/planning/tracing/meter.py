@@ -24,16 +24,12 @@ class Segment:
     """A block, or the part before or after all blocks. Bytes are counted above those that earlier segments keep."""
 
     name: str
-    kept: int
-    """Bytes that are kept from forward to backward, output included."""
+    kept: int  # Bytes that are kept from forward to backward, output included.
     forward_peak: int
-    backward_peak: int
-    """The peak bytes in backward, gradients included."""
-    output: int
-    """Bytes of the output hidden state; its gradient has as many."""
+    backward_peak: int  # The peak bytes in backward, gradients included.
+    output: int  # Bytes of the output hidden state; its gradient has as many.
     forward: Work
-    backward: Work
-    """The work of backward, recomputation included."""
+    backward: Work  # The work of backward, recomputation included.
 
 
 @dataclass(kw_only=True, slots=True)
