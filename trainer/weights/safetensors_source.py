@@ -207,9 +207,9 @@ _COMPARED_ELEMENTS = 16384
 
 
 class SafetensorsSource(ParameterSource):
-    """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, which are closed with the
-    source; `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are
-    lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape;
+    """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
+    `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
+    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
     `LostValuesError` for values that neither the files nor `fallback` have."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
