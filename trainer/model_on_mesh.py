@@ -18,10 +18,10 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.parallelize import Divided
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.hub_form import HubForm, Named
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.weights.handoff import Part, cut_part, send_weights
+from zeromesh.trainer.weights.handoff import Named, Part, cut_part, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import persistent_buffers
 

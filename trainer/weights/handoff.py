@@ -32,6 +32,7 @@ from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 
+Named = Iterator[tuple[str, torch.Tensor]]
 Part = tuple[int, int, int]  # `(dim, index, parts)`, a part of a tensor as `torch.tensor_split` cuts along `dim`
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
@@ -116,12 +117,7 @@ class _WeightConnection(AbstractContextManager["_WeightConnection"]):
 
 
 def send_weights(
-    weights: Iterator[tuple[str, torch.Tensor]],
-    mesh: Mesh,
-    addresses: Sequence[str],
-    *,
-    token: str | None = None,
-    timeout_seconds: float = 30.0,
+    weights: Named, mesh: Mesh, addresses: Sequence[str], *, token: str | None = None, timeout_seconds: float = 30.0
 ) -> int:
     """Send `weights` from rank 0 to all receivers; all ranks call it. Returns their number. Raises `TransferError` on all ranks."""
     receivers: list[tuple[_WeightConnection, dict[str, Part]]] = []
