@@ -37,6 +37,7 @@ class Progress:
     finish: Finish | None = None  # The reason why generation ended; None: it continues.
 
 
+Deliver = Callable[[Sequence[Progress]], object]
 OnProgress = Callable[[Progress], object]
 """Receives progress on the generator's thread; it must return at once and raise nothing."""
 

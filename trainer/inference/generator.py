@@ -402,10 +402,7 @@ def find_source(source: str | PathLike[str]) -> str:
 
 
 def layout_of(
-    source: str | PathLike[str],
-    config: ConfigSource,
-    sections: Mapping[str, Mapping[str, Any]],
-    overrides: Sequence[str] = (),
+    source: str | PathLike[str], config: ConfigSource, sections: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> TrainerConfig:
     """Return the configuration to generate with `source`: `config` below `sections` and `overrides`. Raises `ConfigError`."""
     merged: dict[str, Any] = {}

@@ -132,11 +132,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
         raise ConfigError(problem, where=where)
     try:
         found = huggingface_hub.snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=list(files),
-            ignore_patterns=["*/*"],
-            local_files_only=not download,
+            source, revision=revision, allow_patterns=[*files], ignore_patterns=["*/*"], local_files_only=not download
         )
     except Exception as error:
         at = f" at {revision}" if revision else ""

@@ -34,6 +34,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, read_metrics, step_of, unstrict
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker, kind_of
 
+Note = Callable[[str], None]
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
 _CAPACITY = 10_000  # rows that wait for a tracker, beyond which further ones are counted and dropped
@@ -136,7 +137,7 @@ class Tracking:
     """A run's trackers, which end with the context; without any it does nothing. `note` shows lines; `leave` is called last."""
 
     trackers: InitVar[Sequence[Tracker]] = ()
-    note: Callable[[str], None] = lambda text: None
+    note: Note = lambda text: None
     _: KW_ONLY
     ident: str = ""  # The identifier of the run for trackers; empty without trackers.
     redaction: InitVar[Redaction | None] = None
@@ -148,14 +149,7 @@ class Tracking:
 
     @classmethod
     def open(
-        cls,
-        config: TrainerConfig,
-        mesh: Mesh,
-        directory: Path,
-        *,
-        step: int,
-        known: Mapping[str, str],
-        note: Callable[[str], None],
+        cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note
     ) -> Tracking:
         """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
@@ -245,7 +239,7 @@ def _join_senders(senders: Sequence[Sender], seconds: float) -> list[Sender]:
     return [sender for sender in senders if sender.is_alive()]
 
 
-def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
+def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Note) -> str:
     """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:
