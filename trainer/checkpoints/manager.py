@@ -18,17 +18,9 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.checkpoints import trainer_state
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
-from zeromesh.trainer.checkpoints.trainer_state import (
-    EVALUATED,
-    NAME,
-    TrainerState,
-    differences,
-    goal_of,
-    settings_of,
-    state_file_of,
-    state_of,
-)
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences, goal_of, settings_of, state_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -134,7 +126,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
             raise CheckpointError(
-                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
+                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {trainer_state.NAME}; "
                 "give it the name that it had, or move it away"
             )
         differ = differences(state.settings, settings, state.written)
@@ -200,7 +192,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if self.latest != state.step:
             return
         self._keep_metric(state)
-        saved = self.saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
+        saved = self.saver.amend(state.step, trainer_state.EVALUATED, state.to_json(), self._kept_steps)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
@@ -291,7 +283,7 @@ def content_of(
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
-        write_whole(directory / NAME, state.to_json(), sync=False)
+        write_whole(directory / trainer_state.NAME, state.to_json(), sync=False)
 
     return SaveContent(
         tensors=[each for each in holdings.tensors() if is_stored(each)],
@@ -335,7 +327,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
 
 def _open_checkpoint(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
     reader, found = open_checkpoint(engine.mesh, path, source_directory(engine.model)), list[dict[str, Any]]()
-    name = state_file_of(reader.manifest.files)
+    name = trainer_state.state_file_of(reader.manifest.files)
     what = f"reading {reader.directory / name}"
     engine.mesh.world.all_or_raise(what, lambda: found.append(reader.document(name)), CheckpointError)
     return reader, found[0]
