@@ -52,8 +52,7 @@ def human_seconds(seconds: float) -> str:
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[object]], right: Collection[str] = (), *, width: int | None = None
 ) -> list[str]:
-    """Return the lines of a table with column names; the columns in `right` are right-aligned, as numbers are. With `width` the
-    other columns are wrapped, the widest first, until the table fits."""
+    """Return a table's lines; columns in `right` are right-aligned, and others are wrapped, the widest first, to fit `width`."""
     cells = [list(columns), *([printable(str(cell)) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     indents = ["" if name in right else _INDENT for name in columns]

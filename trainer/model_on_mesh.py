@@ -18,10 +18,10 @@ from zeromesh.offload.accelerator import device_memory, is_accelerator
 from zeromesh.parallelize import Divided
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.hub_form import HubForm, Named
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.save_pretrained import save_model
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.weights.handoff import Part, cut_part, send_weights
+from zeromesh.trainer.weights.handoff import Named, Part, cut_part, send_weights
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import persistent_buffers
 
@@ -150,8 +150,7 @@ class ModelOnMesh(ABC):
 class PlacedModel(ModelOnMesh):
     """This rank's part of a model, and the collective operations on the whole. `engine` is None once the model is whole."""
 
-    owner: ClassVar[str] = "generator"
-    """The first word of collective calls in error messages, as in `trainer.fit()`."""
+    owner: ClassVar[str] = "generator"  # The first word of collective calls in error messages, as in `trainer.fit()`.
     config: TrainerConfig
     mesh: Mesh
     console: Console
@@ -159,12 +158,9 @@ class PlacedModel(ModelOnMesh):
     hub_form: HubForm
     divided: Divided
     engine: ZeroEngine | None
-    processing_class: Any
-    """The tokenizer that is saved with the model."""
-    failure: str = ""
-    """The error after which the model is unusable."""
-    averages: dict[str, Tensor] = field(default_factory=dict)
-    """The averaged weights by name, once the model is whole."""
+    processing_class: Any  # The tokenizer that is saved with the model.
+    failure: str = ""  # The error after which the model is unusable.
+    averages: dict[str, Tensor] = field(default_factory=dict)  # The averaged weights by name, once the model is whole.
 
     @property
     def placed(self) -> "PlacedModel":

@@ -18,17 +18,9 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.checkpoints import trainer_state
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
-from zeromesh.trainer.checkpoints.trainer_state import (
-    EVALUATED,
-    NAME,
-    TrainerState,
-    differences,
-    goal_of,
-    settings_of,
-    state_file_of,
-    state_of,
-)
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences, goal_of, settings_of, state_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -41,8 +33,7 @@ LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside 
 
 
 class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
-    """Saving and resuming of a run in `directory`, by all ranks together. With `linked`, checkpoints get transformers' names too.
-    Raises `StorageError` at construction if nothing can be written."""
+    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` where none can be written."""
 
     def __init__(
         self,
@@ -76,9 +67,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     # Resuming
 
     def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint into the engine; returns None for a new run. Raises `ConfigError` if settings differ,
-        or old checkpoints exist with `checkpoint.resume: never`; `LayoutError` if the model or the optimizer differs;
-        `CheckpointError` if none of the checkpoints is usable."""
+        """Load the newest complete checkpoint; returns None for a new run. Raises `ConfigError` if settings differ, or for old ones
+        with `checkpoint.resume: never`; `LayoutError` for another model or optimizer; `CheckpointError` if none is usable."""
         named: Path | None = None  # A checkpoint, or the newest one of a named run.
         if self._section.resume not in ("auto", "never"):
             path = Path(self._section.resume).expanduser()
@@ -136,7 +126,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
             raise CheckpointError(
-                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {NAME}; "
+                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {trainer_state.NAME}; "
                 "give it the name that it had, or move it away"
             )
         differ = differences(state.settings, settings, state.written)
@@ -175,8 +165,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:
-        """Start saving the state after a step; `wait` blocks, else `poll` completes it. Returns False for a failure. Raises
-        `StorageError` after `checkpoint.max_failures` of them in a row, and if the last save fails."""
+        """Start saving; `wait` blocks, else `poll` completes it. Returns False for a failure; one too many is a `StorageError`."""
         self.finish()
         self._keep_metric(state)
         content = content_of(self._engine, self._processing_class, state, self._kept_steps, self._frozen.referenced())
@@ -203,7 +192,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if self.latest != state.step:
             return
         self._keep_metric(state)
-        saved = self.saver.amend(state.step, EVALUATED, state.to_json(), self._kept_steps)
+        saved = self.saver.amend(state.step, trainer_state.EVALUATED, state.to_json(), self._kept_steps)
         if saved.failure:
             self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
         self._warn_of_old(saved.warning)
@@ -294,7 +283,7 @@ def content_of(
 
     def documents(directory: Path) -> None:
         save_configuration(model, compute, processing_class, directory, adapter)
-        write_whole(directory / NAME, state.to_json(), sync=False)
+        write_whole(directory / trainer_state.NAME, state.to_json(), sync=False)
 
     return SaveContent(
         tensors=[each for each in holdings.tensors() if is_stored(each)],
@@ -316,8 +305,7 @@ def content_of(
 
 
 def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None:
-    """Compare the settings of a run's newest checkpoint, which rank 0 reads, with the configuration; `RunCheckpoints.resume`
-    compares model and data later. Raises `ConfigError` on all ranks if settings differ."""
+    """Compare the settings of a run's newest checkpoint, but model and data, on rank 0. Raises `ConfigError` on all ranks."""
     store = CheckpointStore(directory / FOLDER)
 
     def compare() -> None:
@@ -339,7 +327,7 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
 
 def _open_checkpoint(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, dict[str, Any]]:
     reader, found = open_checkpoint(engine.mesh, path, source_directory(engine.model)), list[dict[str, Any]]()
-    name = state_file_of(reader.manifest.files)
+    name = trainer_state.state_file_of(reader.manifest.files)
     what = f"reading {reader.directory / name}"
     engine.mesh.world.all_or_raise(what, lambda: found.append(reader.document(name)), CheckpointError)
     return reader, found[0]

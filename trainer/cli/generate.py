@@ -87,12 +87,9 @@ def _standard_input() -> bytes:
 
 
 def _prompts_of(source: str | None) -> list[PromptLine]:
-    kept = setting(_PROMPTS)
-    if kept is not None:
-        return parse_prompts(Path(kept).read_bytes(), "standard input")
-    if source in (None, "-"):
-        return parse_prompts(_standard_input(), "standard input")
-    return read_prompts(Path(str(source)))
+    if (kept := setting(_PROMPTS)) is None and source not in (None, "-"):
+        return read_prompts(Path(str(source)))
+    return parse_prompts(_standard_input() if kept is None else Path(kept).read_bytes(), "standard input")
 
 
 def _generate(

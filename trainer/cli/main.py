@@ -189,8 +189,7 @@ _MOST_NUMBERS = 10  # that a range of integers may have, to be completed one by 
 
 
 def run_completion(options: argparse.Namespace) -> int:
-    """Print a shell's completion script, which starts no Python; returns the exit code. shtab makes it of the parser, and the
-    keys of the configuration with their values are added to it here."""
+    """Print a shell's completion script, which starts no Python: shtab's of the parser, and here the keys and their values."""
     import shtab
 
     shell, parser = options.shell, make_parser()

@@ -1,5 +1,4 @@
-"""Commands that try a configuration before training: `zeromesh plan` finds layouts that fit and are fast, and measures the machine;
-`zeromesh verify` compares a few steps with one plain process."""
+"""`zeromesh plan`, which finds layouts or measures the machine, and `verify`, which compares steps with one plain process."""
 
 import argparse
 import json
@@ -80,8 +79,7 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Verify the layout of a configuration; returns 0 where it agrees with a plain process, and 1 where it does not. A worker's
-    exit code is 0 once it has finished; the differences are in the certificate."""
+    """Verify a layout; returns 1 where it differs from a plain process. A worker returns 0; the certificate has the differences."""
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)

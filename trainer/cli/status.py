@@ -42,8 +42,7 @@ class RunSnapshot:
 
 
 def run_status(options: argparse.Namespace) -> int:
-    """Show the state of a run, the activity of each rank and the waits, once or repeatedly. Returns 0 for a run that is active or
-    has ended in order and after Ctrl-C, 1 for one that has failed, was killed or is silent."""
+    """Show the state of a run, its ranks and their waits. Returns 1 for a run that has failed, was killed or is silent, else 0."""
     console = RichConsole(highlight=False, markup=False, emoji=False)
     with ExitStack() as stack:
         show: Callable[[list[str]], None] = print_lines

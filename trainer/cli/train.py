@@ -1,5 +1,4 @@
-"""`zeromesh train`, `evaluate` and `config`, which read a configuration; the first two start its ranks or run as one of them.
-`zeromesh launch` trains on several hosts, over ssh."""
+"""`zeromesh train`, `evaluate` and `run`, which start ranks or run as one, `launch`, over ssh on several hosts, and `config`."""
 
 import argparse
 import atexit
@@ -108,10 +107,8 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 
-EVALUATED = "evaluated.jsonl"
-"""The file in a run's directory with a line per `zeromesh evaluate`."""
-_DEFAULTS = "-"
-"""The source that stands for a configuration of defaults and the keys of the command line."""
+EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
+_DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
 
 def _convert_start_arguments(options: argparse.Namespace) -> None:
@@ -231,8 +228,7 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
-    """Return the number of ranks, by the launcher or else by --nproc; and True if this process starts them. A scheduler's single
-    task may start workers; several tasks are the ranks themselves."""
+    """Return the number of ranks, by the launcher or --nproc, and True if this process starts them, as one task may."""
     launch, nproc = environment.read_environment(), options.nproc
     if nproc is not None and nproc > (most := max(64, 8 * environment.available_cores())):
         raise ConfigError(

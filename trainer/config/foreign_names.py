@@ -48,8 +48,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = _DEEPSPEED.pop("words")
 SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
 TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 
-NO_KEY = "no key"
-"""The prefix of explanations for settings without a key here."""
+NO_KEY = "no key"  # The prefix of explanations for settings without a key here.
 _ROWS = [(key, names.split()) for key, names in read_texts(Path(__file__).with_name("foreign_names.yaml")).items()]
 NAMES: Mapping[str, tuple[str, ...]] = {
     key: others

@@ -32,8 +32,7 @@ from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON or a mapping, of ours or DeepSpeed's, a `TrainerConfig`, or None for the defaults."""
-OUR_KEY = "zeromesh"
-"""The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores."""
+OUR_KEY = "zeromesh"  # The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores.
 ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
 
 

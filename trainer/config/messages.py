@@ -1,5 +1,4 @@
-"""Descriptions of the values that a key allows, and of the nearest key to an unknown one, derived from the configuration's
-models for error messages and the generated reference."""
+"""Descriptions, from the configuration's models, of what keys allow and of the nearest key, for errors and the reference."""
 
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -38,8 +38,7 @@ class RenderedRow(NamedTuple):
     row: Row
     text: str
     answers: tuple[tuple[int, int], ...]
-    plain: bool
-    """True for text that no chat template rendered, to which prefix and end-of-text tokens are still added."""
+    plain: bool  # True for text that no chat template rendered, to which prefix and end-of-text tokens are still added.
     label: str | None = None
 
 

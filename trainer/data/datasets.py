@@ -74,8 +74,7 @@ def is_held_out(key: str, fraction: float) -> bool:
 class _DatasetLoader:
     section: DataSection
     tokenizer: Tokenizer
-    digest: str | None
-    """Digest of the tokenizer; None if it has none, and then nothing is cached."""
+    digest: str | None  # Digest of the tokenizer; None if it has none, and then nothing is cached.
     template: str | None
     cache: TokenCache
     tell: Callable[[str], None]

@@ -35,10 +35,8 @@ class TokenDataset:
     marked: bool
     separate: bool
     """True if position ids restart with each document, from which transformers derives document boundaries."""
-    masked: bool
-    """True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding."""
-    separator: int
-    """The token that ends a document of joined text, and that fills sequences of whole documents."""
+    masked: bool  # True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding.
+    separator: int  # The token that ends a document of joined text, and that fills sequences of whole documents.
     labels: NDArray[np.int64] | None = None
     """Class of each document for sequence classification, where each has its own sequence."""
 
@@ -136,9 +134,8 @@ class MixedDataset(ConcatDataset[dict[str, torch.Tensor]]):
 
 
 def best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the sequence index of each document, of at most `capacity` tokens, by best-fit decreasing bin packing: at most 11/9 of
-    the fewest sequences possible, and one more (Johnson and others, "Worst-Case Performance Bounds for Simple One-Dimensional
-    Packing Algorithms", 1974)."""
+    """Return the sequence of each document, of at most `capacity` tokens, by best-fit decreasing packing: at most 11/9 of the
+    fewest, and one more (Johnson et al., "Worst-Case Performance Bounds for Simple One-Dimensional Packing Algorithms", 1974)."""
     found = np.empty(len(lengths), dtype=np.int64)
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
     rooms = 0  # Bit r: some sequence has room for r tokens.

@@ -90,9 +90,8 @@ class TextSource:
     def rows(
         self, required: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
     ) -> Iterator[Row]:
-        """Yield every row with the `required` columns and available `optional` ones; files without rows are added to `skipped`.
-        With `whole`, a text file is one row with the first required column. Raises `DataError` for a file that cannot be read by
-        its suffix or lacks a required column, and if no file has rows."""
+        """Yield every row with the `required` columns and `optional` ones; files without rows are added to `skipped`. With `whole`,
+        a text file is a row of the first column. Raises `DataError` for unreadable files and absent columns, and without rows."""
         read = found = False
         for file in self.files:
             is_text = whole
@@ -195,8 +194,7 @@ def picture_suffixes() -> tuple[str, ...]:
 
 
 def stdlib_source(root: Path | None = None) -> TextSource:
-    """Find the Python source of the standard library, without tests, tables and files that differ between machines of one version
-    of Python. Raises `DataError` where Python was installed without its source."""
+    """Find the standard library's source, without tests, tables and what machines have of their own. Raises `DataError`."""
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     keys = (key for key in files_below(root, _STDLIB_SKIPPED) if key.endswith(".py") and not _MACHINE_FILES.search(key))
     if not (files := tuple(SourceFile(path=root / key, key=key) for key in keys)):

@@ -84,8 +84,7 @@ class StoredText:
     digest: str
     remarks: dict[str, Any]
     path: Path
-    blocks: list[int | None] = field(repr=False)
-    """The xxh3 of each block; None once it is verified."""
+    blocks: list[int | None] = field(repr=False)  # The xxh3 of each block; None once it is verified.
 
     def check(self, first: int, end: int) -> None:
         """Verify the ids from `first` to `end`. Raises `DataError` for damaged blocks."""

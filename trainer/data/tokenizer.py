@@ -27,14 +27,12 @@ _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "sp
 _NO_TEMPLATE = "messages become a prompt by a chat template, and the tokenizer has none"
 
 TokenArray = NDArray[Any]
-Encoded = tuple[TokenArray, TokenArray | None]
-"""The ids of a text, and the offsets of its tokens, if known."""
+Encoded = tuple[TokenArray, TokenArray | None]  # The ids of a text, and the offsets of its tokens, if known.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ByteTokenizer:
-    """A tokenizer whose tokens are the bytes of UTF-8 text. Byte 255, which UTF-8 never contains (RFC 3629), is the end-of-text
-    token: the vocabulary stays 256, and a token takes one byte of memory."""
+    """Bytes of UTF-8 text as tokens. Byte 255, which UTF-8 never contains (RFC 3629), ends a text: the vocabulary stays 256."""
 
     vocab_size: int = 256
     end_of_text: int = 255
@@ -43,8 +41,7 @@ class ByteTokenizer:
     special_tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
-        """Return the UTF-8 bytes of each text, uint8, in which lone surrogates become '?', and None for offsets: pieces of a text,
-        encoded one by one, give the same bytes."""
+        """Return each text's UTF-8 bytes, uint8, lone surrogates as '?', and no offsets: pieces of a text give the same bytes."""
         return [(np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8), None) for text in texts]
 
     def encode_prompt(self, text: str, limit: int | None = None) -> list[int]:
@@ -70,8 +67,7 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainedTokenizer:
-    """A transformers tokenizer object, `tokenizer`, with the methods of `ByteTokenizer`. Ids are in [0, `vocab_size`). Raises
-    `DataError` for a tokenizer without an end-of-text token."""
+    """A transformers tokenizer with the methods of `ByteTokenizer`. Raises `DataError` for one without an end-of-text token."""
 
     tokenizer: Any
 
@@ -105,8 +101,7 @@ class PretrainedTokenizer:
         return self.end_of_text if pad is None else int(pad)
 
     def encode(self, texts: Sequence[str], *, offsets: bool = False) -> list[Encoded]:
-        """Return the ids of each text without special tokens, int64, and with `offsets` the character offsets `[begin, end)` of
-        tokens, int64 `[tokens, 2]`, if the tokenizer has them, else None."""
+        """Return each text's ids, int64, without special tokens, and the tokens' offsets `[tokens, 2]`, if asked and known."""
         if not texts:
             return []
         offsets = offsets and getattr(self.tokenizer, "is_fast", False)

@@ -17,13 +17,11 @@ from zeromesh.errors import ConfigError
 from zeromesh.overrides import override
 from zeromesh.trainer.models.adapters import CHANGING, import_peft
 
-BASE = "__base__"
-"""PEFT's name of the model without its adapters."""
+BASE = "__base__"  # PEFT's name of the model without its adapters.
 
 
 def why_alone(configs: Mapping[str, Any]) -> str:
-    """Return the reason why rows with these adapters, given as PEFT's configurations by name, cannot run beside others: what an
-    adapter changes in the base itself would be changed for all. Empty if they can."""
+    """Return why rows with these adapters, PEFT's configurations by name, change the base for others too; empty if they do not."""
     for name, each in configs.items():
         if str(start := getattr(each, "init_lora_weights", "")).startswith(CHANGING):
             return f"{name} subtracts from the base what it adds (init_lora_weights: {start})"
@@ -61,8 +59,7 @@ class AdapterRows:
             raise ConfigError(f"{where}: no adapter {adapter!r:.60}; there are {', '.join(choices) or 'none'}{why}")
 
     def enter(self, adapters: Sequence[str | None] = (), shape: tuple[int, int] = (0, 0)) -> None:
-        """Have the rows of the next forwards, over ids of `shape` [rows, columns], these adapters; None is the active one. Without
-        any, all rows have the active one."""
+        """Give the rows of the next forwards, over ids of `shape` [rows, columns], adapters; None or no entry: the active one."""
         self._rows, self._shape = {}, shape
         for row, name in enumerate(adapters if self.names else ()):
             self._rows.setdefault(self.names[0] if name is None else name, []).append(row)

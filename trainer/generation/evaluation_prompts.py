@@ -101,10 +101,9 @@ def without_targets(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -> tuple[dict[str, Any], Tensor]:
-    """Return the fields of a batch with the prompts of its rows: the tokens before the first label that is not ignored, or all of
-    them without one. `input_ids`, `attention_mask` and other per-token fields are cut and padded on the left, [samples, longest].
-    Returns the length of each prompt, [samples], too. Raises `DataError` for a row without a prompt, and for a batch that has no
-    row of tokens for each of `samples`."""
+    """Return the fields of a batch with the prompts of its rows, the tokens before the first label that is not ignored, if any, and
+    the length of each prompt, [samples]. `input_ids`, `attention_mask` and other per-token fields are cut and padded on the left,
+    [samples, longest]. Raises `DataError` for a row without a prompt, and a batch without a row of tokens per sample."""
     ids, labels, mask = map(batch.get, ("input_ids", "labels", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
         shape = list(ids.shape) if isinstance(ids, Tensor) else "none"

@@ -11,8 +11,7 @@ from zeromesh.files import read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, messages of a conversation (`{"role": ..., "content": ...}`), or a mapping with one of these under its key, and
-fields of `GenerationConfig`, as in a line of a file."""
+"""Text, token ids, messages (`{"role": ..., "content": ...}`), or one of these under its key, with fields of `GenerationConfig`."""
 KEYS = ("text", "messages", "input_ids")  # The keys of prompts, of which a line has exactly one.
 _SHOWN = 60
 _SHOWN_PROBLEMS = 10

@@ -7,7 +7,7 @@ forwards    each replica runs its batches, one for each stage; where replicas ga
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from operator import itemgetter
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig
 
 from zeromesh.options import Placement
-from zeromesh.trainer.generation.requests import Inbox, News, Progress, Request
+from zeromesh.trainer.generation.requests import Deliver, Inbox, News, Progress, Request
 from zeromesh.trainer.generation.row_cache import token_bytes
 from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
 from zeromesh.trainer.generation.settings import ServedModel
@@ -32,14 +32,7 @@ class RequestLoop:
     """Continues the requests of an inbox, of which a replica runs `rows` at a time; all ranks create one and call `run` together.
     The fields of a request override `fields`. Every rank gets the new tokens of all replicas by `on_progress`."""
 
-    def __init__(
-        self,
-        placed: ServedModel,
-        fields: Mapping[str, Any],
-        *,
-        rows: int,
-        on_progress: Callable[[Sequence[Progress]], object],
-    ) -> None:
+    def __init__(self, placed: ServedModel, fields: Mapping[str, Any], *, rows: int, on_progress: Deliver) -> None:
         mesh, engine = placed.mesh, placed.require_engine()
         self._mesh, self._engine, self._placed, self._rows = mesh, engine, placed, rows
         self._settings, self._fields, self._on_progress = placed.settings, fields, on_progress
@@ -59,8 +52,7 @@ class RequestLoop:
         """True if every forward gathers parameters between replicas."""
 
     def run(self, inbox: Inbox | None) -> int:
-        """Continue the requests of rank 0's inbox until it is stopped and all requests have ended. Returns the number of tokens
-        that this rank has computed, as `RunningBatch.computed` counts them."""
+        """Continue the requests of rank 0's inbox until it is stopped and all have ended. Returns this rank's computed tokens."""
         while True:
             news = self._exchange(inbox)
             for each in news.requests:

@@ -18,14 +18,11 @@ Finish = Literal["stop", "length", "cancelled", "not_finite"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    number: int
-    """The sequence number of the request, in the order of submission."""
-    tokens: Sequence[int]
-    """The token ids of the prompt."""
+    number: int  # The sequence number of the request, in the order of submission.
+    tokens: Sequence[int]  # The token ids of the prompt.
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
-    seed: int = 0
-    """The seed of this request's sampling, which does not depend on the other requests of the batch."""
+    seed: int = 0  # The seed of this request's sampling, which does not depend on the other requests of the batch.
     adapter: str | None = None
     """The name of its adapter in the model, `__base__` for the model without one; None: the active one, if any."""
 
@@ -36,12 +33,11 @@ class Progress:
 
     number: int
     tokens: list[int]
-    logprobs: list[float] | None
-    """The log-probability of each token, as in `Generated`."""
-    finish: Finish | None = None
-    """The reason why generation ended; None: it continues."""
+    logprobs: list[float] | None  # The log-probability of each token, as in `Generated`.
+    finish: Finish | None = None  # The reason why generation ended; None: it continues.
 
 
+Deliver = Callable[[Sequence[Progress]], object]
 OnProgress = Callable[[Progress], object]
 """Receives progress on the generator's thread; it must return at once and raise nothing."""
 

@@ -57,9 +57,8 @@ class RunningRow:
 
 
 class RunningBatch:
-    """The requests of one replica and their forwards through its model: at most `rows` at a time, `prefill_tokens` prompt tokens in
-    a forward and `cache_tokens` in the cache, both with padding; one request always runs. Finished rows stay until `remove_ended`,
-    so that tokens do not change shapes."""
+    """The requests of one replica and their forwards: at most `rows` at a time, `prefill_tokens` prompt tokens in a forward and
+    `cache_tokens` in the cache, both with padding; one always runs. Finished rows stay until `remove_ended`, so shapes do too."""
 
     def __init__(self, placed: ServedModel, *, rows: int, prefill_tokens: int, cache_tokens: int) -> None:
         module = self._module = placed.module
@@ -193,8 +192,7 @@ class RunningBatch:
         return inputs | {"past_key_values": cache}
 
     def choose(self, logits: torch.Tensor) -> torch.Tensor:
-        """Choose tokens from logits `[rows, vocabulary]` of the last positions. Returns the next tokens and their
-        log-probabilities as float64 `[2, rows]`, with no columns after a prefill."""
+        """Choose tokens by logits `[rows, vocabulary]`; returns them and log-probabilities, float64 `[2, rows]`, 0 in prefill."""
         chosen = torch.zeros(2, self.shape()[0], dtype=torch.float64)
         if self._kind is ForwardKind.DECODE:
             logits = at_least_float32(logits)

@@ -207,9 +207,8 @@ def ends_of(settings: GenerationConfig) -> list[int]:
 def settings_with(
     model: Any, fields: Mapping[str, Any], refused: Mapping[str, str], where: str, *, beyond: Collection[str] = ()
 ) -> GenerationConfig:
-    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and of the token
-    ids in the model's own fields `beyond` some may be outside of its vocabulary. Raises `ConfigError`, which begins with the source
-    of the request, `where`, for refused, unknown and invalid fields."""
+    """Return the model's generation settings updated by `fields`; `refused` maps unsupported fields to reasons, and the model's own
+    fields `beyond` may have ids outside of its vocabulary. Raises `ConfigError`, which begins with `where`, for bad fields."""
     settings: GenerationConfig = copy.deepcopy(model.generation_config)
     settings.update(use_cache=True, **dict.fromkeys(refused))
     try:

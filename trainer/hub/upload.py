@@ -1,5 +1,4 @@
-"""Upload of a model to the Hub with a model card by rank 0, while the other ranks wait. Only the files of `Trainer.save` and the
-card are uploaded: the other files of the run name paths and settings of this machine."""
+"""Upload to the Hub by rank 0: the files of `Trainer.save` and a card, as other files of a run name this machine's paths."""
 
 import shutil
 from collections.abc import Mapping
@@ -22,8 +21,7 @@ from zeromesh.trainer.models.adapters import is_adapted
 from zeromesh.trainer.models.build import while_posting
 from zeromesh.trainer.monitoring.tracking import describe_error
 
-FOLDER = "hub-upload"
-"""The folder in the run's directory that holds the files until they are uploaded."""
+FOLDER = "hub-upload"  # The folder in the run's directory that holds the files until they are uploaded.
 _TOKEN = "give a token that may write (HF_TOKEN, or `hf auth login`)"
 
 
@@ -73,8 +71,7 @@ def open_repository(trainer: Any, token: str | None, private: bool | None) -> st
 def push(
     trainer: Any, message: str | None, *, token: str | None, revision: str | None, card: Mapping[str, Any]
 ) -> CommitInfo | None:
-    """Upload the current model to `trainer.hub_model_id`; all ranks call it. Returns the commit on rank 0. Raises `StorageError` if
-    saving or uploading fails; saved files stay in `hub-upload`."""
+    """Upload the model; all ranks call it. Returns rank 0's commit. Raises `StorageError`; saved files stay in `hub-upload`."""
     directory, repository = trainer.run_directory / FOLDER, trainer.hub_model_id
     commits: list[CommitInfo] = []
     trainer.save(directory)

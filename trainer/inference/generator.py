@@ -387,8 +387,7 @@ class _Results:
 
 
 def find_source(source: str | PathLike[str]) -> str:
-    """Return the Hugging Face directory, or the name on the Hub, that `source` stands for; a run stands for its newest checkpoint.
-    Raises `ConfigError` for a directory that is none of these, and for a run without a checkpoint."""
+    """Return the directory, or name on the Hub, that `source` stands for, of a run its newest checkpoint. Raises `ConfigError`."""
     path = Path(source).expanduser()
     # Errors about a directory of adapters are raised where models are read.
     if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
@@ -403,13 +402,9 @@ def find_source(source: str | PathLike[str]) -> str:
 
 
 def layout_of(
-    source: str | PathLike[str],
-    config: ConfigSource,
-    sections: Mapping[str, Mapping[str, Any]],
-    overrides: Sequence[str] = (),
+    source: str | PathLike[str], config: ConfigSource, sections: Mapping[str, Any], overrides: Sequence[str] = ()
 ) -> TrainerConfig:
-    """Return the configuration of the model in `source` for generation, in the layout of `config`, which `sections` and then
-    `overrides` (`section.key=value`) override. Raises `ConfigError` with all problems at once."""
+    """Return the configuration to generate with `source`: `config` below `sections` and `overrides`. Raises `ConfigError`."""
     merged: dict[str, Any] = {}
     if config is not None:
         merged = load_config(config, consent=Consent.GIVEN).model_dump(mode="json", exclude_unset=True)

@@ -22,8 +22,7 @@ SUFFIX = ".part"
 
 class ResultJournal:
     """The results so far of one generation, which `content` identifies, of `count` prompts; `out` is the file of all results.
-    Raises `ConfigError` where there are results of another generation, where another command is writing, and for an impossible
-    path, and `StorageError` where files cannot be read or written."""
+    Raises `ConfigError` for an impossible path, another generation's results or another writer, `StorageError` for bad files."""
 
     def __init__(self, out: Path, content: str, count: int) -> None:
         # The final rename would replace anything at this path, even a device.

@@ -1,5 +1,4 @@
-"""`run.prompts`: sample completions during training. All ranks generate all prompts, one at a time, so that a completion depends
-neither on the other prompts nor on the layout. Sampling is seeded by the step and the prompt."""
+"""`run.prompts`: sample completions. All ranks generate one prompt at a time, seeded by step and prompt, in any layout alike."""
 
 import json
 from collections.abc import Callable

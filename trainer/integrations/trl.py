@@ -1,5 +1,4 @@
-"""`train.method`: TRL's trainers over the engine, from a configuration. Keys that are set and have no argument of TRL are refused;
-unset ones have TRL's defaults."""
+"""`train.method`: TRL's trainers over the engine. Set keys without an argument of TRL are refused; unset ones have its defaults."""
 
 from pathlib import Path
 from typing import Any
@@ -74,8 +73,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
 
 
 def train(config: TrainerConfig) -> None:
-    """Train by TRL's trainer, and write the model into the folder `model` of the run's directory. All ranks call it. Raises
-    `ConfigError` for unsupported settings, and where TRL is not installed."""
+    """Train by TRL into the run's folder `model`, on all ranks. Raises `ConfigError` for unsupported settings, or without it."""
     arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
     directory = Path(config.run.output_dir).expanduser() / config.run.name
     try:

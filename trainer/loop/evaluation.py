@@ -28,8 +28,7 @@ def evaluate(
     generation: BatchGeneration | None = None,
 ) -> Values | None:
     """Evaluate one dataset, or several by name (`eval_NAME_loss`); returns None on all ranks once `stop` returns True. `ignored`
-    are names of outputs that are not gathered, by default those of the model's configuration. Raises `ConfigError` when there is no
-    such set, and `DataError` when it cannot be used."""
+    are names of outputs not to gather, by default the model's. Raises `ConfigError` without a set, `DataError` for a bad one."""
     chosen = dataset if dataset is not None else run.data.eval
     if chosen is None:
         raise ConfigError("there is no evaluation data; give eval_dataset, or set data.eval or data.eval_fraction")
@@ -93,9 +92,8 @@ def run_dataset(
     *,
     predicts: bool = False,
 ) -> tuple[int, Values, EvalPrediction | None] | None:
-    """Run the model over a dataset; returns the targets, the values by name, and the gathered outputs if something reads them, or
-    None once `stop` returns True. A dataset that `predicts` may lack labels, and then has neither a loss nor metrics. Raises
-    `DataError` when the dataset cannot be used."""
+    """Run the model over a dataset; returns the targets, values by name, and the gathered outputs if something reads them, or None
+    once `stop` returns True. One that `predicts` may lack labels, and then has no loss or metrics. Raises `DataError`."""
     began, compute_metrics = time.perf_counter(), run.inputs.compute_metrics
     check_dataset(dataset, name="eval_dataset")
     require_same_data(run.mesh, {"eval_dataset": dataset}, {})

@@ -64,8 +64,7 @@ class Collector:
             self.nbytes += sum(map(len, gathered))
 
     def result(self) -> EvalPrediction:
-        """Return all samples: `predictions` as the model returned them, without the loss, and `label_ids`, each output as one
-        array. Raises `DataError` where microbatches gave different kinds of outputs."""
+        """Return `predictions`, as the model returned them without loss, and `label_ids`. Raises `DataError` if kinds differ."""
         whole: dict[str, Tree] = {}
         tokens = PADDING if self.generation is None else self.generation.padding
         try:

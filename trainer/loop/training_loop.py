@@ -335,8 +335,7 @@ class TrainingLoop:
         self.run.model.stepper.scalars.add(added)
 
     def _write(self, line: Line) -> None:
-        """Write the step's line, with the values that losses, callbacks and `trainer.log` have added since the last one, before
-        callbacks run, so that none can prevent it. All ranks call it."""
+        """Write the step's line, with values added since the last one, before callbacks, which could fail. All ranks call it."""
         run = self.run
         line |= run.model.stepper.scalars.take(run.mesh)
         if self._writer is not None:

@@ -9,8 +9,7 @@ from typing import Any
 
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 
-SHIPPED = Path(__file__).resolve().parent
-"""The directory of files of common hosts and of the table of cards."""
+SHIPPED = Path(__file__).resolve().parent  # The directory of files of common hosts and of the table of cards.
 
 
 @cache

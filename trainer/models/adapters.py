@@ -1,5 +1,4 @@
-"""Low-rank adapters of PEFT (Hu et al., "LoRA", 2021): their detection by attributes, so that PEFT is imported only to make
-adapters, and their addition to a model whose weights may still be in files."""
+"""PEFT's adapters (Hu et al., "LoRA", 2021): found by attributes, as PEFT is imported only to add them to a model in files."""
 
 import json
 import warnings

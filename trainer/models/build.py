@@ -1,5 +1,4 @@
-"""Building of Hugging Face models from a configuration, a directory or the Hub's cache, on meta where that is exact. Hub models
-are fetched once per host before a run begins, at one commit on all ranks."""
+"""Builds models of transformers, on meta where that is exact. The Hub's are fetched once per host, at one commit on all ranks."""
 
 import dataclasses
 import inspect
@@ -53,10 +52,9 @@ def pin_sources(
     reads_text: bool = False,
     trains: bool = True,
 ) -> TrainerConfig:
-    """Fetch the model and tokenizer that the configuration names on the Hub; all ranks call it and get the same result, in which
-    `model.revision` is the fetched commit and `data.tokenizer` is bytes or a directory, by default the model's tokenizer if the run
-    `reads_text`. A model that is given to the trainer (`model_given`) was loaded from `came_from`. Raises `ConfigError` for a name
-    that is neither a directory nor a reachable repository, with what was tried."""
+    """Fetch the model and tokenizer on the Hub; all ranks call it and get the same result, in which `model.revision` is the fetched
+    commit, and `data.tokenizer` bytes or a directory, by default the model's if the run `reads_text`. A given model (`model_given`)
+    was loaded from `came_from`. Raises `ConfigError` for what is neither a directory nor reachable."""
     model, data = config.model, config.data
     if model.source is not None and not model_given:
         commit = _fetch(model.source, model.revision, MODEL_FILES, mesh, where="model.source")
@@ -134,11 +132,7 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
         raise ConfigError(problem, where=where)
     try:
         found = huggingface_hub.snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=list(files),
-            ignore_patterns=["*/*"],
-            local_files_only=not download,
+            source, revision=revision, allow_patterns=[*files], ignore_patterns=["*/*"], local_files_only=not download
         )
     except Exception as error:
         at = f" at {revision}" if revision else ""
@@ -181,10 +175,9 @@ _MOST_LABELS = 1_000_000  # as a configuration holds a name for each
 
 def build_model(section: ModelSection, seed: int, tokenizer: Tokenizer | None = None) -> BuiltModel:
     """Build the model of a `model` section; weights that are in no file are drawn from `seed`, and the sizes of `tokenizer` apply
-    where section and source give none. Code of the source runs with `trust_remote_code` alone. The model's parameters are fp32 and
-    on the meta device, and `BuiltModel.source` has their values; where that would lose values it is built whole on CPU, and a note
-    says so. Raises `ConfigError` for a model type, a field or a value that is unknown, with the
-    nearest names, and for a missing source, with what was tried."""
+    where section and source give none. Code of the source runs with `trust_remote_code` alone. Parameters are fp32 and on meta, and
+    `BuiltModel.source` has their values; a model that would lose some is built whole on CPU, and a note says so. Raises
+    `ConfigError` for an unknown model type, field or value, with the nearest names, and a missing source."""
     made, automatic, directory = read_configuration(section, tokenizer)
     files, quantizer = (None, None) if directory is None else open_files(directory)
 

@@ -1,9 +1,8 @@
-"""Conversion of weights to the form of `save_pretrained` files on the Hub, a few tensors at a time: those of one conversion of
-transformers (`revert_weight_conversion`), or of one layer with adapters, which PEFT itself merges."""
+"""Weights as files on the Hub have them: a few tensors at a time, by transformers' own conversions, or merged by PEFT itself."""
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -12,17 +11,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    dot_natural_key,
-    rename_source_key,
-    revert_weight_conversion,
-)
 
-from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, library_errors, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
 from zeromesh.zero.full_state import persistent_buffers
@@ -37,9 +31,6 @@ class Group:
     outputs: Mapping[str, torch.Tensor]
 
 
-Named = Iterator[tuple[str, torch.Tensor]]
-
-
 class HubNames:
     """The form on the Hub of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
@@ -52,14 +43,14 @@ class HubNames:
         if model is not None and found is None:
             # The conversions that transformers itself reverts for a model that was not loaded from files.
             found = get_model_conversion_mapping(model, add_legacy=False)
-            found = [each for each in found if not isinstance(each, PrefixChange)]
+            found = [each for each in found if not isinstance(each, core_model_loading.PrefixChange)]
         if found:
             self._model = SimpleNamespace(config=model.config, _weight_conversions=found)
             reverse = [each.reverse_transform() for each in reversed(found)]
-            converters = [each for each in reverse if isinstance(each, WeightConverter)]
+            converters = [each for each in reverse if isinstance(each, core_model_loading.WeightConverter)]
         members: dict[tuple[str, bool], list[str]] = {}
-        for name in sorted(tensors, key=dot_natural_key):
-            target, pattern = rename_source_key(name, [], converters)
+        for name in sorted(tensors, key=core_model_loading.dot_natural_key):
+            target, pattern = core_model_loading.rename_source_key(name, [], converters)
             members.setdefault((target, pattern is not None), []).append(name)
         self.groups: list[Group] = []
         for (_, converted), names in members.items():
@@ -76,20 +67,16 @@ class HubNames:
         model_class, config, reason = read_class(directory)
         if model_class is None:
             return cls(None, tensors, f"{reason}: names stay as they are")
-        try:
-            with torch.device("meta"):
-                model = model_class(config)
-        except INITIALISER_ERRORS as error:
-            raise CheckpointError(
-                f"{model_class.__name__} cannot be built from config.json: {summary(error, lines=2)}"
-            ) from error
+        before = f"{model_class.__name__} cannot be built from config.json: "
+        with library_errors(before=before, kind=CheckpointError), torch.device("meta"):
+            model = model_class(config)
         return cls(model, tensors)
 
     def _revert(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self._model is None:
             return dict(tensors)
         try:
-            reverted: dict[str, torch.Tensor] = revert_weight_conversion(self._model, dict(tensors))
+            reverted: dict[str, torch.Tensor] = core_model_loading.revert_weight_conversion(self._model, dict(tensors))
         except (*INITIALISER_ERRORS, NotImplementedError) as error:
             raise CheckpointError(
                 f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}; the checkpoint itself can "
@@ -137,10 +124,8 @@ class HubForm:
             _weight_conversions=getattr(inside, "_weight_conversions", None),
         )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
-        self._layers: dict[str, nn.Module] = {}
-        """Layers with adapters, and modules that adapters train as a copy."""
-        self.layer_of: dict[str, str] = {}
-        """The layer with adapters that holds a tensor, by the tensor's name."""
+        self._layers: dict[str, nn.Module] = {}  # Layers with adapters, and modules that adapters train as a copy.
+        self.layer_of: dict[str, str] = {}  # The layer with adapters that holds a tensor, by the tensor's name.
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
         firsts = canonical_names(model).items()

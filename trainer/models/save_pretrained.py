@@ -22,8 +22,7 @@ from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, ad
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.full_state import FullState, persistent_buffers
 
-BASE_MODEL = "base_model"
-"""The folder in a checkpoint with adapters that holds the base model's configuration."""
+BASE_MODEL = "base_model"  # The folder in a checkpoint with adapters that holds the base model's configuration.
 _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files of an earlier adapter in the directory, which `from_pretrained` would load on top of a saved model."""
 
@@ -31,9 +30,8 @@ _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 def save_model(
     model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
 ) -> str:
-    """Write `path` so that `from_pretrained(path)` loads the model, or the adapter alone of an adapted model. All ranks call it,
-    rank 0 writes. `state` is that of a partitioned model, None for a whole one. A failure keeps the old files; other files of an
-    existing directory stay. Returns the reason of a failure on all ranks, or an empty string."""
+    """Write `path` so that `from_pretrained(path)` loads the model, or an adapted one's adapter. All ranks call it, rank 0 writes;
+    `state` is None for a whole model. A failure keeps the old files, other files stay. Returns its reason on all ranks, else ""."""
     path = Path(os.path.abspath(path))
     adapter = gathered_adapter(model, state, mesh) if is_adapted(model) else None
     specs: list[TensorSpec] = []
@@ -134,8 +132,7 @@ def save_configuration(
     adapter: dict[str, Tensor] | None = None,
 ) -> None:
     """Write the files that `from_pretrained` reads beside the weights; the configuration has their dtype and the model's class.
-    With `adapter`, its tensors are written for PEFT, and the configuration of the base model into a separate folder, since
-    transformers would not find the weights' names."""
+    `adapter` is written for PEFT, and the base's configuration into its own folder, as transformers would miss its weights."""
     inside = pretrained_of(model) if adapter is not None else model
     config: Any = copy.deepcopy(getattr(inside, "config", None))
     if hasattr(config, "save_pretrained"):

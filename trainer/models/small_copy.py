@@ -1,5 +1,4 @@
-"""Small CPU copies of transformers models, of the same class with fewer and smaller layers, on which trials compare two runs in
-float64. The model itself is not run, and may be on meta."""
+"""Small float64 copies on CPU of transformers models, which may be on meta: fewer and smaller layers, to compare two runs."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

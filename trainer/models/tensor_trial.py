@@ -1,5 +1,4 @@
-"""The trial, on a small copy in float64, whether a model that is divided over tensor ranks, threads of this process, computes
-the same outputs of modules with whole features and the same gradients."""
+"""The trial, on a small copy in float64, whether a model divided over ranks, threads here, computes equal outputs and gradients."""
 
 import copy
 import inspect
@@ -159,8 +158,7 @@ class _PassResult:
 
 
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
-    """Load every meta parameter on CPU from `whole`, the whole tensors by FQN; divided ones get this rank's part. Raises
-    `LayoutError` for a tensor that is missing or has another shape."""
+    """Load all meta parameters from whole tensors by FQN, or parts of them. Raises `LayoutError` for a missing or unlike one."""
     for name, parameter in list(model.named_parameters()):
         value, part = whole.get(name), parts.get(name)
         shape = tuple(parameter.shape) if part is None else part.region.shape
@@ -181,8 +179,7 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 def _difference_when_divided(
     whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
 ) -> str:
-    """Describe the first module whose outputs or gradients differ in copies of `whole` divided by `plan`; empty if there is none.
-    Without `inside`, outputs of inner modules are not compared."""
+    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies divided by `plan`; empty: none."""
     barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.

@@ -91,15 +91,11 @@ class ForwardInputs:
     """The fields that the forward of `model`, a class' name, takes from a batch."""
 
     model: str
-    fields: frozenset[str] | None
-    """Fields that forward accepts; None accepts any."""
-    named: frozenset[str]
-    """Names of the parameters of forward."""
+    fields: frozenset[str] | None  # Fields that forward accepts; None accepts any.
+    named: frozenset[str]  # Names of the parameters of forward.
     required: tuple[str, ...]
-    vocab_size: int | None
-    """Rows of the input embedding, an upper bound of token ids; None if unknown."""
-    positions: int | None
-    """The most tokens of a sequence (`max_position_embeddings`); None if unlimited or unknown."""
+    vocab_size: int | None  # Rows of the input embedding, an upper bound of token ids; None if unknown.
+    positions: int | None  # The most tokens of a sequence (`max_position_embeddings`); None if unlimited or unknown.
 
     @classmethod
     def of(cls, model: nn.Module, *, users_loss: bool) -> "ForwardInputs":

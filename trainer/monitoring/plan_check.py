@@ -1,5 +1,4 @@
-"""The comparison of a run with its plan at the end: predicted and measured seconds by phase, and bytes by purpose. Nothing here
-loads torch, as reports read such records."""
+"""The comparison of a run with its plan at its end, by phase and by purpose of bytes. Reports read it without torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,8 +27,7 @@ class PlanCheck:
     result: dict[str, Any] = field(default_factory=dict)
 
     def record(self, memory: Mapping[str, Mapping[str, int]], peak: int) -> dict[str, Any]:
-        """Return the comparison for a line of metrics, `[predicted, measured]` of each term. `memory` are measured bytes by tier
-        and purpose, as in the line of a step, and `peak` those of the process."""
+        """Return `[predicted, measured]` of each term, for a line of metrics, by measured bytes by tier and purpose and `peak`."""
         steps = self.steps[1:] or self.steps or [(0.0, {})]
         names = dict.fromkeys([*self.phases, *(name for _, phases in steps for name in phases)])
         phases = {

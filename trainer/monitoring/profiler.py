@@ -1,5 +1,4 @@
-"""Profiles of this rank in the run's directory: traces of a few steps by torch's profiler, for Chrome's tracing page and
-ui.perfetto.dev, and a memory timeline of one step."""
+"""Profiles of this rank: traces of a few steps for Chrome's tracing page and ui.perfetto.dev, and the memory over one step."""
 
 import gzip
 import json

@@ -45,8 +45,7 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory against other runs inside the block, until the process ends, and remove temporary files of killed
-        processes. Raises `StorageError` when another run has it."""
+        """Lock the directory in the block, and remove killed processes' files. Raises `StorageError` when another run has it."""
         if not self._writes:
             yield
             return

@@ -1,5 +1,4 @@
-"""`metrics.jsonl` and similar files, one line of strict JSON per logged step, on disk at the end of the step; and startup times,
-from the command to the end of its first step."""
+"""Files of strict JSON lines, each on disk at the end of its step, such as `metrics.jsonl`; and the seconds of startup."""
 
 import errno
 import io
@@ -73,8 +72,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return the complete lines of a metrics file. Raises `StorageError` for a file that cannot be read or holds a line that is no
-    JSON object; with `broken` such lines are left out, and their errors go there."""
+    """Return a metrics file's whole lines. Raises `StorageError` for an unreadable one, and for bad lines but with `broken`."""
     with refusals(path, "read"):
         content = read_whole(path)
     found = []

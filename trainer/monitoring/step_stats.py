@@ -134,17 +134,11 @@ def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]
 
 def traffic_table(figures: Figures, *, steps: int = 1) -> list[str]:
     """Return a table of `figures`, which are sums over `steps` steps: calls, MiB and milliseconds per step."""
-    rows = [
-        (
-            axis,
-            name,
-            f"{row['calls'] / steps:,.1f}",
-            f"{row['bytes'] / steps / 2**20:,.2f}",
-            f"{row['seconds'] / steps * 1e3:,.2f}",
-        )
-        for axis, collectives in figures.items()
-        for name, row in collectives.items()
-    ]
+    rows = []
+    for axis, collectives in figures.items():
+        for name, row in collectives.items():
+            calls, nbytes, seconds = (row[key] / steps for key in ("calls", "bytes", "seconds"))
+            rows.append((axis, name, f"{calls:,.1f}", f"{nbytes / 2**20:,.2f}", f"{1e3 * seconds:,.2f}"))
     numbers = ("calls", "MiB", "ms")
     return table_lines(("axis", "collective", *numbers), rows, numbers)
 

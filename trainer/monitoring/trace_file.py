@@ -182,8 +182,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
 def _arrows(
     axes: Mapping[int, Mapping[str, Sequence[int]]], sliced: Mapping[int, Sequence[Slice]]
 ) -> Iterator[tuple[int, int, int, int, Slice]]:
-    """Yield the source rank, time and row of each arrow, and its target rank and slice, by the begin times of collectives of
-    `_TOGETHER` and by recorded waits that name a rank."""
+    """Yield an arrow's source rank, time and row, target rank and slice: by begins in `_TOGETHER`, and waits that name a rank."""
     found: dict[tuple[Any, ...], dict[int, Slice]] = defaultdict(dict)
     for rank, slices in sliced.items():
         counts: dict[tuple[Any, ...], int] = defaultdict(int)

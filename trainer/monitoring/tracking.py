@@ -34,6 +34,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, METRICS, leaves, read_metrics, step_of, unstrict
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker, kind_of
 
+Note = Callable[[str], None]
 HAS_ALL = "metrics.jsonl has every step"
 NAME = "tracking.json"
 _CAPACITY = 10_000  # rows that wait for a tracker, beyond which further ones are counted and dropped
@@ -86,8 +87,7 @@ def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
 
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
-    """Return the rows up to step `through` that are in a run's files but that a killed process did not send to a tracker; none if
-    the tracker's last row is unknown. Raises `StorageError` where a file cannot be read."""
+    """Return the rows up to step `through` that a killed process did not send; none if `sent` is unknown. Raises `StorageError`."""
     rows = []
     for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
         if sent != UNKNOWN and (directory / name).exists():
@@ -134,11 +134,10 @@ def describe_error(error: BaseException, redaction: Redaction) -> str:
 
 @dataclass
 class Tracking:
-    """The trackers of one run, which end with this context manager; without trackers, as on ranks above 0, it does nothing.
-    `note` shows a line, from the training thread alone. `leave` is called when all trackers have ended."""
+    """A run's trackers, which end with the context; without any it does nothing. `note` shows lines; `leave` is called last."""
 
     trackers: InitVar[Sequence[Tracker]] = ()
-    note: Callable[[str], None] = lambda text: None
+    note: Note = lambda text: None
     _: KW_ONLY
     ident: str = ""  # The identifier of the run for trackers; empty without trackers.
     redaction: InitVar[Redaction | None] = None
@@ -150,14 +149,7 @@ class Tracking:
 
     @classmethod
     def open(
-        cls,
-        config: TrainerConfig,
-        mesh: Mesh,
-        directory: Path,
-        *,
-        step: int,
-        known: Mapping[str, str],
-        note: Callable[[str], None],
+        cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note
     ) -> Tracking:
         """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
@@ -247,7 +239,7 @@ def _join_senders(senders: Sequence[Sender], seconds: float) -> list[Sender]:
     return [sender for sender in senders if sender.is_alive()]
 
 
-def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Callable[[str], None]) -> str:
+def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note: Note) -> str:
     """Return the id from the run's directory or the resumed checkpoint, or else a new one; it is stored in `path`."""
     found = ""
     if step:
@@ -265,8 +257,7 @@ def _tracking_id(path: Path, run: str, step: int, known: Mapping[str, Any], note
 
 
 def _join_accelerate(device: torch.device) -> Callable[[], None]:
-    """Initialize accelerate's state, which its trackers ask for the main process, with the existing process group; returns a
-    function that resets the state, unless it existed before."""
+    """Initialize accelerate's state, which its trackers read, with the process group; returns a function that resets a new one."""
     from accelerate import PartialState
 
     if PartialState._shared_state:

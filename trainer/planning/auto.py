@@ -26,8 +26,7 @@ _CARDS = 8  # of a host, where the number is not known
 
 
 def machine_here(name: str | None, devices: int = 1) -> Machine:
-    """Return the machine with a name, a size or a file; by default one with this host's accelerators, or the one measured here.
-    `devices` is the number of cards per host where it is unknown. Raises `ConfigError` for an unknown machine."""
+    """Return a machine by name, size or file, or this host's; `devices` are its cards where unknown. Raises `ConfigError`."""
     if name is None and accelerator.current_accelerator() is not None:
         name = find_name(accelerator.device_name(accelerator.initialize()[0]))
     return find_machine(name, devices=devices)
@@ -115,8 +114,7 @@ def _auto_keys(config: TrainerConfig) -> frozenset[str]:
 
 
 def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, device: str = "cpu") -> Subject:
-    """Return the subject of a plan for a configuration, or for a trainer with its own model and data. Raises `ConfigError` or
-    `DataError` for a missing model, tokenizer or data, and for a task without text data."""
+    """Return the subject of a plan, with a trainer's `inputs`. Raises `ConfigError` or `DataError` for what is missing."""
     inputs = inputs or UserInputs()
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
     tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)

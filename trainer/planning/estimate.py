@@ -36,16 +36,12 @@ class Estimate:
     """A layout with its estimated memory and time. Bytes are of the rank with the most."""
 
     layout: Layout
-    device: Mapping[str, int]
-    """Bytes by purpose in the memory of the compute device."""
-    host: Mapping[str, int]
-    """Bytes by purpose in the host's memory beside an accelerator, per rank."""
-    disk: int
-    """Bytes of swap files, per rank."""
+    device: Mapping[str, int]  # Bytes by purpose in the memory of the compute device.
+    host: Mapping[str, int]  # Bytes by purpose in the host's memory beside an accelerator, per rank.
+    disk: int  # Bytes of swap files, per rank.
     phases: Mapping[StepPhase, float] = field(default_factory=dict)
     """Seconds of a step by phase. Idle time of pipeline stages counts as communication."""
-    bubble: float = 0.0
-    """The pipeline bubble as a fraction of the step."""
+    bubble: float = 0.0  # The pipeline bubble as a fraction of the step.
 
     @property
     def device_bytes(self) -> int:
@@ -86,16 +82,12 @@ class Chunk:
     kept: int
     forward_peak: int
     backward_peak: int
-    deferred: int
-    """Bytes that are kept until the gradients of weights are computed, where a schedule defers that."""
-    received: int
-    """Bytes of the hidden states received from the previous stage; 0 in the first chunk."""
+    deferred: int  # Bytes that are kept until the gradients of weights are computed, where a schedule defers that.
+    received: int  # Bytes of the hidden states received from the previous stage; 0 in the first chunk.
     forward: float
     backward: float
-    weights: float
-    """Seconds of the part of backward for gradients of weights."""
-    exchanges: float
-    """Seconds of exchanges between tensor ranks, which `forward` and `backward` include."""
+    weights: float  # Seconds of the part of backward for gradients of weights.
+    exchanges: float  # Seconds of exchanges between tensor ranks, which `forward` and `backward` include.
 
 
 class Estimator:
@@ -106,12 +98,10 @@ class Estimator:
         self._memory: dict[object, MemoryModel] = {}
         self._seconds: dict[object, tuple[float, ...]] = {}
         self._stages: dict[object, Sequence[Chunk]] = {}
-        self.peaks: dict[object, int] = {}
-        """Peak bytes of activations by chunks and schedule."""
+        self.peaks: dict[object, int] = {}  # Peak bytes of activations by chunks and schedule.
 
     def estimate(self, layout: Layout, *, exact: bool = True) -> Estimate:
-        """Estimate a layout. Without `exact` a pipeline's time is a lower bound without simulation. Raises `ConfigError` or
-        `LayoutError` for a layout that the model does not allow, or a machine without the required figures."""
+        """Estimate a layout; without `exact` a pipeline's time is a lower bound. Raises `ConfigError` or `LayoutError`."""
         return _LayoutCosts(self, layout).estimate(exact=exact)
 
     def options(self, layout: Layout) -> ZeroOptions:
@@ -367,15 +357,13 @@ class _LayoutCosts:
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
-        if shard > 1:
-            total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
-            if memory.gathered:
-                total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
-            elif not whole and self._transport != "shared":
-                total += moved(Collective.ALL_GATHER, memory.parameters)
-        if layout.replicate > 1:
-            spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
-            total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
+        total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
+        if memory.gathered:
+            total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
+        elif not whole and self._transport != "shared":
+            total += moved(Collective.ALL_GATHER, memory.parameters)
+        spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
+        total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.
@@ -421,8 +409,6 @@ class _LayoutCosts:
         away = choice.fraction * own if choice.leaves_device(self._device) else 0.0
         here = machine.update_seconds(own - away, moments=moments, ranks_on_host=ranks)
         norm = machine.moved_seconds(own * width, ranks_on_host=ranks)
-        if not away:
-            return here + norm, 0.0
         states = away * width * (1 + moments)
         on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=ranks)
         if machine.is_cpu:

@@ -139,8 +139,7 @@ class Machine(Section):
         return max(product.flops / rate, product.nbytes / self.device.memory_bandwidth)
 
     def moved_seconds(self, nbytes: float, *, ranks_on_host: int = 1) -> float:
-        """Return the seconds in which operators other than products read and write `nbytes`, without their launches, while
-        `ranks_on_host` ranks do so, which on CPUs share the host's bandwidth."""
+        """Return the seconds in which operators, products aside, move `nbytes`, on CPUs as `ranks_on_host` share the bandwidth."""
         rate = self.device.memory_bandwidth
         return nbytes / (min(rate, self.host.memory_bandwidth / ranks_on_host) if self.is_cpu else rate)
 
@@ -213,8 +212,7 @@ class Machine(Section):
         return self.device.copies.latency_seconds + nbytes / rate
 
     def disk_seconds(self, read: float, written: float, *, ranks_on_host: int = 1) -> float:
-        """Return the seconds in which each of `ranks_on_host` ranks reads and writes so many bytes of their shared disk. Raises
-        `ConfigError` where the machine file has none."""
+        """Return the seconds in which `ranks_on_host` ranks each read and write so much. Raises `ConfigError` without a disk."""
         if not read and not written:
             return 0.0
         if self.disk is None:

@@ -44,12 +44,10 @@ _ROUNDS, _COUNT = 15, 4
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
     dtypes: tuple[str, ...]
-    products: tuple[tuple[int, int, int], ...]
-    """The shapes `(rows, inner, columns)` of matrix products."""
+    products: tuple[tuple[int, int, int], ...]  # The shapes `(rows, inner, columns)` of matrix products.
     elements: int
     """The number of elements of an update, and of a copy between device and host; other operators have a quarter."""
-    exchanged: tuple[int, int]
-    """Bytes of a small and of a large exchange."""
+    exchanged: tuple[int, int]  # Bytes of a small and of a large exchange.
     disk: bool = True
     model: dict[str, int] = field(default_factory=lambda: {"hidden": 512, "layers": 4, "length": 256})
     """The sizes of a Llama that is trained briefly to measure the memory of libraries."""

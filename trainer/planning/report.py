@@ -13,8 +13,7 @@ from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.html_report.charts import Chart
 
-SHOWN = 12
-"""The number of rows shown."""
+SHOWN = 12  # The number of rows shown.
 _REFUSALS = 6  # layouts that do not fit, shown with the reason
 
 
@@ -106,8 +105,7 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
-    """Return a page of HTML: a table of the first rows, their memory by purpose, and the seconds of their steps by phase. Raises
-    `ConfigError` without plotly."""
+    """Return a page of HTML: the first rows, with bytes by purpose and seconds by phase. Raises `ConfigError` without plotly."""
     from zeromesh.trainer.tools.html_report.page import Part, Table, document  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)

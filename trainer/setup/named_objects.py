@@ -1,5 +1,4 @@
-"""Python code that a configuration names (`python: package.module:function`), which is imported and called. Consent to run it
-was given when the configuration was read (`Consent`)."""
+"""Imports and calls Python code that a configuration names (`python: package.module:function`), for which `Consent` was given."""
 
 import functools
 import inspect
@@ -62,9 +61,8 @@ def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -
 
 
 def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs, list[Any]]:
-    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks. Datasets without
-    a collator get a padding one if the tokenizer can pad, as in transformers. Raises `ConfigError` for names that do not exist,
-    arguments that do not fit, and objects of other kinds."""
+    """Return the inputs with the objects that the configuration names where the user gave none, and its callbacks. Without a
+    collator, datasets get a padding one if the tokenizer can pad, as in transformers. Raises `ConfigError` for unusable names."""
     data, folders, found = config.data, config.folders, dict[str, Any]()
     if inputs.model is None and config.model.named is not None:
         key, model = "model.python", find_object(config.model.named.python, "model.python", folders)

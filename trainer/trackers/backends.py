@@ -71,9 +71,8 @@ class TrackedRun:
 
 
 class Tracker:
-    """One of accelerate's trackers in a run, by the methods that all of them have; `TRACKERS` has the constructors' arguments. Few
-    trackers can be asked for their last row, so it is stored in a file of the run's directory. Any call may raise any error of the
-    tracker's library."""
+    """One of accelerate's trackers in a run, by the methods that all have; `TRACKERS` has the constructors' arguments. Few can tell
+    their last row, so a file of the run's directory has it. Any call may raise any error of the tracker's library."""
 
     def __init__(self, name: str, run: TrackedRun) -> None:
         self.name, self.run = name, run

@@ -18,21 +18,15 @@ _SHOWN = 12
 class Difference:
     """A value that the user's layout computes differently from the plain process."""
 
-    kind: str
-    """One of `KINDS`."""
-    step: int
-    """The step, counted from 1; 0: before the first."""
-    name: str
-    """The name of the module or the parameter; empty for a value of the whole step."""
+    kind: str  # One of `KINDS`.
+    step: int  # The step, counted from 1; 0: before the first.
+    name: str  # The name of the module or the parameter; empty for a value of the whole step.
     size: float
     """The relative difference; infinite for another shape or a value that is not finite; 0 without a number."""
-    place: int = 0
-    """The position in the order of the step: modules by forward, parameters by backward."""
-    microbatch: int = -1
-    """The index of the microbatch in the global batch, from 0; -1 for the whole step."""
+    place: int = 0  # The position in the order of the step: modules by forward, parameters by backward.
+    microbatch: int = -1  # The index of the microbatch in the global batch, from 0; -1 for the whole step.
     ranks: tuple[int, ...] = ()
-    run: str = "exact"
-    """The name of the run that found the difference."""
+    run: str = "exact"  # The name of the run that found the difference.
     detail: str = ""
 
     def sentence(self) -> str:
@@ -56,13 +50,10 @@ class PassRecord:
     plain_losses: Sequence[float]
     norms: Sequence[float]
     plain_norms: Sequence[float]
-    bound: float
-    """The largest relative difference that is accepted."""
-    gradients: Mapping[str, float] = field(default_factory=dict)
-    """The largest difference of any step, by parameter."""
+    bound: float  # The largest relative difference that is accepted.
+    gradients: Mapping[str, float] = field(default_factory=dict)  # The largest difference of any step, by parameter.
     parameters: Mapping[str, float] = field(default_factory=dict)
-    outputs: int = 0
-    """The number of compared outputs of modules."""
+    outputs: int = 0  # The number of compared outputs of modules.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +61,12 @@ class Certificate:
     """The result of `Trainer.verify`, the same on all ranks."""
 
     passed: bool
-    differences: tuple[Difference, ...]
-    """The differences, nearest to the cause first."""
+    differences: tuple[Difference, ...]  # The differences, nearest to the cause first.
     layout: Mapping[str, Any]
     versions: Mapping[str, str]
-    digests: Mapping[str, str]
-    """The xxh3 digests of the configuration, the data and the initial weights."""
+    digests: Mapping[str, str]  # The xxh3 digests of the configuration, the data and the initial weights.
     passes: Mapping[str, PassRecord]
-    checks: Mapping[str, str]
-    """The results of the requested checks, by name."""
+    checks: Mapping[str, str]  # The results of the requested checks, by name.
     notes: tuple[str, ...]
     seconds: float
 

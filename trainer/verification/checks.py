@@ -22,8 +22,7 @@ from zeromesh.trainer.verification.reference import batches_of, loss_sum, tensor
 from zeromesh.trainer.verification.shrink import exact, shrink
 from zeromesh.zero.hooks import watch_outputs
 
-CheckResult = tuple[list[Difference], str]
-"""The differences that a check has found, and a sentence about it."""
+CheckResult = tuple[list[Difference], str]  # The differences that a check has found, and a sentence about it.
 _LEAST_ELEMENTS = 32
 """The least number of elements of a mask that is compared, since smaller masks may be equal by chance."""
 

@@ -29,10 +29,8 @@ from zeromesh.zero.hooks import watch_outputs
 
 _ROUNDING = 4.0
 """The allowed error of the user's layout, as a multiple of the error of a plain process in the same precision."""
-_EPSILONS = 8.0
-"""The tolerance in units of the compute dtype's epsilon."""
-EXACT = 1e-9
-"""The relative tolerance in float64, where another order of summation changes values by about 1e-14."""
+_EPSILONS = 8.0  # The tolerance in units of the compute dtype's epsilon.
+EXACT = 1e-9  # The relative tolerance in float64, where another order of summation changes values by about 1e-14.
 
 
 class Recorder(Callback):
@@ -47,8 +45,7 @@ class Recorder(Callback):
         self.average: dict[str, Tensor] = {}
         self.began = False
         """True once training has begun; an earlier error is a refusal of the configuration, and no finding."""
-        self.cleanup = ExitStack()
-        """Removes the patches of this process and the hooks of the model."""
+        self.cleanup = ExitStack()  # Removes the patches of this process and the hooks of the model.
 
     def on_train_begin(self, trainer: Any) -> None:
         self.began = True
@@ -76,8 +73,7 @@ class Observer(Recorder):
         super().__init__()
         self.plain = plain
         self.differences: list[Difference] = []
-        self.sizes: dict[str, dict[str, float]] = {}
-        """The largest difference of any step, by kind and name."""
+        self.sizes: dict[str, dict[str, float]] = {}  # The largest difference of any step, by kind and name.
         self.compared = 0
         self.step = 1
         self._outputs: dict[str, list[list[Tensor]]] = {}
@@ -184,8 +180,7 @@ class Observer(Recorder):
 
 @dataclass(kw_only=True)
 class Verification:
-    make: Callable[..., Any]
-    """Creates a trainer from the arguments of `zeromesh.Trainer`."""
+    make: Callable[..., Any]  # Creates a trainer from the arguments of `zeromesh.Trainer`.
     mesh: Mesh
     config: TrainerConfig
     inputs: UserInputs
@@ -193,12 +188,9 @@ class Verification:
     differences: list[Difference] = field(default_factory=list)
     passes: dict[str, PassRecord] = field(default_factory=dict)
     checks: dict[str, str] = field(default_factory=dict)
-    plain: PlainRun = field(init=False)
-    """The plain process's run in float64."""
-    recorder: Recorder = field(init=False)
-    """The records of the run in the user's precision."""
-    failed: Exception | None = None
-    """The exception that ended a run in the user's layout."""
+    plain: PlainRun = field(init=False)  # The plain process's run in float64.
+    recorder: Recorder = field(init=False)  # The records of the run in the user's precision.
+    failed: Exception | None = None  # The exception that ended a run in the user's layout.
 
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the subject's model, by default the small run's, by `config`, without output."""

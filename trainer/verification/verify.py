@@ -37,8 +37,7 @@ def verify(
     checks: Collection[str] = (),
     out: Path | None = None,
 ) -> Certificate:
-    """Train a small run of the user's model in the user's layout beside a plain process, as `Trainer.verify` does. `out` is the
-    certificate's path, to which rank 0 writes; None: no file."""
+    """Train a small run in the user's layout beside a plain process, as `Trainer.verify`. Rank 0 writes to `out`, if given."""
     if unknown := [name for name in checks if name not in CHECKS]:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     began = time.perf_counter()

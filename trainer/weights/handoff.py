@@ -32,6 +32,7 @@ from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 
+Named = Iterator[tuple[str, torch.Tensor]]
 Part = tuple[int, int, int]  # `(dim, index, parts)`, a part of a tensor as `torch.tensor_split` cuts along `dim`
 _FORMAT = "zeromesh-weights-2"
 _HEADER_BYTES = 1 << 20
@@ -52,8 +53,7 @@ def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
 
 
 class _WeightConnection(AbstractContextManager["_WeightConnection"]):
-    """One end of a connection to `peer` over a connected socket, whose system calls time out after `timeout_seconds`. `beat` is
-    called after each piece of a tensor that was sent."""
+    """One end of a connection to `peer`, whose system calls time out; `beat` is called after each sent piece of a tensor."""
 
     def __init__(
         self, connection: socket.socket, peer: str, timeout_seconds: float, beat: Callable[[], object] = lambda: None
@@ -117,15 +117,9 @@ class _WeightConnection(AbstractContextManager["_WeightConnection"]):
 
 
 def send_weights(
-    weights: Iterator[tuple[str, torch.Tensor]],
-    mesh: Mesh,
-    addresses: Sequence[str],
-    *,
-    token: str | None = None,
-    timeout_seconds: float = 30.0,
+    weights: Named, mesh: Mesh, addresses: Sequence[str], *, token: str | None = None, timeout_seconds: float = 30.0
 ) -> int:
-    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns the number of tensors. Raises `TransferError` on all
-    ranks, if an address is invalid, or a receiver is absent, refuses, times out or disconnects."""
+    """Send `weights` from rank 0 to all receivers; all ranks call it. Returns their number. Raises `TransferError` on all ranks."""
     receivers: list[tuple[_WeightConnection, dict[str, Part]]] = []
     sent = 0
     with ExitStack() as stack:

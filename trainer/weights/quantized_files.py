@@ -32,8 +32,7 @@ class _Encoded(NamedTuple):
     codec: Codec
     mean: torch.Tensor
     """The number that was subtracted from the scales before they were quantized, float32 `[1]`; 0 if they are not."""
-    digest: str | None
-    """xxh3 of codes, scales and tables, where this project wrote them."""
+    digest: str | None  # xxh3 of codes, scales and tables, where this project wrote them.
 
 
 class QuantizedTensors(ABC):

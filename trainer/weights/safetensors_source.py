@@ -207,16 +207,10 @@ _COMPARED_ELEMENTS = 16384
 
 
 class SafetensorsSource(ParameterSource):
-    """The parameters and buffers of `model` from the safetensors files of a model directory.
-
-    Args:
-        files: the directory's files, which are closed with the source.
-        model: a Hugging Face model of the same architecture, which may be on the meta device.
-        fallback: the source of parameters that no file has (a new classification head).
-        quantizer: transformers' quantizer of the directory, which decodes; None if nothing needs it.
-
-    `notes` are lines for the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another
-    shape; `LostValuesError` for values that neither the files nor `fallback` have."""
+    """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
+    `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
+    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
+    `LostValuesError` for values that neither the files nor `fallback` have."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files

@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 class Answer:
-    """Submits a request and streams its text in pieces; one event loop creates and uses it. `most` is the default of
-    `max_new_tokens`; `parser` separates tool calls and reasoning from text (None: all is text). Raises the errors of
-    `Generator.check_request` and `Inbox.submit`."""
+    """Submits a request and streams its text in pieces, within one event loop. `most` is the default of `max_new_tokens`; `parser`
+    separates tool calls and reasoning from text, if given. Raises as `Generator.check_request` and `Inbox.submit`."""
 
     def __init__(
         self,
@@ -110,8 +109,7 @@ def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
 
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
-    """Return the response parser of transformers' serving code for this kind of model; None where it knows none. Raises
-    `ConfigError` where that code has another interface than this module expects."""
+    """Return transformers' response parser for this model, None without one. Raises `ConfigError` for an unknown interface."""
     try:
         from transformers.cli.serving.utils import build_response_parser
     except ImportError as error:

@@ -106,8 +106,7 @@ class HttpServer:
         self._thread: threading.Thread | None = None
 
     def start(self, served: Generator, models: Mapping[str, str | None]) -> str:
-        """Start to listen, and return the address. `models` has the adapter of each model's name, of which the first is for clients
-        that give none. Raises `ConfigError` where another process listens there."""
+        """Listen; returns the address. `models` has adapters by name, the default first. Raises `ConfigError` if it is taken."""
         options, self._served, self._models = self._options, served, models
         with _address_errors(options, self._socket):
             self._socket.listen(_BACKLOG)

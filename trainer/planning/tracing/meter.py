@@ -1,7 +1,7 @@
 """Measures live memory and work of a run without values, by segment: the blocks, and the parts before and after them."""
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +24,12 @@ class Segment:
     """A block, or the part before or after all blocks. Bytes are counted above those that earlier segments keep."""
 
     name: str
-    kept: int
-    """Bytes that are kept from forward to backward, output included."""
+    kept: int  # Bytes that are kept from forward to backward, output included.
     forward_peak: int
-    backward_peak: int
-    """The peak bytes in backward, gradients included."""
-    output: int
-    """Bytes of the output hidden state; its gradient has as many."""
+    backward_peak: int  # The peak bytes in backward, gradients included.
+    output: int  # Bytes of the output hidden state; its gradient has as many.
     forward: Work
-    backward: Work
-    """The work of backward, recomputation included."""
+    backward: Work  # The work of backward, recomputation included.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -98,25 +94,21 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def work(self) -> Work:
         return self._spans[-1].work
 
-    def segments(self) -> list[Segment]:
-        """Return the segments in the order of forward."""
-        found = []
+    def segments(self) -> Iterator[Segment]:
+        """Yield the segments in the order of forward."""
         for name in (BEFORE, *self._order, AFTER):
             spans = [each for each in self._spans if each.name == name]
             own, back = ([each for each in spans if each.backward is way] for way in (False, True))
             begin = own[0].begin
-            found.append(
-                Segment(
-                    name=name,
-                    kept=own[-1].end - begin,
-                    forward_peak=max(each.peak for each in own) - begin,
-                    backward_peak=max((each.peak for each in back), default=begin) - begin,
-                    output=own[-1].output,
-                    forward=sum((each.work for each in own), Work()),
-                    backward=sum((each.work for each in back), Work()),
-                )
+            yield Segment(
+                name=name,
+                kept=own[-1].end - begin,
+                forward_peak=max(each.peak for each in own) - begin,
+                backward_peak=max((each.peak for each in back), default=begin) - begin,
+                output=own[-1].output,
+                forward=sum((each.work for each in own), Work()),
+                backward=sum((each.work for each in back), Work()),
             )
-        return found
 
     def register_state(self, tensor: Tensor) -> None:
         """Exclude the storage of an existing tensor, such as a parameter, from the bytes of activations."""

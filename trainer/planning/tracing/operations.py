@@ -25,12 +25,9 @@ from zeromesh.overrides import override, replaced
 class Product(NamedTuple):
     """One matrix product, or a kernel of several products, such as attention."""
 
-    dtype: str
-    """The name of the dtype as in a configuration, such as `bfloat16`."""
-    flops: float
-    """The number of floating-point operations, two per multiply-add."""
-    nbytes: int
-    """Bytes read and written."""
+    dtype: str  # The name of the dtype as in a configuration, such as `bfloat16`.
+    flops: float  # The number of floating-point operations, two per multiply-add.
+    nbytes: int  # Bytes read and written.
     activation_bytes: int = 0
     """Bytes of input and output of a product with a weight, kept until the weight's gradient is computed; else 0."""
 
@@ -49,10 +46,8 @@ class Work:
     """The work of one pass through a part of a model, with its products and exchanges in the order of execution."""
 
     products: list[Product] = field(default_factory=list)
-    moved: int = 0
-    """Bytes that all other operators read and write."""
-    operations: int = 0
-    """The number of launched operators, products included."""
+    moved: int = 0  # Bytes that all other operators read and write.
+    operations: int = 0  # The number of launched operators, products included.
     exchanges: list[TensorExchange] = field(default_factory=list)
 
     def __add__(self, other: Work) -> Work:

@@ -57,8 +57,7 @@ class Tracer:
     def __init__(
         self, model: nn.Module, loss: Loss, compute: torch.dtype, *, device: str, rules: Mapping[str, str] | None = None
     ) -> None:
-        """`loss` is that of the whole model; parameters get the dtype `compute`. `device` is the kind of device of the run, and
-        `rules` are the user's tensor-parallel styles of layers, by name pattern."""
+        """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern."""
         self.model, self.loss, self._compute, self._device, self._rules = model, loss, compute, device, rules or None
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))

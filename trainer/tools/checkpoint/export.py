@@ -20,11 +20,12 @@ from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, evaluates_average
 from zeromesh.trainer.config.load import Consent, load_config
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft
-from zeromesh.trainer.models.hub_form import HubForm, HubNames, Named
+from zeromesh.trainer.models.hub_form import HubForm, HubNames
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import CONFIG
 from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
+from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.quantized_files import stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
 from zeromesh.units.plan import encoded_names

@@ -1,5 +1,4 @@
-"""The contents of checkpoints as text or as JSON (`zeromesh checkpoint list`, `inspect`, `diff`), and what all commands for
-checkpoints need: paths of the command line, counters, and reading of tensors."""
+"""The contents of checkpoints as text or JSON, and what all commands for checkpoints need: paths, counters, reading of tensors."""
 
 import json
 import math
@@ -70,8 +69,7 @@ def part_text(reader: CheckpointReader) -> str:
 def read_tensors(
     reader: CheckpointReader, tensors: Iterable[TensorSpec], moved: Callable[[int], object]
 ) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
-    """Yield the specification and the verified value of each tensor, read in windows of `WINDOW_BYTES`, or one tensor; `moved` is
-    called with the bytes of a window. Raises `CheckpointError` where the checkpoint is damaged."""
+    """Yield each tensor with its verified value, read in windows, whose bytes `moved` gets. Raises `CheckpointError` for damage."""
     window: list[tuple[TensorSpec, torch.Tensor]] = []
     nbytes = 0
     for tensor in (*tensors, None):
@@ -210,22 +208,11 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> lis
 
 def _tensors(manifest: Manifest, pattern: str) -> list[dict[str, Any]]:
     glob = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
-    found = [
-        {
-            "kind": tensor.kind,
-            "name": tensor.name,
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "file": tensor.path,
-            "begin": tensor.begin,
-            "end": tensor.end,
-            "ranks": sorted(
-                {each.rank for each in overlapping(manifest.files[tensor.path].pieces, tensor.begin, tensor.end)}
-            ),
-        }
-        for tensor in manifest.tensors
-        if fnmatchcase(tensor.name, glob)
-    ]
+    found: list[dict[str, Any]] = []
+    for each in (each for each in manifest.tensors if fnmatchcase(each.name, glob)):
+        ranks = {piece.rank for piece in overlapping(manifest.files[each.path].pieces, each.begin, each.end)}
+        row = {"kind": each.kind, "name": each.name, "dtype": DTYPE_NAMES[each.dtype], "shape": list(each.shape)}
+        found.append({**row, "file": each.path, "begin": each.begin, "end": each.end, "ranks": sorted(ranks)})
     if not found:
         raise ConfigError(f"--tensors {pattern!r}: no tensor has such a name; --tensors '*' shows all")
     return found
