@@ -49,19 +49,23 @@ def _serve(connection: Connection) -> list[str] | None:
                 request = json.loads(connection.recv_bytes())
             except EOFError:
                 return None
+            leads, not_yet = Pipe(duplex=False)
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.set_wakeup_fd(-1)
-                for each in (connection, ended, wake):
-                    each.close()
                 os.setsid()
+                for each in (connection, ended, wake, leads, not_yet):
+                    each.close()
                 export({**request["variables"], **launched_by(parent)})
                 die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
                     sys.modules["numpy.random"].seed()
                 return list(request["arguments"])
             running.add(pid)
+            not_yet.close()
+            wait([leads])  # Until the fork leads a group of its own, signals to that would reach nobody.
+            leads.close()
             connection.send_bytes(json.dumps({"forked": pid}).encode())
 
 
