@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 _BFLOAT16 = ("precision.compute=bfloat16",)
+_LION = ("optimizer.name=lion", "optimizer.lr=2e-4")
 _ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "float32": ("float32", ()),
     "states: bfloat16": ("float32", ("optimizer.states=bfloat16",)),
@@ -28,6 +29,8 @@ _ROWS: dict[str, tuple[str, tuple[str, ...]]] = {
     "master: kahan, states: int8": (
         "compute: bfloat16", (*_BFLOAT16, "precision.master=kahan", "optimizer.states=int8"),
     ),
+    "lion": ("lion", _LION),
+    "lion, states: int8": ("lion", (*_LION, "optimizer.states=int8")),
 }  # fmt: skip
 """Each row's row to compare with, and its settings."""
 _LAST, _ALLOWED = 50, 0.005
