@@ -1,4 +1,4 @@
-"""What states and weights in fewer bits cost: the loss of the quickstart with each, beside the default.
+"""Losses of the quickstart with states and weights in fewer bits, beside the default.
 
 `python scripts/benchmarks/bench_states.py --folder /a/disk` trains `configs/quickstart.yaml` for 300 steps with the settings of
 each row, on the same data in the same order. A row is compared with the one that has its compute dtype and all else in float32.
@@ -43,18 +43,17 @@ def main() -> int:
         "--folder", type=Path, default=Path("runs"), help="where runs lie; one that is finished is read again"
     )
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--only", nargs="*", default=list(_ROWS), help="rows to train")
+    parser.add_argument("--seed", type=int, default=0, help="the run's seed")
+    parser.add_argument("--only", nargs="*", default=list(_ROWS), help="rows to train, each after the one beside it")
     options = parser.parse_args()
     print("| settings | loss | of the default's | evaluation loss | of the default's | s a step |")
     print("|---|---|---|---|---|---|", flush=True)
     found: dict[str, tuple[float, float, float]] = {}
-    for name in options.only:
+    for name in dict.fromkeys(each for wanted in options.only for each in (_ROWS[wanted][0], wanted)):
         default, settings = _ROWS[name]
-        found[name] = _trained(options.folder, name, settings, options.steps)
+        found[name] = _trained(options.folder, name, (f"run.seed={options.seed}", *settings), options.steps)
         loss, evaluated, seconds = found[name]
-        ratios = [
-            each / other for each, other in zip(found[name][:2], found.get(default, found[name])[:2], strict=True)
-        ]
+        ratios = [each / other for each, other in zip(found[name][:2], found[default][:2], strict=True)]
         print(
             f"| {name} | {loss:.4f} | {ratios[0]:.4f} | {evaluated:.4f} | {ratios[1]:.4f} | {seconds:.2f} |", flush=True
         )
@@ -67,7 +66,7 @@ def main() -> int:
 
 def _trained(folder: Path, name: str, settings: tuple[str, ...], steps: int) -> tuple[float, float, float]:
     """Train unless the run is finished, and return its mean loss at the end, its evaluation loss, and its median seconds a step."""
-    run = name.replace(": ", "-").replace(", ", "-")
+    run = f"{name.replace(': ', '-').replace(', ', '-')}-{settings[0].replace('run.seed=', 'seed-')}-{steps}"
     arguments = [f"run.output_dir={folder}", f"run.name={run}", f"run.max_steps={steps}", f"run.eval_every={steps}"]
     if not (folder / run / "evaluations.jsonl").exists():
         config = Path(__file__).resolve().parents[2] / "configs" / "quickstart.yaml"

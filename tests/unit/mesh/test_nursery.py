@@ -12,6 +12,7 @@ from zeromesh.launch.nursery import Nursery
 
 MODULES = {
     "imported": "import os\nPID = os.getpid()\n",
+    "slow": "import os, time\nled = os.setsid\nos.setsid = lambda: (time.sleep(0.3), led())\n",
     "threaded": "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n",
     "broken": "raise ValueError('not today')\n",
     "killed": "import os\nos._exit(9)\n",
@@ -104,6 +105,13 @@ def test_a_killed_fork_says_so_and_others_go_on(nursery, tmp_path):
     assert waiting[0].wait() == -signal.SIGTERM
     assert waiting[1].poll() is None
     assert found.fork(["-m", "program", "0", "-"], {}).wait() == 0
+
+
+def test_a_fork_is_told_of_once_signals_to_its_group_reach_it(nursery, tmp_path):
+    found, _ = nursery("slow")
+    fork = found.fork(["-m", "program", "waits", str(tmp_path / "out")], {})
+    os.killpg(fork.pid, signal.SIGKILL)
+    assert fork.wait() == -signal.SIGKILL
 
 
 def test_forks_die_with_their_nursery(nursery, tmp_path):
