@@ -1,0 +1,49 @@
+"""The documents of a batch are read from its positions and its padding."""
+
+import pytest
+import torch
+
+from zeromesh.context.documents import Documents, Span
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "spans"),
+    [
+        ([[0, 1, 2, 0, 1]], None, [(0, 0, 3, 3), (0, 3, 5, 5)]),
+        ([[0, 1, 2, 3, 4], [0, 0, 1, 7, 8]], None, [(0, 0, 5, 5), (1, 0, 1, 1), (1, 1, 3, 3), (1, 3, 5, 5)]),
+        ([[0, 1, 0, 1, 2]], [[1, 1, 1, 1, 0]], [(0, 0, 2, 2), (0, 2, 4, 5)]),
+        ([[0, 1, 0, 0, 1]], [[1, 1, 0, 1, 1]], [(0, 0, 2, 3), (0, 3, 5, 5)]),
+        ([[1, 1, 0, 1, 2]], [[0, 0, 1, 1, 1]], [(0, 2, 5, 5)]),
+        (None, [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [(0, 1, 4, 5), (1, 0, 5, 5)]),
+        ([[0, 1, 2]], [[0, 0, 0]], []),
+        (None, [[1, 0, 1]], None),
+        ([[0, 1, 2, 3]], [[1, 0, 1, 1]], None),
+        ([[0, 1, 1, 2]], [[1, 1, 0, 1]], None),
+    ],
+)
+def test_documents_begin_where_positions_restart(
+    positions: list[list[int]] | None, mask: list[list[int]] | None, spans: list[tuple[int, ...]] | None
+) -> None:
+    found = Documents.of(
+        None if positions is None else torch.tensor(positions), None if mask is None else torch.tensor(mask)
+    )
+    assert (None if found is None else list(found.spans)) == spans
+
+
+def test_a_row_of_positions_stands_for_all() -> None:
+    found = Documents.of(torch.tensor([[0, 1, 0, 1]]), torch.ones(2, 4))
+    assert found is not None
+    assert found.packed
+    assert found.numbers().tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert not Documents.whole(2, 4).packed
+
+
+@pytest.mark.parametrize("span", [Span(1, 0, 2, 2), Span(0, 1, 1, 2), Span(0, 1, 3, 2), Span(0, 1, 3, 9)])
+def test_spans_out_of_order_are_refused(span: Span) -> None:
+    with pytest.raises(ValueError, match="out of order in 1 rows of 8 tokens"):
+        Documents(rows=1, length=8, spans=(span,))
+
+
+def test_neither_positions_nor_a_mask() -> None:
+    with pytest.raises(ValueError, match="neither was given"):
+        Documents.of(None)

@@ -1,0 +1,1 @@
+"""Long contexts: attention within the documents of packed sequences."""

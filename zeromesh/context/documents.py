@@ -1,0 +1,163 @@
+"""The documents of a batch, and the parts of attention within them: integers alone, made on the host from what a batch says."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_TILE = 256  # queries of a band at once: a mask of [256, window + 256] elements
+
+
+class Span(NamedTuple):
+    """A document of a row: tokens `begin` to `end`, and the padding behind it, up to `stop`, which sees it and is not seen."""
+
+    row: int
+    begin: int
+    end: int
+    stop: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Documents:
+    """The documents of a batch `[rows, length]`, by row and begin. Tokens outside of all spans see nothing, and are not seen."""
+
+    rows: int
+    length: int
+    spans: tuple[Span, ...]
+
+    def __post_init__(self) -> None:
+        row, reached = 0, 0
+        for span in self.spans:
+            reached = reached if span.row == row else 0
+            if not (row <= span.row < self.rows and reached <= span.begin < span.end <= span.stop <= self.length):
+                raise ValueError(f"{span} is out of order in {self.rows} rows of {self.length} tokens")
+            row, reached = span.row, span.stop
+
+    @classmethod
+    def whole(cls, rows: int, length: int) -> "Documents":
+        """Return rows that are one document each."""
+        return cls(rows=rows, length=length, spans=tuple(Span(row, 0, length, length) for row in range(rows)))
+
+    @classmethod
+    def of(cls, position_ids: Tensor | None, attention_mask: Tensor | None = None) -> "Documents | None":
+        """Return the documents of a batch on the CPU, from integers `position_ids` and `attention_mask`, both `[rows, length]`; one
+        may be None. A document begins where positions do not go up by one, and after padding (a mask of 0). Returns None if
+        positions tell that padding is inside a document."""
+        given = position_ids if attention_mask is None else attention_mask
+        if given is None:
+            raise ValueError("documents are known from position_ids or an attention_mask, and neither was given")
+        rows, length = given.shape
+        real = torch.ones(rows, length, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+        positions = (torch.arange(length) if position_ids is None else position_ids).expand(rows, length)
+        after_padding = ~pad(real[:, :-1], (1, 0))
+        restarts = pad(positions.diff(dim=1) != 1, (1, 0))
+        begins = (real & (after_padding | restarts)).nonzero().tolist()
+        counted = pad(real.flatten().cumsum(0), (1, 0)).tolist()
+        spans: list[Span] = []
+        for (row, begin), (next_row, following) in zip(begins, [*begins[1:], [rows, 0]], strict=False):
+            stop = following if next_row == row else length
+            end = begin + counted[row * length + stop] - counted[row * length + begin]
+            spans.append(Span(row, begin, end, stop))
+            if end < stop < length and positions[row, stop] > positions[row, end - 1]:
+                return None
+        return cls(rows=rows, length=length, spans=tuple(spans))
+
+    @property
+    def packed(self) -> bool:
+        """True if a row has several documents."""
+        return len({span.row for span in self.spans}) < len(self.spans)
+
+    def numbers(self) -> Tensor:
+        """Return the number of each token's document, and -1 for padding: int64 `[rows, length]` on the CPU."""
+        numbers = torch.full((self.rows, self.length), -1)
+        for number, span in enumerate(self.spans):
+            numbers[span.row, span.begin : span.end] = number
+        return numbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pattern:
+    """Which keys of its document a query sees: at most `left` before it and `right` behind it (None: all), inside its chunk of
+    `chunk` tokens from the document's begin (None: the document is one chunk). By default, causal attention."""
+
+    left: int | None = None
+    right: int | None = 0
+    chunk: int | None = None
+
+
+class Part(NamedTuple):
+    """Keys `begin` to `end` that queries see: all, or with `causal` query i those up to i, or with `band` those of the pattern."""
+
+    begin: int
+    end: int
+    causal: bool = False
+    band: bool = False
+
+
+class Block(NamedTuple):
+    """Queries `begin` to `end` of the sequence, in rows `first` to `last`, which stand at `at` among those given, and the parts of
+    keys that they see. Each query sees a key of every part."""
+
+    first: int
+    last: int
+    at: int
+    begin: int
+    end: int
+    parts: tuple[Part, ...]
+
+
+@lru_cache(maxsize=64)
+def blocks(documents: Documents, pattern: Pattern, queries: tuple[tuple[int, int], ...]) -> tuple[Block, ...]:
+    """Return the blocks of attention for the intervals `queries` of the sequence, given one after another. Their work is that of
+    documents; a query is in one block at most. Equal spans of neighbouring rows share blocks."""
+    rows: dict[tuple[int, int, int], list[int]] = {}
+    for span in documents.spans:
+        rows.setdefault((span.begin, span.end, span.stop), []).append(span.row)
+    found: list[Block] = []
+    for (first, last, limit), where in rows.items():
+        firsts = [row for row in where if row - 1 not in where]
+        lasts = [row + 1 for row in where if row + 1 not in where]
+        at = 0
+        for begin, end in queries:
+            for chunk in _chunks(first, last, limit, pattern.chunk):
+                for start, stop, parts in _parts(*chunk, pattern, max(begin, chunk[0]), min(end, chunk[2])):
+                    places = zip(firsts, lasts, strict=True)
+                    found += [Block(first, last, at + start - begin, start, stop, parts) for first, last in places]
+            at += end - begin
+    return tuple(found)
+
+
+def _chunks(begin: int, end: int, stop: int, size: int | None) -> Iterator[tuple[int, int, int]]:
+    for start in range(begin, end, size or end - begin):
+        last = stop if size is None else start + size
+        yield start, min(last, end), min(last, stop)
+
+
+def _parts(
+    begin: int, end: int, stop: int, pattern: Pattern, first: int, last: int
+) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
+    """Yield begins, ends and parts of keys of the blocks of one document for its queries `first` to `last`."""
+    left, right = pattern.left, pattern.right
+    if right == 0:
+        plain = last if left is None else min(last, begin + left + 1)  # No key is too far from queries before it.
+        if first < (reached := min(plain, end)):
+            prefix = (Part(begin, first),) if begin < first else ()
+            yield first, reached, (*prefix, Part(first, reached, causal=True))
+        if (padding := max(first, end)) < plain:
+            yield padding, plain, (Part(begin, end),)
+        first = max(first, plain)
+    elif left is right is None:
+        if first < last:
+            yield first, last, (Part(begin, end),)
+        return
+    if left is not None:
+        last = min(last, end + left)  # Padding that is further away sees nothing.
+    for start in range(first, last, _TILE):
+        until = min(start + _TILE, last)
+        low = begin if left is None else max(begin, start - left)
+        high = end if right is None else min(end, until + right)
+        yield start, until, (Part(low, high, band=True),)
