@@ -278,13 +278,14 @@ def _tuning_defaults(given: Mapping[str, Any], *, adapted: bool) -> dict[str, di
     """Return defaults for tuning a pretrained model, which takes smaller steps and weaker decay, below what is `given`."""
     batch = given.get("batch")
     size = int_if_whole(batch.get("global_size", 16)) if isinstance(batch, Mapping) else 16
+    budgeted = isinstance(batch, Mapping) and batch.get("tokens") is not None
     decay = {"weight_decay": 0.0 if adapted else 0.01, "exempt": "biases_and_norms"}
     optimizer = given.get("optimizer")
     name = optimizer.get("name", "adamw") if isinstance(optimizer, Mapping) else "adamw"
     betas = {"betas": [0.9, 0.999]} if name in ("adamw", "adam") else {}
     return {
         "optimizer": {"lr": 2e-4 if adapted else 2e-5, **betas, **decay},
-        "batch": {"micro_size": math.gcd(4, size) if type(size) is int else 1},
+        "batch": {"micro_size": math.gcd(4, size) if type(size) is int and not budgeted else 1},
     }
 
 

@@ -189,6 +189,10 @@ _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     "it; leave the one out, or set the other to false": lambda c: (
         c.data.separate_documents is False and c.data.packing and any(each.has_answers for each in c.data.formats)
     ),
+    "batch.tokens: {c.batch.tokens} is in place of batch.micro_size, which is {0}; leave one of them out": lambda c: (
+        c.batch.tokens is not None
+        and ("auto" if "batch.micro_size" in c.parallel.auto else c.batch.micro_size > 1 and c.batch.micro_size)
+    ),
     "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
         c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
     ),

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -38,12 +37,12 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import states_hidden_from_children
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
+from zeromesh.trainer.data.collate import IGNORED_LABEL, TOKEN_FIELDS, BatchRules, MapDataset, count_targets
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset
 
 _MOST_WORKERS = 4  # of a rank that `auto` starts, enough for most tokenizers and images
-_MOST_PREFETCHED = 128  # microbatches; each tensor of them holds a file descriptor until it is used
+MOST_PREFETCHED = 128  # microbatches; each tensor of them holds a file descriptor until it is used
 _POLL_SECONDS = 0.25  # between two looks at the workers, while this process waits for a batch
 _GRACE_SECONDS = 2.0  # in which workers may end before they are killed
 _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
@@ -65,9 +64,18 @@ class Feed:
     rules: BatchRules
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
-        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts."""
+        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts. Raises `DataError` for one with
+        more tokens than `batch.tokens`."""
         with data_randomness(self.order.seed, microbatch.first_sample):
-            return self.rules.accepted(self._make_batch(microbatch))
+            batch = self.rules.accepted(self._make_batch(microbatch))
+        sizes = [batch[name].shape for name in TOKEN_FIELDS if name in batch]
+        if self.plan.tokens is not None and any(size.numel() > self.plan.tokens for size in sizes):
+            raise DataError(
+                f"the batch of global samples {some(microbatch.samples, 8)} has {list(max(sizes))} tokens, more than batch.tokens "
+                f"{self.plan.tokens}: the data_collator pads it further than to its longest sample, or a column `length` says "
+                "less than there is; correct that, or set batch.micro_size instead"
+            )
+        return batch
 
     def _make_batch(self, microbatch: Microbatch) -> dict[str, Any]:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
@@ -75,7 +83,7 @@ class Feed:
     def first_batch(self) -> dict[str, Any]:
         """Return the first batch with a target, all fields kept. Raises `DataError` on all ranks if the first global
         batches, which every rank reads, have none. A batch without `labels` passes: the loss may use other fields."""
-        plan = replace(self.plan, data_ranks=1)
+        plan = replace(self.plan, data_ranks=1, blocks=None)  # Without blocks, no lengths are read.
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
             steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
@@ -128,6 +136,14 @@ class _Result(NamedTuple):
     failure: ZeromeshError | None = None
 
 
+class _Place(NamedTuple):
+    """A microbatch of a step, and whether it is the step's last one of this rank."""
+
+    step: int
+    microbatch: Microbatch
+    ends: bool
+
+
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """Loader of the batches of one data rank, a context manager that ends its workers. Nothing is prefetched beyond the exclusive
     step `last`. A stream resumes from the saved `state`. `waiting` is called a few times a second while the loader waits."""
@@ -153,7 +169,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         # A stream is sequential, so one worker reads it.
         most = 1 if self._stream is not None else last * feed.plan.accumulation
         self._workers = replace(workers, count=min(workers.count, most))
-        self._maker = _BatchMaker(feed, data_rank, state)
+        self._data_rank = data_rank
+        self._maker = _BatchMaker(feed, state)
         self._results: Iterator[_Result] | None = None
         self._processes: list[BaseProcess] = []
         self._report = -1  # the file descriptor to which a worker writes its stack
@@ -179,19 +196,19 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""
-        return [self.batch(step, index) for index in range(self.feed.plan.accumulation)]
+        return [self.batch(step, index) for index in range(self.feed.plan.rounds_of(step))]
 
     def batch(self, step: int, index: int) -> Batch:
         """Return the batch of microbatch `index` of a step. Raises `DataError` for a sample that cannot be read, a batch that
         cannot be trained on, and a worker that died or hangs."""
         if not self._workers.count:
-            made = self._maker.make((step, index))
+            made = self._maker.make(self._place(step, index))
         else:
             if self._results is None or self._next_position != (step, index):
                 self.close()
                 self._start(step, index)
             made = self._next()
-            self._next_position = divmod(step * self.feed.plan.accumulation + index + 1, self.feed.plan.accumulation)
+            self._next_position = (step, index + 1) if index + 1 < self.feed.plan.rounds_of(step) else (step + 1, 0)
             if made.failure is not None:
                 self.close()
                 raise made.failure
@@ -207,19 +224,27 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
+    def _place(self, step: int, index: int) -> _Place:
+        plan = self.feed.plan
+        return _Place(step, plan.microbatch(step, self._data_rank, index), index + 1 == plan.rounds_of(step))
+
     def _start(self, step: int, index: int) -> None:
         """Start workers that make all microbatches from microbatch `index` of `step` on, in order."""
-        per_step, count = self.feed.plan.accumulation, self._workers.count
-        self._maker = _BatchMaker(self.feed, self._maker.data_rank, self._state)
+        rounds_of, count = self.feed.plan.rounds_of, self._workers.count
+        self._maker = _BatchMaker(self.feed, self._state)
         self._report = os.memfd_create("zeromesh-data-workers")
-        ahead = max(2 * count, min(per_step + 1, _MOST_PREFETCHED))
+        ahead = max(2 * count, min(rounds_of(step) + 1, MOST_PREFETCHED))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings(), states_hidden_from_children():
             warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
             loader: DataLoader[_Result] = DataLoader(
                 self._maker,
-                sampler=map(divmod, range(step * per_step + index, self._last * per_step), repeat(per_step)),
+                sampler=(
+                    self._place(each, number)
+                    for each in range(step, self._last)
+                    for number in range(index if each == step else 0, rounds_of(each))
+                ),
                 batch_size=None,
                 collate_fn=lambda made: made,
                 num_workers=count,
@@ -291,18 +316,17 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of microbatches, by step and index in it. A worker returns errors by their text, as not every one can be pickled."""
+    """Dataset of microbatches, by their places. A worker returns errors by their text, as not every one can be pickled."""
 
-    def __init__(self, feed: Feed, data_rank: int, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
-        self.data_rank = data_rank
         self._state = state
         self._begun = False
 
-    def __getitem__(self, position: tuple[int, int]) -> _Result:
+    def __getitem__(self, place: _Place) -> _Result:
         try:
-            made = self.make(position)
-            _require_sendable(made.batch, self.feed.plan.microbatch(position[0], self.data_rank, position[1]))
+            made = self.make(place)
+            _require_sendable(made.batch, place.microbatch)
             return made
         except ZeromeshError as error:
             return _Result({}, failure=type(error)(str(error)))
@@ -311,9 +335,8 @@ class _BatchMaker(Dataset[_Result]):
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Result({}, failure=DataError(f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, position: tuple[int, int]) -> _Result:
-        """Return the batch of a microbatch by step and index and, for the last one of a step, the state of the stream after it."""
-        (step, index), plan = position, self.feed.plan
+    def make(self, place: _Place) -> _Result:
+        """Return the batch of a microbatch and, for the last one of a step, the state of the stream after it."""
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
             with data_randomness(self.feed.order.seed, 0):
@@ -322,10 +345,10 @@ class _BatchMaker(Dataset[_Result]):
                 else:
                     stream.begin_again()
         self._begun = False  # If this raises, the next call restores the stream first.
-        batch = self.feed.fetch(plan.microbatch(step, self.data_rank, index))
+        batch = self.feed.fetch(place.microbatch)
         state = None
-        if stream is not None and index + 1 == plan.accumulation:
-            state = stream.state(plan.samples_of(step + 1).start)
+        if stream is not None and place.ends:
+            state = stream.state(self.feed.plan.samples_of(place.step + 1).start)
         self._begun = True
         return _Result(batch, state)
 

@@ -6,12 +6,14 @@ depend on the number of ranks:
                                             samples    01   23   45   67   89   (01, weight 0)
                                             rank       0    1    2    0    1    2
                                             microbatch 0    0    0    1    1    1
+
+With a budget of tokens, the blocks of a step are cut by `blocks_of_tokens` instead, and assigned in the same way.
 """
 
 import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
@@ -20,6 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeromesh.errors import ConfigError, counted
+
+Blocks = tuple[tuple[int, ...], ...]
+"""The global sample indices of each block of a step."""
 
 _MASK_64 = (1 << 64) - 1
 # From 12 rounds on, all 720 orders of 6 samples are equally likely; longer orders need only 4 to look random.
@@ -49,6 +54,10 @@ class BatchPlan:
     last: Literal["carry", "partial", "drop"] = "carry"
     average: Literal["tokens", "samples"] = "tokens"
     """The unit that the loss is averaged over: targets, or samples, where a microbatch is weighted by its number of samples."""
+    tokens: int | None = None
+    """The most tokens of a microbatch, with padding; `micro_size` is 1 then, and `accumulation` the most that a step may need."""
+    blocks: Callable[[int], Blocks] | None = None
+    """Returns the blocks of a step that are cut by `tokens`, the same on all ranks; None: blocks have `micro_size` samples."""
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
@@ -113,25 +122,46 @@ class BatchPlan:
         return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
 
     def rounds_of(self, step: int) -> int:
-        """Return the number of microbatch rounds of step `step` (from 0) in which some rank has weighted samples."""
+        """Return the number of microbatches of each rank in step `step` (from 0), of which the last may have no weight."""
+        if self.blocks is not None:
+            return math.ceil(len(self.blocks(step)) / self.data_ranks)
         return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
 
     def equation(self) -> str:
         """Return the batch sizes as one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
+        if self.tokens is not None:
+            return (
+                f"global {self.global_size} in microbatches of {self.tokens} tokens x data-parallel {self.data_ranks}"
+            )
         factors = f"micro {self.micro_size} x accumulation {self.accumulation} x data-parallel {self.data_ranks}"
         idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
         return f"global {self.global_size} = {factors}" + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
-        return tuple(self.microbatch(step, data_rank, index) for index in range(self.accumulation))
+        return tuple(self.microbatch(step, data_rank, index) for index in range(self.rounds_of(step)))
 
     def microbatch(self, step: int, data_rank: int, index: int) -> Microbatch:
-        """Return microbatch `index` (from 0) of a rank in a step, in constant time."""
+        """Return microbatch `index` (from 0) of a rank in a step, in constant time without a budget of tokens."""
+        if self.blocks is not None:
+            blocks, number = self.blocks(step), index * self.data_ranks + data_rank
+            own = blocks[min(number, len(blocks) - 1)]  # Without weight, the smallest block is repeated.
+            return Microbatch(first_sample=own[0], samples=own, weight=int(number < len(blocks)))
         samples = self.samples_of(step)
         start = (index * self.data_ranks + data_rank) * self.micro_size
         weight = 1 if start < len(samples) else 0
         block = samples[start * weight :][: self.micro_size]
         return Microbatch(first_sample=block.start, samples=tuple(block), weight=weight)
+
+
+def blocks_of_tokens(samples: Sequence[int], lengths: Sequence[int], tokens: int) -> Blocks:
+    """Cut `samples`, none longer than `tokens`, into blocks of which rows x longest is at most `tokens`: the longest first, so that
+    rows of a block are of similar length, and in the order of `samples` within a block."""
+    order, blocks, start = sorted(range(len(lengths)), key=lambda index: -lengths[index]), list[tuple[int, ...]](), 0
+    while start < len(order):
+        end = start + tokens // lengths[order[start]]
+        blocks.append(tuple(samples[index] for index in sorted(order[start:end])))
+        start = end
+    return tuple(blocks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -104,6 +104,7 @@ def run_dataset(
             config = getattr(run.model.module, "config", None)
             ignored = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
         collector = Collector(run.mesh, ignored, run.inputs.preprocess_logits_for_metrics, generation)
+        collector.blocks = feed.plan.blocks and feed.plan.blocks(0)
 
     def should_continue(done: int, total: int) -> bool:
         run.console.show_evaluation(done, total)
@@ -131,7 +132,7 @@ def run_dataset(
     values |= {
         f"{prefix}_runtime": round(seconds, 4),
         f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
-        f"{prefix}_steps_per_second": round(feed.plan.accumulation / seconds, 3),
+        f"{prefix}_steps_per_second": round(feed.plan.rounds_of(0) / seconds, 3),
     }
     return targets, values, prediction
 

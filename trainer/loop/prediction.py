@@ -13,6 +13,7 @@ from transformers import EvalPrediction
 
 from zeromesh.errors import DataError, some
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.data.sampler import Blocks
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
 
 Tree = Any  # An array, or a tuple, list or mapping of trees.
@@ -30,6 +31,7 @@ class Collector:
     ignored: Sequence[str]
     preprocess: PreprocessLogits | None
     generation: BatchGeneration | None = None  # Generates the tokens that are gathered instead of outputs.
+    blocks: Blocks | None = None  # The samples of all microbatches, in turn; None: they are in the dataset's order.
     nbytes: int = 0  # Bytes gathered so far, on each rank.
     _parts: list[Tree] = field(default_factory=list)
 
@@ -78,6 +80,11 @@ class Collector:
                 whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
+        if self.blocks is not None:
+            places = np.argsort(np.concatenate(self.blocks))
+            whole = pytree.tree_map_only(
+                np.ndarray, lambda rows: rows[places] if len(rows) == len(places) else rows, whole
+            )
         return EvalPrediction(**whole)
 
 

@@ -30,7 +30,7 @@ from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
 from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
-from zeromesh.trainer.data.feed import require_same_batches
+from zeromesh.trainer.data.feed import require_same_batches, require_same_blocks
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
@@ -187,10 +187,11 @@ class Stepper:
 
         # Fetch the batches of all microbatches, and count their targets over all ranks.
         plan = loader.feed.plan
-        microbatches, rounds = plan.microbatches(data_step, mesh.data_index), plan.rounds_of(data_step)
         with mesh.recorder.span(StepPhase.DATA):
+            microbatches = plan.microbatches(data_step, mesh.data_index)
             batches = loader.step(data_step)
         mesh.post(Activity.AGREE)
+        require_same_blocks(plan, data_step, mesh)
         if mesh.model_size > 1:
             require_same_batches(batches, mesh)
         counts = [self.loss.count(batch) for batch in batches]
@@ -209,7 +210,7 @@ class Stepper:
 
         def end(number: int) -> None:
             moved[number].clear()
-            if number + 1 < rounds:
+            if number + 1 < len(microbatches):
                 substep_end()
                 self._restore_training_flags()
 
@@ -273,7 +274,8 @@ class Stepper:
         None once `should_continue(done, total)`, called after each of this rank's microbatches, returns False, alike on all ranks.
         `collector` gathers the model's outputs, or the tokens that it generates."""
         feed = loader.feed
-        rounds = feed.plan.accumulation
+        rounds = feed.plan.rounds_of(0)
+        require_same_blocks(feed.plan, 0, self.mesh)
         at_once = self._driver.evaluation_microbatches
         computed: list[tuple[Tensor, int | Tensor]] = []
         with in_evaluation_mode(self.model):

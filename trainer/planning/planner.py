@@ -135,7 +135,8 @@ class Planner:
 
     def _layouts(self, ranks: int) -> Iterator[Layout]:
         """Yield every layout without offload, those with fewer tensor ranks and stages first."""
-        subject, host, samples = self._subject, self._host, self._subject.config.batch.global_size
+        subject, host, batch = self._subject, self._host, self._subject.config.batch
+        samples = -(-batch.global_size // subject.rows)
         sizes = self._choices("tensor", _divisors(min(ranks, host)))
         tensors = [size for size in sizes if self._accepts_mesh(f"tensor {size}", tensor=size)]
         blocks = subject.blocks if ranks > 1 and self._accepts_mesh("pipeline", pipeline=2) else 0
@@ -159,7 +160,8 @@ class Planner:
         ]
         for mesh in meshes:
             stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
-            micros = [size for size in _MICROS if size * mesh.data <= samples] or [1]
+            sizes = (1,) if batch.tokens is not None else _MICROS
+            micros = [size for size in sizes if size * mesh.data <= samples] or [1]
             recomputes = modes[1:] if len(modes) > 1 and mesh.activations.uses_tier else modes
             for stage, micro, recompute in product(
                 self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", recomputes)

@@ -55,7 +55,11 @@ class Subject:
         self._refused_meshes = {mesh: _refusal_of(partial(fits, mesh))[0] for mesh in meshes}
         """The reason why the model cannot be trained (or empty), by mesh, where 2 ranks of an axis stand for 2 or more."""
         self._refusals: dict[Layout, str] = {}
-        self._batches = batches
+        self.rows = 1
+        """The samples in one of a layout's `micro`: with `batch.tokens` those that fill it, each as long as the first sample."""
+        if config.batch.tokens is not None and "input_ids" in (first := batches(1)):
+            self.rows = max(1, config.batch.tokens // first["input_ids"].shape[-1])
+        self._batches: Batches = lambda micro: batches(micro * self.rows)
         self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}

@@ -180,7 +180,7 @@ def _plan_settings(
     )
     set_tf32(config, mesh.device)
     workers = Workers.choose(config.data, mesh.device, mesh.environment.local_world_size)
-    sizes = config.batch.model_dump(include={"global_size", "micro_size", "average"})
+    sizes = config.batch.model_dump(include={"global_size", "micro_size", "tokens", "average"})
     plan = BatchPlan(**sizes, data_ranks=mesh.data.size)
     require_directories(config.offload)
     make_optimizer(config.optimizer, None, folders=config.folders)  # Before data and model are read.
@@ -190,7 +190,8 @@ def _plan_settings(
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
     layout = f"ZeRO stage {config.zero.stage} on {ranks}"
     picture = [Detail(mesh.picture())] if mesh.model_size > 1 else []
-    batch = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    factors = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
+    batch = factors if plan.tokens is None else f"microbatches of {plan.tokens} tokens"
     console.note(
         *config.notes,
         Detail(f"{config.run.name}: {layout}"),
@@ -310,6 +311,11 @@ def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
     if config.batch.last != "carry":
         raise ConfigError(
             f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
+        )
+    if config.batch.tokens is not None:
+        raise ConfigError(
+            f"batch.tokens: {config.batch.tokens} needs the lengths of all samples of a step first, and train_dataset is a stream; "
+            "set batch.micro_size instead"
         )
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return StreamedDataset(source, block=-(-least // size) * size, seed=seed, resume=config.data.resume)

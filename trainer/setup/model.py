@@ -292,7 +292,8 @@ def fill_engine(
     sizes = getattr(model, "config", None)
     width: Any = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
     known = feeds is not None and feeds.data.tokenizer is not None and isinstance(width, int)
-    inputs = away * config.batch.micro_size * config.data.sequence_length * (width if known else 0)
+    tokens = config.batch.tokens or config.batch.micro_size * config.data.sequence_length
+    inputs = away * tokens * (width if known else 0)
     inputs *= options.precision.compute.itemsize
     console.note(*HostMemory(model, options, mesh, transport, inputs, divided.cuts).check())
     mesh.wait_for_all_ranks("start of the run")

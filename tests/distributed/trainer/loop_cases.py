@@ -27,6 +27,7 @@ from tests.support.plain import (
     plain_fit,
     plain_loop,
     sentence_loss,
+    stacked,
 )
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
@@ -159,6 +160,60 @@ def by_samples(mesh: Mesh, folder: str) -> None:
         return torch.stack([total / count for total, count in (sentence_loss(model, row) for row in rows)]).sum(), 8
 
     assert apart(losses, plain_fit(model, data, config, mean).losses) <= 1e-9
+
+
+def uneven(count: int = 23) -> tuple[list[dict[str, torch.Tensor]], list[dict[str, torch.Tensor]]]:
+    """Sentences of 3 to 12 words, and the same with padding that is no target, which a causal model does not see."""
+    whole = sentences(count)
+    lengths = torch.randint(3, 13, (count,), generator=torch.Generator().manual_seed(9)).tolist()
+    short = [{name: each[name][-size:] for name in each} for each, size in zip(whole, lengths, strict=True)]
+    return short, [padded_sentences([each, whole[0]], rows=1) for each in short]
+
+
+def padded_sentences(samples: Sequence[Mapping[str, Any]], rows: int | None = None) -> dict[str, torch.Tensor]:
+    """A batch of sentences; of one row, without its dimension."""
+    pad = nn.utils.rnn.pad_sequence
+    ids = pad([sample["input_ids"] for sample in samples], batch_first=True)
+    labels = pad([sample["labels"] for sample in samples], batch_first=True, padding_value=-100)
+    return {"input_ids": ids[:rows].squeeze(0) if rows else ids, "labels": labels[:rows].squeeze(0) if rows else labels}
+
+
+TOKENS = 40
+
+
+def tokens(mesh: Mesh, folder: str, resumes: bool = False, **sections: Mapping[str, Any]) -> None:
+    """Microbatches of at most 40 tokens give the losses, weights and evaluations of plain batches, on any number of ranks, also
+    from the middle on."""
+    data, whole = uneven()
+    batch = {"micro_size": 1, "tokens": TOKENS, **sections.pop("batch", {})}
+    every = {"every_steps": 5, "asynchronous": False, "keep_last": 3}
+    every |= {"resume": f"{folder}/run/checkpoints/step-00000005", "every_steps": 0} if resumes else {}
+    config = settings(folder, batch=batch, run={"max_steps": 10}, checkpoint=every, **sections)
+    plain = plain_fit(seeded(llama), whole, config)
+    sizes: list[int] = []
+
+    def collate(samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        found = padded_sentences(samples)
+        sizes.append(found["input_ids"].numel())
+        return found
+
+    with Trainer(seeded(llama).double(), config, data, data, collate) as trainer:
+        if not resumes:
+            with torch.no_grad():
+                total, count = sentence_loss(seeded(llama).double(), stacked(whole, range(len(whole))))
+            assert trainer.evaluate()["eval_loss"] == pytest.approx(float(total) / count, rel=1e-9)
+        sizes.clear()
+        report = trainer.fit()
+        first = len(plain.losses) - len(report.losses)
+        assert first == (5 if resumes else 0)
+        assert apart(report.losses, plain.losses[first:]) <= 1e-9
+        assert distance(dict(trainer.state_dict()), plain.states[-1]) <= 1e-9
+    assert config["data"]["workers"] if sizes == [] else max(sizes) <= TOKENS
+    if sizes and not resumes:
+        # Fewer forwards than samples, and no rank runs more of them than the others.
+        own = len(sizes)
+        assert {row[0] for row in mesh.world.gather_integers([own])} == {own}
+        assert own * mesh.data.size < 80
 
 
 def accuracy(prediction: tf.EvalPrediction) -> dict[str, float]:

@@ -32,6 +32,11 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
             (2, "by_samples", {}),
             pytest.param(1, "towers", {}, marks=FULL),
             (2, "towers", {}),
+            # A budget of tokens in place of a number of samples.
+            (1, "tokens", {}),
+            (2, "tokens", {"zero": {"stage": 3}, "data": {"workers": 1}}),
+            (4, "tokens", {"zero": {"stage": 1}}),
+            (2, "tokens", {"parallel": {"pipeline": 2}}),
             (2, "scheduled", {}),
             (2, "halving", {}),
             (1, "ordered", {}),
@@ -52,6 +57,11 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
         ],
     )
 )
+
+
+def test_a_budget_of_tokens_goes_on_with_other_ranks(workers: Workers, tmp_path: Path) -> None:
+    for ranks, resumes in ((2, False), (1, True)):
+        workers.run(ranks, f"{CASES}:tokens", folder=str(tmp_path), resumes=resumes)
 
 
 ASKED = {"on_step_end 1": "should_evaluate", "on_step_end 2": "should_save", "on_step_end 5": "should_training_stop"}

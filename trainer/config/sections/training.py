@@ -17,14 +17,23 @@ class BatchSection(Section):
     global_size: Annotated[keys.Whole, Field(ge=1, le=1_000_000)] = 16
     """Sequences of one optimizer step, over all ranks."""
     micro_size: keys.Count = 2
-    """Sequences in one forward and backward of one rank."""
+    """Sequences in one forward and backward of one rank; 1 with `tokens`."""
+    tokens: keys.Count | None = None
+    """Tokens, padding included, in one forward and backward of one rank at most, in place of `micro_size`, for samples of different
+    lengths that are not packed. null: microbatches have `micro_size` sequences."""
     eval_micro_size: keys.Count | None = None
-    """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`."""
+    """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`, or `tokens`."""
     last: Literal["carry", "partial", "drop"] = "carry"
     """Treatment of samples at the end of an epoch that fill no global batch: continue into the next epoch (carry), make a smaller
     batch (partial), or be dropped (drop)."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _count_tokens(cls, data: Any) -> Any:
+        budgeted = isinstance(data, Mapping) and data.get("tokens") is not None
+        return {"micro_size": 1, **data} if budgeted else data
 
 
 DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
