@@ -147,8 +147,8 @@ def _cut_by_tokens(feed: Feed, tokens: int) -> Feed:
                 padded.append(-(-max(1, length) // multiple) * multiple)
                 if padded[-1] > tokens:
                     raise DataError(
-                        f"sample {index} has {length} tokens, padded to a multiple of {multiple}, which is more than batch.tokens "
-                        f"{tokens}; raise batch.tokens, or cut the sample or leave it out"
+                        f"sample {index} has {length} tokens ({padded[-1]} with padding), more than batch.tokens {tokens}; raise "
+                        "batch.tokens, or cut the sample or leave it out"
                     )
         return blocks_of_tokens(samples, padded, tokens)
 

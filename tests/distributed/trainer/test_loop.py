@@ -32,11 +32,6 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
             (2, "by_samples", {}),
             pytest.param(1, "towers", {}, marks=FULL),
             (2, "towers", {}),
-            # A budget of tokens in place of a number of samples.
-            (1, "tokens", {}),
-            (2, "tokens", {"zero": {"stage": 3}, "data": {"workers": 1}}),
-            (4, "tokens", {"zero": {"stage": 1}}),
-            (2, "tokens", {"parallel": {"pipeline": 2}}),
             (2, "scheduled", {}),
             (2, "halving", {}),
             (1, "ordered", {}),
@@ -59,9 +54,23 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
 )
 
 
+test_a_budget_of_tokens_is_kept_and_changes_no_loss = tried(
+    CASES,
+    [
+        (1, "tokens", {}),
+        row(2, "tokens", zero={"stage": 3}, data={"workers": 1}),
+        row(4, "tokens", zero={"stage": 1}),
+        row(2, "tokens", parallel={"pipeline": 2}),
+        row(2, "metrics", samples=11, micro=None, sections={}),
+    ],
+)
+
+
 def test_a_budget_of_tokens_goes_on_with_other_ranks(workers: Workers, tmp_path: Path) -> None:
     for ranks, resumes in ((2, False), (1, True)):
         workers.run(ranks, f"{CASES}:tokens", folder=str(tmp_path), resumes=resumes)
+    said = workers.run(2, f"{CASES}:unequal_lengths", folder=str(tmp_path / "unequal"))
+    assert all("microbatches of batch.tokens" in each for each in said), said
 
 
 ASKED = {"on_step_end 1": "should_evaluate", "on_step_end 2": "should_save", "on_step_end 5": "should_training_stop"}

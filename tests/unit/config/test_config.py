@@ -108,6 +108,12 @@ BAD = [
         ["precision.master: bfloat16 is not available: none and kahan", "float32, float64, none or kahan"],
     ),
     ("batch: {micro_size: 32}", ["batch.micro_size: 32 is more than batch.global_size 16"]),
+    (
+        "batch: {micro_size: 4, tokens: 512}",
+        ["batch.tokens: 512 is in place of batch.micro_size, which is 4; leave one of them out"],
+    ),
+    ("batch: {micro_size: auto, tokens: 512}", ["in place of batch.micro_size, which is auto"]),
+    ("batch: {tokens: 0}", ["batch.tokens: got 0; allowed is an integer >= 1"]),
     ("batch: {micro_size: 0}", ["batch.micro_size: got 0; allowed is an integer >= 1"]),
     ("batch: {micro_size: 2.5}", ["batch.micro_size: got 2.5; allowed is an integer"]),
     ("run: {max_steps: 1e-3}", ["run.max_steps: got 0.001; allowed is an integer"]),

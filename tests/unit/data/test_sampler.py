@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, integer_weights
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, blocks_of_tokens, integer_weights
 
 ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 
@@ -231,3 +231,27 @@ def test_a_microbatch_is_found_whatever_the_length() -> None:
     plan = BatchPlan(global_size=10**9, micro_size=4, data_ranks=2)
     assert plan.microbatch(0, 0, 0).samples == (0, 1, 2, 3)
     assert plan.microbatch(0, 1, plan.accumulation - 1).samples == tuple(range(10**9 - 4, 10**9))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    tokens=st.integers(60, 200),
+    ranks=st.integers(1, 5),
+)
+def test_blocks_of_tokens_hold_every_sample_once_within_the_budget(lengths: list[int], tokens: int, ranks: int) -> None:
+    samples = range(7, 7 + len(lengths))
+    blocks = blocks_of_tokens(samples, lengths, tokens)
+    assert sorted(each for block in blocks for each in block) == list(samples)
+    longest = [max(lengths[each - 7] for each in block) for block in blocks]
+    assert all(len(block) * most <= tokens for block, most in zip(blocks, longest, strict=True))
+    assert longest == sorted(longest, reverse=True)
+    assert all(list(block) == sorted(block) for block in blocks)
+    # Every rank runs as many, and those past the end have no weight.
+    plan = BatchPlan(
+        global_size=len(lengths), micro_size=1, data_ranks=ranks, tokens=tokens, blocks=lambda step: blocks
+    )
+    mine = [plan.microbatches(0, rank) for rank in range(ranks)]
+    assert {len(each) for each in mine} == {plan.rounds_of(0)} == {-(-len(blocks) // ranks)}
+    dealt = [each.samples for row in zip(*mine, strict=True) for each in row if each.weight]
+    assert tuple(dealt) == blocks
+    assert {each.samples for row in mine for each in row if not each.weight} <= {blocks[-1]}
