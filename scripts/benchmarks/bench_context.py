@@ -1,0 +1,99 @@
+"""What long and uneven sequences cost: `OMP_NUM_THREADS=1 python scripts/benchmarks/bench_context.py [PART ...]`.
+
+A part is a row of `PARTS`, all by default. Each prints a table.
+
+tokens: `batch.tokens` beside a number of samples, on samples whose lengths are spread as those of conversations (log-normal, 32 to
+1,024 tokens), padded by the collator, with a Llama of two blocks on one rank: microbatches of a step, its CPU seconds (the median),
+their ratio to 8 samples, and the largest relative difference of a loss. Takes a minute and a half.
+"""
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import transformers as tf
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from zeromesh import Callback, Trainer
+
+STEPS, GLOBAL, SAMPLES, BUDGET = 8, 64, 8, 8192
+
+
+class CpuSeconds(Callback):
+    """Takes the CPU time at the end of each step, and counts the batches that are made."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        self.batches = 0
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.batches = 0
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Mapping[str, Any]) -> None:
+        self.at.append(time.process_time())
+
+    def median(self) -> float:
+        return statistics.median(after - before for before, after in pairwise(self.at))
+
+
+def ragged(count: int) -> list[dict[str, Tensor]]:
+    """Samples of lengths that are spread as those of conversations."""
+    drawn = np.random.default_rng(0).lognormal(mean=5.3, sigma=0.8, size=count)
+    generator, lengths = torch.Generator().manual_seed(0), drawn.clip(32, 1024).astype(int)
+    rows = [torch.randint(1, 512, (int(length),), generator=generator) for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def padded(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch that is as long as its longest sample."""
+    ids = pad_sequence([each["input_ids"] for each in samples], batch_first=True)
+    labels = pad_sequence([each["labels"] for each in samples], batch_first=True, padding_value=-100)
+    return {"input_ids": ids, "attention_mask": (labels != -100).long(), "labels": labels}
+
+
+def tokens() -> None:
+    """Compare microbatches of 8 samples with microbatches of at most 8,192 tokens."""
+    data, first = ragged(STEPS * GLOBAL), None
+    print("batch                    microbatches  CPU seconds  of samples  loss apart")
+    for batch in ({"micro_size": SAMPLES}, {"tokens": BUDGET}):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+        model = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, vocab_size=512, max_position_embeddings=1024))
+        clock = CpuSeconds()
+
+        def collate(samples: Sequence[Mapping[str, Tensor]], clock: CpuSeconds = clock) -> dict[str, Tensor]:
+            clock.batches += 1
+            return padded(samples)
+
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            config = {
+                "batch": {"global_size": GLOBAL, **batch},
+                "precision": {"compute": "float32"},
+                "run": {"max_steps": STEPS, "output_dir": folder, "name": "run"},
+                "checkpoint": {"every_steps": 0},
+            }
+            with Trainer(model, config, data, data_collator=collate, callbacks=[clock]) as trainer:
+                losses = list(trainer.fit().losses)
+        first = first or (clock.median(), losses)
+        apart = max(abs(one - other) / other for one, other in zip(losses, first[1], strict=True))
+        name, ratio = " ".join(f"{key} {value}" for key, value in batch.items()), clock.median() / first[0]
+        print(f"{name:24} {clock.batches / STEPS:12.1f} {clock.median():12.2f} {ratio:11.2f} {apart:11.1e}", flush=True)
+
+
+PARTS: dict[str, Callable[[], None]] = {"tokens": tokens}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="parts to measure (default: all)")
+    for part in parser.parse_args().parts or PARTS:
+        PARTS[part]()
