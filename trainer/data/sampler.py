@@ -130,9 +130,7 @@ class BatchPlan:
     def equation(self) -> str:
         """Return the batch sizes as one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
         if self.tokens is not None:
-            return (
-                f"global {self.global_size} in microbatches of {self.tokens} tokens x data-parallel {self.data_ranks}"
-            )
+            return f"global {self.global_size} in microbatches of {self.tokens} tokens"
         factors = f"micro {self.micro_size} x accumulation {self.accumulation} x data-parallel {self.data_ranks}"
         idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
         return f"global {self.global_size} = {factors}" + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")

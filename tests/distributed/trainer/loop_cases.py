@@ -149,10 +149,11 @@ def left_when_closed(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
         gc.enable()
 
 
-def by_samples(mesh: Mesh, folder: str) -> None:
+def by_samples(mesh: Mesh, folder: str, tokens: int | None = None) -> None:
     """A mean over samples, of microbatches of one, is the plain mean of each sample's mean."""
-    config = settings(folder, batch={"micro_size": 1, "average": "samples"}, run={"max_steps": 3})
-    data, model = sentences(), seeded(llama).double()
+    batch = {"micro_size": 1, "average": "samples", "tokens": tokens}
+    config = settings(folder, batch=batch, run={"max_steps": 3})
+    data, model = sentences(), seeded(llama).double()  # A budget of 12 tokens holds one of them.
     with Trainer(copy.deepcopy(model), config, train_dataset=data) as trainer:
         losses = trainer.fit().losses
 

@@ -17,6 +17,7 @@ from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.setup.build import _make_streamed
 
 ROWS = [{"x": float(number)} for number in range(10)]
 STREAM = StreamedDataset(ROWS, block=4)
@@ -179,6 +180,12 @@ def test_what_a_budget_of_tokens_refuses() -> None:
         DataError, match=r"samples 0, 1 has \[2, 3\] tokens, more than batch\.tokens 4: the data_collator"
     ):
         feed.fetch(feed.plan.microbatch(0, 0, 0))
+
+
+def test_a_stream_has_no_budget_of_tokens() -> None:
+    config = load_config({"batch": {"tokens": 64}, "run": {"max_steps": 3}})
+    with pytest.raises(ConfigError, match=r"batch\.tokens: 64 needs the lengths .* is a stream; set batch\.micro_size"):
+        _make_streamed(iter(IDS), config)
 
 
 def test_an_evaluation_has_the_budget_of_tokens_unless_it_has_a_size() -> None:

@@ -255,3 +255,4 @@ def test_blocks_of_tokens_hold_every_sample_once_within_the_budget(lengths: list
     dealt = [each.samples for row in zip(*mine, strict=True) for each in row if each.weight]
     assert tuple(dealt) == blocks
     assert {each.samples for row in mine for each in row if not each.weight} <= {blocks[-1]}
+    assert plan.equation() == f"global {len(lengths)} in microbatches of {tokens} tokens"

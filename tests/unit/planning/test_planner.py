@@ -115,6 +115,20 @@ def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
     assert len(plan_json(plan)) == len(plan.rows)
 
 
+def test_a_budget_of_tokens_is_a_microbatch_of_as_many_full_samples() -> None:
+    length = _config().data.sequence_length
+    batch = ("batch.global_size=32", "zero.stage=1", "model.activation_checkpointing=none")
+    fixed = {"stage": 1, "recompute": "none", "tensor": 1, "pipeline": 1, "replicate": 1}
+    found = []
+    for keys in ((f"batch.tokens={4 * length + 1}",), ("batch.micro_size=4",)):
+        with closing(subject_of(_config(*batch, *keys))) as subject:
+            given = {"micro": 4} if "micro" in keys[0] else {}
+            best = Planner(subject, MACHINE, fixed=fixed | given).plan(2).rows[0].estimate
+            found.append((best.layout.micro, best.layout.accumulation, best.device[ACTIVATIONS]))
+    assert [each[:2] for each in found] == [(1, 4), (4, 4)]
+    assert found[0][2] == pytest.approx(found[1][2], rel=0.02)
+
+
 def test_ranks_share_a_host_and_lose_a_twentieth_of_a_card() -> None:
     assert memory_per_rank(MACHINE, 2) == MemoryBytes(device=0, host=1 << 33, disk=1 << 42)
     card = memory_per_rank(_card(1000, disk=False), 2)
