@@ -21,7 +21,7 @@ FLOORS = ("offload", "zeromesh", "trainer")
 """From the lowest to the highest: a floor imports itself and those before it."""
 DOORS = (
     *("zeromesh/__init__.py", "zeromesh/__main__.py"),
-    *("zeromesh/accelerate.py", "zeromesh/lightning.py", "zeromesh/transformers.py"),
+    *("zeromesh/accelerate.py", "zeromesh/lightning.py", "zeromesh/losses.py", "zeromesh/transformers.py"),
 )
 """These hand the highest floor on, lazily or by name."""
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear
@@ -31,8 +32,8 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 @dataclass(kw_only=True, slots=True)
 class _HeadCall:
     targets: Tensor  # [tokens]
-    seed: float
-    count: int
+    compute: Callable[..., Tensor]
+    """Takes what `chunked_cross_entropy` takes, but for the seed and the count; returns a tensor of any shape."""
     result: Tensor | None = None
 
 
@@ -58,17 +59,43 @@ class ChunkedHead:
     def run(self, model: Any, inputs: dict[str, Any], *, targets: Tensor, seed: float, count: int) -> Tensor:
         """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
         `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
-        current = _HeadCall(targets=targets.reshape(-1), seed=seed, count=count)
+        kernel: Callable[..., Tensor] = partial(self.kernel, seed=seed, count=count)
+        if self.route == "logits":
+            return self._run(model, inputs, targets, kernel)[0]
+        mean = lambda *head, **keys: kernel(*head, **keys) / max(1, count)  # noqa: E731
+        # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
+        loss: Tensor = self._run(model, inputs, targets, mean)[1].loss * count
+        return loss
+
+    def scores(self, model: Any, inputs: dict[str, Any], *, targets: Tensor, temperature: float) -> TokenScores:
+        """Return the scores of `targets`, of their shape; inputs and errors are those of `run`. The model's loss is not used."""
+
+        def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, flat: Tensor, **keys: Any) -> Tensor:
+            change: LogitChange = keys.pop("change")
+            how = {"scale": change.scale, "cap": change.cap, "temperature": temperature, **keys}
+            found = token_scores(rows, weight, flat, bias=bias, **how)
+            return torch.stack([each.to(found.log_probs.dtype) for each in found])
+
+        result, _ = self._run(model, inputs, targets, compute)
+        log_probs, entropy, *others, top = result.view(-1, *targets.shape)
+        return TokenScores(log_probs, entropy, *(each.detach() for each in others), top.detach() > 0)
+
+    def _run(
+        self, model: Any, inputs: dict[str, Any], targets: Tensor, compute: Callable[..., Tensor]
+    ) -> tuple[Tensor, Any]:
+        """Return what `compute` has returned to the head, as the head's hooks have passed it on, and the model's outputs."""
+        current = _HeadCall(targets=targets.reshape(-1), compute=compute)
         with ExitStack() as undone:
             undone.callback(override(output_layer(self.model), "forward", partial(self._forward, current)))
             if self.route == "logits":
-                return self._check_logits(current, model(**_without_labels(model, inputs)).logits)
-            undone.callback(override(self.model, "_loss_function", partial(self._check_logits, current)))
-            # Terms that the model adds to its mean loss (auxiliary losses of experts) are scaled as the mean is.
-            loss: Tensor = model(**inputs).loss * count
+                outputs = model(**_without_labels(model, inputs))
+                return self._check_logits(current, outputs.logits), outputs
+            given = lambda *logits, **more: self._check_logits(current, *logits, **more).sum()  # noqa: E731
+            undone.callback(override(self.model, "_loss_function", given))
+            outputs = model(**inputs)
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
-        return loss
+        return current.result, outputs
 
     def _forward(self, current: _HeadCall, hidden: Tensor) -> Tensor:
         if current.result is not None:
@@ -80,27 +107,25 @@ class ChunkedHead:
         # The head is looked up for each call, as a divided model gets its own head back after training.
         head: nn.Linear | ColumnParallelLinear = output_layer(self.model)
         chunk = self.chunk_tokens or chunk_for(count, width, rows.dtype, trained=head.weight.requires_grad)
-        keys: Any = {"seed": current.seed, "count": current.count, "chunk_tokens": chunk, "change": self.change}
+        keys: Any = {"chunk_tokens": chunk, "change": self.change}
         if isinstance(head, ColumnParallelLinear):
             keys |= {"sizes": head.sizes, "exchange": head.exchange}
-        total = self.kernel(rows, head.weight, head.bias, current.targets.to(rows.device), **keys)
-        if self.route == "loss_function":
-            total = total / max(1, current.count)
-        if self._probes is None or (self._probes.dtype, self._probes.device) != (total.dtype, total.device):
-            self._probes = total.new_tensor(_PROBES)  # The tensor is kept, as a copy to a device blocks the host.
-        returned = torch.cat((total.reshape(1), self._probes)).reshape(1, 1, -1)
+        found = current.compute(rows, head.weight, head.bias, current.targets.to(rows.device), **keys)
+        if self._probes is None or (self._probes.dtype, self._probes.device) != (found.dtype, found.device):
+            self._probes = found.new_tensor(_PROBES)  # The tensor is kept, as a copy to a device blocks the host.
+        returned = torch.cat((found.reshape(-1), self._probes)).reshape(1, 1, -1)
         # The result depends on the returned tensor, so that gradient hooks of the head run; the model may write in place.
-        current.result = returned[0, 0, 0].clone()
+        current.result = returned[0, 0, : found.numel()].view(found.shape).clone()
         return returned
 
     def _check_logits(self, current: _HeadCall, /, logits: Tensor, *_: Any, **__: Any) -> Tensor:
         if current.result is None:
             raise PhaseError("the model computed a loss without calling its output embedding")
         if self.found is None and not logits.is_meta:  # Meta tensors have no values.
-            if logits.numel() != len(_PROBES) + 1:
-                raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {len(_PROBES) + 1}")
-            # The first element is the loss; the probes after it show the scale and the cap.
-            made = logits.detach().flatten()[1:].double().cpu()
+            if logits.numel() != (given := len(_PROBES) + current.result.numel()):
+                raise PhaseError(f"{logits.numel()} logits arrive at the loss where the head gave {given}")
+            # The probes after the result show the scale and the cap.
+            made = logits.detach().flatten()[-len(_PROBES) :].double().cpu()
             scale, most = float(made[0]) / _TINY, float(made[1])
             change = LogitChange(scale=scale, cap=0.0 if math.isclose(most, scale * _HUGE, rel_tol=1e-2) else most)
             expected = torch.tensor(_PROBES, dtype=torch.float64)

@@ -89,7 +89,7 @@ def chunked_cross_entropy(
     nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target
     outside of the vocabulary.
     """
-    _check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
@@ -111,7 +111,7 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _check_shapes(
+def check_shapes(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -119,6 +119,7 @@ def _check_shapes(
     sizes: Sequence[int],
     exchange: Exchange | None,
 ) -> None:
+    """Raise `LayoutError` for shapes and dtypes that do not fit each other or the ranks' `sizes`."""
     fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
     fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
     if not fits:
@@ -194,14 +195,21 @@ class HeadPass:
     def run(self) -> torch.Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
         losses = self.hidden.new_empty(self.tokens, dtype=self.loss_dtype)
+        softmax = self.softmax if self.exchange is None else partial(self.sharded_softmax, self.exchange)
+        self.each_chunk(lambda chunk, rows: softmax(chunk, self.targets[rows], losses[rows]))
+        return losses.sum()
+
+    def each_chunk(self, visit: Callable[[torch.Tensor, slice], None]) -> None:
+        """Call `visit(logits, rows)` with each chunk's logits and its rows of `targets`. What it leaves in place of the logits is
+        taken for their gradient over `seed`, of which the gradients are computed that are needed."""
         logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
             end = min(start + self.chunk, self.tokens)
             chunk = logits[: end - start]
             self._logits(self.hidden[start:end], chunk)
-            softmax = self.softmax if self.exchange is None else partial(self.sharded_softmax, self.exchange)
-            softmax(chunk, self.targets[start:end], losses[start:end])
-            self.gradients(chunk, start, end)
+            visit(chunk, slice(start, end))
+            if any(self.trained):
+                self.gradients(chunk, start, end)
             if self.exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
                 begun = (part, self.exchange.all_reduce_async(part))
@@ -218,7 +226,6 @@ class HeadPass:
         if self.grad_hidden is not None and self.rows is not None:
             full = self.grad_hidden.new_zeros(self.shape)
             self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
-        return losses.sum()
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         if self.matmul_dtype == hidden.dtype:
@@ -274,7 +281,7 @@ class HeadPass:
             wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
             self.change.apply_(wide)
             # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
-            here, picked = _local_columns(wide, local[block])
+            here, picked = local_columns(wide, local[block])
             chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~here, 0), wide.amax(dim=1)
             total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
             statistics[:, block] = torch.stack((largest, total, chosen))
@@ -331,13 +338,13 @@ class HeadPass:
         self._sums.clear()
 
 
-def _local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
 def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    here, picked = _local_columns(softmax, local)
+    here, picked = local_columns(softmax, local)
     softmax.scatter_add_(1, picked, here.unsqueeze(1).to(softmax.dtype).neg_())
 
 
