@@ -20,6 +20,8 @@ PATCHES = {
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
     "transformers.masking_utils.is_tracing": "5.23.0",
     "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerate class on zeromesh.
+    "trl.trainer.utils._ChunkedLogProbFunction": "1.16.0",  # integrations/transformers.py: our kernel for the fused head.
+    "trl.trainer.utils._use_triton": "1.16.0",
 }
 """The replaced functions and classes of libraries, with the versions that the replacements were written for."""
 

@@ -8,26 +8,32 @@ trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import trainer as library
 from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
 from zeromesh.overrides import override, replaced
+from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.integrations.accelerate import Accelerator
-from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.adapters import is_adapted, output_layer, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
+_SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the order of `TokenScores`
+_TENSOR_PARALLEL = ("DPOTrainer", "SFTTrainer")
 _TRAINER: Any = object
 
 
@@ -60,6 +66,17 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         partitioning plugin, and for a pipeline axis."""
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
+        if not any(each.__module__.startswith("trl.") for each in type(self).__mro__):
+            return
+        models = [each for each in (self.model, getattr(self, "ref_model", None)) if each is not None]
+        fused = all([_score_by_our_kernel(each) for each in models])
+        if self.accelerator.tensor > 1:
+            if not (fused and any(each.__name__ in _TENSOR_PARALLEL for each in type(self).__mro__)):
+                raise ConfigError(
+                    f"{type(self).__name__} over tensor ranks was not shown to be exact, as {' and '.join(_TENSOR_PARALLEL)} of TRL "
+                    "1.16 are; set parallel.tensor: 1"
+                )
+            self._tp_size = 1  # Tokens that tensor ranks have in common are gathered once.
 
     def create_accelerator_and_postprocess(self) -> None:
         if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
@@ -73,8 +90,6 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
             super().create_accelerator_and_postprocess()
         if not isinstance(self.accelerator, Accelerator):
             raise ConfigError(f"{type(self).__name__} makes an accelerator of its own, which zeromesh cannot be under")
-        if any(each.__module__.startswith("trl.") for each in type(self).__mro__) and self.accelerator.tensor > 1:
-            raise ConfigError(f"{type(self).__name__} reads the head whole, not divided; set parallel.tensor: 1")
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
@@ -148,6 +163,47 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         """Load a zeromesh checkpoint's weights into a partitioned model; returns False for another checkpoint or model."""
         stored = Path(checkpoint) / _FOLDER
         return is_sharded(self.model) and stored.is_dir() and load(stored, self.model) is not None
+
+
+def _score_by_our_kernel(model: nn.Module) -> bool:
+    """Have a model whose head TRL has fused score tokens by `token_scores`, inside of the head's own module: hooks on it gather its
+    weight, and tensor ranks may divide it. Returns False for a model that TRL has not fused, or a version that does it otherwise."""
+    inside: Any = pretrained_of(model)
+    utils: Any = sys.modules.get("trl.trainer.utils")
+    fused = vars(inside or model).get("forward")
+    if inside is None or fused is None or not hasattr(utils, "_ChunkedLogProbFunction"):
+        return False
+
+    def apply(rows: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+        _, _, targets, temperature, _, cap, scale, outputs = given
+        head: Any = output_layer(inside)
+        if type(head) not in (nn.Linear, ColumnParallelLinear):
+            raise ConfigError(
+                f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of LoRA's target_modules"
+            )
+        kind = rows.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
+
+        def score(rows: Tensor) -> TokenScores:
+            bias = None if head.bias is None else head.bias.to(dtype)
+            how = {"bias": bias, "temperature": temperature, "scale": scale, "cap": cap or 0.0}
+            if isinstance(head, ColumnParallelLinear):
+                how |= {"sizes": head.sizes, "exchange": head.exchange}
+            return token_scores(rows.to(dtype), head.weight.to(dtype), targets, **how)
+
+        with ExitStack() as undone:
+            undone.callback(override(head, "forward", score))
+            found = zip(_SCORES, head(rows), strict=True)
+        return tuple(each if name in ("log_probs", *outputs) else None for name, each in found)
+
+    @wraps(fused)
+    def forward(*arguments: Any, **named: Any) -> Any:
+        ours = {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply), "_use_triton": lambda _: True}
+        with replaced(utils, ours):  # As on Triton's devices, TRL then leaves out tokens without a label.
+            return fused(*arguments, **named)
+
+    vars(inside)["forward"] = forward
+    return True
 
 
 @cache

@@ -16,6 +16,7 @@ from zeromesh import Trainer
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.intervals import balanced
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
+from zeromesh.losses import TokenScorer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor import autograd_collectives
@@ -270,6 +271,28 @@ def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, bound: float) ->
             strict=True,
         ):
             assert float((a.double() - b.double()).abs().max() / b.double().abs().max()) <= bound
+
+
+def scores(mesh: Mesh, name: str, sequence: bool = False) -> None:
+    """What `TokenScorer` finds with a divided head, and every gradient of it, against whole logits of one process."""
+    exchange, inputs = Counting(mesh), batch()
+    targets = functional.pad(inputs["labels"], (0, 1), value=-100)[..., 1:]
+    seeds = torch.randn(2, *targets.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with InFloat64():
+        whole, model = build(name), build(name)
+        logs = whole(**inputs).logits.div(0.7).log_softmax(-1)
+        chosen = logs.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        wanted = [each.masked_fill(targets == -100, 0) for each in (chosen, -(logs.exp() * logs).sum(-1))]
+        top = (logs.argmax(-1) == targets) & (targets != -100)
+        sum((each * seed).sum() for each, seed in zip(wanted, seeds, strict=True)).backward()  # type: ignore[union-attr]
+        scorer = TokenScorer(model)
+        parallel = divided(model, exchange, sequence=sequence)
+        found = scorer(model, inputs, temperature=0.7)
+        sum((each * seed).sum() for each, seed in zip(found[:2], seeds, strict=True)).backward()  # type: ignore[union-attr]
+    assert torch.equal(found.is_top, top)
+    problems = unlike(gradients(model, parallel, exchange), gradients(whole))
+    names = ("log_probs", "entropy")
+    assert not problems | unlike(dict(zip(names, found, strict=False)), dict(zip(names, wanted, strict=True))), problems
 
 
 def generates(mesh: Mesh, names: list[str], sequence: bool = False) -> None:

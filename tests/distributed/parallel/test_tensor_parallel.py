@@ -73,6 +73,7 @@ test_a_divided_model_is_the_whole_one = pytest.mark.sampled(2)(
                 for chunk_tokens in (4, 64)
             ),
             *(row(2, "learns", name=name, note=note) for name, note in NOTES.items()),
+            *(row(2, "scores", name=name) for name in ("llama", "cohere", "gpt2")),
             *(
                 row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence)
                 for sequence in BOTH
