@@ -69,11 +69,11 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         if not any(each.__module__.startswith("trl.") for each in type(self).__mro__):
             return
         models = [each for each in (self.model, getattr(self, "ref_model", None)) if each is not None]
-        fused = all([_score_by_our_kernel(each) for each in models])
+        fused = all(_score_by_our_kernel(each) for each in models)
         if self.accelerator.tensor > 1:
             if not (fused and any(each.__name__ in _TENSOR_PARALLEL for each in type(self).__mro__)):
                 raise ConfigError(
-                    f"{type(self).__name__} over tensor ranks was not shown to be exact, as {' and '.join(_TENSOR_PARALLEL)} of TRL "
+                    f"{type(self).__name__} is not shown to be exact over tensor ranks, as {' and '.join(_TENSOR_PARALLEL)} of TRL "
                     "1.16 are; set parallel.tensor: 1"
                 )
             self._tp_size = 1  # Tokens that tensor ranks have in common are gathered once.
@@ -166,8 +166,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
 
 def _score_by_our_kernel(model: nn.Module) -> bool:
-    """Have a model whose head TRL has fused score tokens by `token_scores`, inside of the head's own module: hooks on it gather its
-    weight, and tensor ranks may divide it. Returns False for a model that TRL has not fused, or a version that does it otherwise."""
+    """Have a model whose head TRL has fused score tokens by `token_scores`, inside of the head's own module: its hooks gather its
+    weight, which tensor ranks may divide. Returns False for a model that is not fused, or by a version that does it otherwise."""
     inside: Any = pretrained_of(model)
     utils: Any = sys.modules.get("trl.trainer.utils")
     fused = vars(inside or model).get("forward")
@@ -179,7 +179,7 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
         head: Any = output_layer(inside)
         if type(head) not in (nn.Linear, ColumnParallelLinear):
             raise ConfigError(
-                f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of LoRA's target_modules"
+                f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of target_modules"
             )
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype

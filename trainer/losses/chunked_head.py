@@ -77,8 +77,9 @@ class ChunkedHead:
             return torch.stack([each.to(found.log_probs.dtype) for each in found])
 
         result, _ = self._run(model, inputs, targets, compute)
-        log_probs, entropy, *others, top = result.view(-1, *targets.shape)
-        return TokenScores(log_probs, entropy, *(each.detach() for each in others), top.detach() > 0)
+        log_probs, entropy, *others = result.view(-1, *targets.shape)
+        squares, mean, top = (each.detach() for each in others)
+        return TokenScores(log_probs, entropy, squares, mean, top > 0)
 
     def _run(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, compute: Callable[..., Tensor]

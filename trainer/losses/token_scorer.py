@@ -43,7 +43,7 @@ class TokenScorer:
         self._head = ChunkedHead(model=inside, route=verdict.route, change=verdict.change)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0) -> TokenScores:
-        """Return the scores of a batch's labels, float32 (float64 for a float64 model) `[batch, tokens]`. Those of position i are of
+        """Return the scores of a batch's labels, float32 (float64 for a float64 model) `[batch, tokens]`. Position i has those of
         the target that is predicted there: label i + 1 of a causal model, which has none at the last position, else label i.
 
         Args:

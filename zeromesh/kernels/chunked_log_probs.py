@@ -69,7 +69,8 @@ def token_scores(
     """
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     check_shapes(rows, weight, bias, flat, sizes, exchange)
-    chunk = chunk_tokens or chunk_for(*rows.shape, rows.dtype, trained=weight.requires_grad and torch.is_grad_enabled())
+    trained = weight.requires_grad and torch.is_grad_enabled()
+    chunk = chunk_for(len(rows), rows.shape[1], rows.dtype, trained=trained) if chunk_tokens is None else chunk_tokens
     if not (targets.shape == hidden.shape[:-1] and temperature > 0 and chunk >= 1):
         raise LayoutError(
             f"targets are {list(targets.shape)} for hidden {list(hidden.shape)}, temperature is {temperature} and chunk_tokens is "

@@ -131,7 +131,7 @@ def test_what_cannot_be_right_is_refused(
 def test_a_trainer_of_trl_over_tensor_ranks_is_refused(workers: Workers, tmp_path: Path) -> None:
     """A version of TRL that does not fuse the head, or does it otherwise, reads the weight of which each rank has a part."""
     for said in workers.run(2, "hf_trainer_cases:refused", folder=str(tmp_path), name="of TRL"):
-        assert "DPOTrainer over tensor ranks was not shown to be exact" in said
+        assert "DPOTrainer is not shown to be exact over tensor ranks" in said
 
 
 def test_methods_of_the_accelerator_take_what_those_of_accelerate_take() -> None:
