@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop import evaluation
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, require_metric, run_dataset
 from zeromesh.trainer.loop.prediction import Collector
@@ -109,7 +110,7 @@ class Evaluated:
         self.notes: list[str] = []
         self.events_seen: list[Any] = []
         self.averages = 0
-        self.feed = SimpleNamespace(plan=SimpleNamespace(global_size=8, accumulation=4))
+        self.feed = SimpleNamespace(plan=BatchPlan(global_size=8, micro_size=2, data_ranks=1))
         stepper = SimpleNamespace(evaluate=self._evaluate)
         feeds = SimpleNamespace(evaluation=lambda dataset: self.feed)
         self.model = SimpleNamespace(
