@@ -28,6 +28,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.rng import GeneratorStates, kept_generators
 from zeromesh.trainer.config.sections.model import Attention, ModelSection
 from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
 from zeromesh.trainer.models.user_model import Compile
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.units.plan import block_modules
@@ -308,7 +309,7 @@ def prepare_model(
 ) -> tuple[int, tuple[str, ...]]:
     """Change `model` in place as the configuration says; returns the number of recomputed blocks with offloaded inputs, and notes.
     The blocks of a model that was given compiled are compiled by its compiler `compile_`, since parameters are gathered between
-    them. Raises `ConfigError` if no blocks are known to compile, and `StorageError` without a directory for inputs on files."""
+    them. Raises `ConfigError` if no blocks are known to compile or nothing can run in tiles, and `StorageError` without a directory for inputs on files."""
     # Modules in evaluation mode inside a model that trains (frozen statistics) stay so; `from_pretrained` leaves all in that mode.
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()
@@ -319,6 +320,8 @@ def prepare_model(
     if widened := use_fastest_linear(model, compute, tiers.device.type):
         faster = f"which a trial found faster here than {str(compute).removeprefix('torch.')}"
         notes.append(f"products: {widened} linear layers multiply in float32, {faster}")
+    if section.tile_tokens is not None:
+        notes.append(use_tiles(model, section.tile_tokens, find_token_wise(model)))
     blocks = block_modules(model)
     choice = options.offload.activations
     store = ActivationStore(tiers, choice) if choice.uses_tier else None

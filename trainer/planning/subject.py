@@ -63,7 +63,8 @@ class Subject:
         self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
-        self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
+        compute, tiles = self.zero.precision.compute, config.model.tile_tokens
+        self._tracer = tracer = Tracer(model, loss, compute, device=device, rules=rules, tile_tokens=tiles)
         self.trace, self.cut = cache(self._trace), cache(self._cut)
         """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor))

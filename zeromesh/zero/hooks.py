@@ -108,6 +108,12 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
+def has_foreign_hooks(module: nn.Module) -> bool:
+    """Return True if a module has hooks of others than the engine, which may keep what they see of a call."""
+    kinds = "forward_hooks forward_pre_hooks backward_hooks backward_pre_hooks".split()
+    return any(type(hook) is not _ModuleHook for kind in kinds for hook in getattr(module, f"_{kind}").values())
+
+
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
     """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
     handles = ExitStack()

@@ -447,12 +447,13 @@ class Passes:
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter's gradient, which autograd has finished accumulating."""
-        if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+        if parameter.grad is None:  # A function had the parameter as an input, and no gradient for it, or not yet.
+            return
+        if parameter.grad.layout is not torch.strided:
             parameter.grad = parameter.grad.to_dense()
         if self._defers_weights:
-            if parameter.grad is not None:  # Else `backward_weight` computes it.
-                self._progress.gradients.append((bucket, index, parameter.grad))
-                parameter.grad = None
+            self._progress.gradients.append((bucket, index, parameter.grad))
+            parameter.grad = None
             return
         if self.mode is not PassMode.BACKWARD:
             raise PhaseError(

@@ -133,6 +133,9 @@ class ModelSection(Section):
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     """Activations that are recomputed in backward: none, whole blocks (block), or all of a block but its matrix products
     (selective)."""
+    tile_tokens: Count | None = None
+    """Tokens of a sequence that pass through a block's token-wise modules, such as its MLP, at once; these are computed again in
+    backward. null: all."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native", "liger"] | Named = "auto"

@@ -25,6 +25,7 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
+from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
 from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange
 from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
@@ -55,10 +56,19 @@ class Tracer:
     """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, compute: torch.dtype, *, device: str, rules: Mapping[str, str] | None = None
+        self,
+        model: nn.Module,
+        loss: Loss,
+        compute: torch.dtype,
+        *,
+        device: str,
+        rules: Mapping[str, str] | None = None,
+        tile_tokens: int | None = None,
     ) -> None:
-        """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern."""
+        """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern,
+        `tile_tokens` is as in the configuration. Raises `ConfigError` for a model of which nothing can run in tiles."""
         self.model, self.loss, self._compute, self._device, self._rules = model, loss, compute, device, rules or None
+        self._tiles = None if tile_tokens is None else (tile_tokens, find_token_wise(model))
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
         _remove_values(model, compute, self._undo)
@@ -118,6 +128,8 @@ class Tracer:
         model = self.model.train()
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
+        if self._tiles is not None:
+            use_tiles(model, *self._tiles)
         if recompute != "none":
             enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
         meter = exchange.meter = Meter(self._device)
@@ -141,7 +153,7 @@ def trace_microbatch(
     model: nn.Module, batch: Mapping[str, Any], loss: Loss, compute: torch.dtype, *, device: str = "cpu", **options: Any
 ) -> Trace:
     """Trace one microbatch of a model with the options of `Tracer.trace`, and restore the model."""
-    with closing(Tracer(model, loss, compute, device=device)) as tracer:
+    with closing(Tracer(model, loss, compute, device=device, tile_tokens=options.pop("tile_tokens", None))) as tracer:
         return tracer.trace(batch, **options)
 
 
