@@ -63,8 +63,7 @@ class Subject:
         self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
-        compute, tiles = self.zero.precision.compute, config.model.tile_tokens
-        self._tracer = tracer = Tracer(model, loss, compute, device=device, rules=rules, tile_tokens=tiles)
+        self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
         self.trace, self.cut = cache(self._trace), cache(self._cut)
         """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor))
@@ -111,7 +110,8 @@ class Subject:
 
     def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode) -> Trace:
         if micro in _TRACED_SAMPLES:
-            return self._tracer.trace(self._batches(micro), tensor=tensor, sequence=sequence, recompute=recompute)
+            how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute}
+            return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens, **how)
         one, two = (self.trace(tensor, size, sequence, recompute) for size in _TRACED_SAMPLES)
         return _extrapolated(one, two, micro)
 

@@ -110,8 +110,8 @@ class Hooks:
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Return True if a module has hooks of others than the engine, which may keep what they see of a call."""
-    kinds = "forward_hooks forward_pre_hooks backward_hooks backward_pre_hooks".split()
-    return any(type(hook) is not _ModuleHook for kind in kinds for hook in getattr(module, f"_{kind}").values())
+    kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(type(hook) is not _ModuleHook for hooks in kinds for hook in hooks.values())
 
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:

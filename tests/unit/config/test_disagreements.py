@@ -15,6 +15,7 @@ CODE = {"python": "a:b"}
 PARTS = {"a": {"train": "x"}}
 AWAY = {"activations": "host"}
 RECOMPUTED = {"activation_checkpointing": "block"}
+TILES = {"tile_tokens": 8}
 
 
 def problems_of(sections: dict[str, Any]) -> list[str]:
@@ -49,6 +50,11 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"precision": {"reduce": "bfloat16", "master": "float64"}}, "set precision.reduce to float64"),
         ({"precision": {"compute": "float64", "reduce": "float64", "master": "float64"}}, ""),
         ({"precision": {"compute": "float64"}}, "precision.master float32, precision.reduce float32: the two have to be"),
+        ({"model": TILES}, ""),
+        ({"model": TILES | RECOMPUTED}, ""),
+        ({"model": TILES | {"activation_checkpointing": "selective"}}, "model.tile_tokens: 8 does not go with"),
+        ({"model": TILES, "parallel": STAGES}, "model.tile_tokens: 8 does not go with parallel.schedule zero_bubble"),
+        ({"model": TILES, "parallel": {"pipeline": 2}}, ""),
         ({"precision": FLOAT8}, ""),
         ({"precision": FLOAT8 | {"compute": "float16"}}, "precision.linear: float8 is for precision.compute bfloat16"),
         ({"precision": FLOAT8, "parallel": {"tensor": 2}}, "precision.linear: float8 is for whole layers"),

@@ -17,6 +17,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
+from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE
 from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import trace_microbatch
@@ -35,11 +36,15 @@ def _tokens(rows: int = 2, length: int = 64) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+def _allocated(
+    model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch, tiles: int | None = None
+) -> int:
     """The most bytes that PyTorch's allocator gives a forward and backward of a model with values."""
     monkeypatch.setattr(prepare, "allocate_lasting", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     model = copy.deepcopy(model).train()
     loss = make_loss(model)
+    if tiles is not None:
+        use_tiles(model, tiles, find_token_wise(model))
     enable_activation_checkpointing(model, mode, blocks=block_modules(model))
     for parameter in (each for each in model.parameters() if each.requires_grad):
         parameter.register_post_accumulate_grad_hook(forget)
@@ -53,11 +58,13 @@ def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: 
     return max(running(profiled))
 
 
-@pytest.mark.parametrize("mode", ["none", "block", "selective"])
-def test_bytes_are_those_of_the_allocator(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = _llama(), _tokens()
-    found = trace_microbatch(model, batch, make_loss(model), torch.float32, recompute=mode)
-    assert found.peak == pytest.approx(_allocated(model, batch, mode, monkeypatch), rel=0.03)
+@pytest.mark.parametrize(
+    ("mode", "tiles"), [("none", None), ("block", None), ("selective", None), ("none", 128), ("block", 128)]
+)
+def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = _llama(), _tokens(length=64 if tiles is None else 1024)
+    found = trace_microbatch(model, batch, make_loss(model), torch.float32, recompute=mode, tiles=tiles)
+    assert found.peak == pytest.approx(_allocated(model, batch, mode, monkeypatch, tiles), rel=0.03)
     assert [each.name for each in found.segments] == [BEFORE, *(f"model.layers.{n}" for n in range(6)), AFTER]
 
 

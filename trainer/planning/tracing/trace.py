@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -56,21 +56,13 @@ class Tracer:
     """Traces microbatches of one whole model, whose values, if any, are removed until `close`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        loss: Loss,
-        compute: torch.dtype,
-        *,
-        device: str,
-        rules: Mapping[str, str] | None = None,
-        tile_tokens: int | None = None,
+        self, model: nn.Module, loss: Loss, compute: torch.dtype, *, device: str, rules: Mapping[str, str] | None = None
     ) -> None:
-        """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern,
-        `tile_tokens` is as in the configuration. Raises `ConfigError` for a model of which nothing can run in tiles."""
+        """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern."""
         self.model, self.loss, self._compute, self._device, self._rules = model, loss, compute, device, rules or None
-        self._tiles = None if tile_tokens is None else (tile_tokens, find_token_wise(model))
         self._undo = ExitStack()
         self._undo.callback(keep_attributes(model))
+        self._token_wise = cache(partial(find_token_wise, model))
         _remove_values(model, compute, self._undo)
         self._blocks = _remove_equal_blocks(model, self._undo)
 
@@ -78,15 +70,24 @@ class Tracer:
         self._undo.close()
 
     def trace(
-        self, batch: Mapping[str, Any], *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none"
+        self,
+        batch: Mapping[str, Any],
+        *,
+        tensor: int = 1,
+        sequence: bool = False,
+        recompute: Mode = "none",
+        tiles: int | None = None,
     ) -> Trace:
-        """Trace a microbatch on one of `tensor` tensor ranks. `batch` holds real integers; of other tensors only shapes matter.
-        Raises `ConfigError` for a model that cannot be run without values, and `LayoutError` for one that is indivisible."""
+        """Trace a microbatch on one of `tensor` tensor ranks, in `tiles` of so many tokens. `batch` holds real integers; of other
+        tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and `LayoutError` for
+        one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))
             try:
                 self._divide(exchange, sequence, undo)
+                if tiles is not None:
+                    use_tiles(self.model, tiles, self._token_wise())
                 meter = self._run(batch, exchange, recompute, undo)
             except ZeromeshError:
                 raise
@@ -128,8 +129,6 @@ class Tracer:
         model = self.model.train()
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
-        if self._tiles is not None:
-            use_tiles(model, *self._tiles)
         if recompute != "none":
             enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
         meter = exchange.meter = Meter(self._device)
@@ -153,7 +152,7 @@ def trace_microbatch(
     model: nn.Module, batch: Mapping[str, Any], loss: Loss, compute: torch.dtype, *, device: str = "cpu", **options: Any
 ) -> Trace:
     """Trace one microbatch of a model with the options of `Tracer.trace`, and restore the model."""
-    with closing(Tracer(model, loss, compute, device=device, tile_tokens=options.pop("tile_tokens", None))) as tracer:
+    with closing(Tracer(model, loss, compute, device=device)) as tracer:
         return tracer.trace(batch, **options)
 
 
