@@ -79,8 +79,8 @@ class Tracer:
         tiles: int | None = None,
     ) -> Trace:
         """Trace a microbatch on one of `tensor` tensor ranks, in `tiles` of so many tokens. `batch` holds real integers; of other
-        tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and `LayoutError` for
-        one that is indivisible."""
+        tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and `LayoutError`
+        for one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))
