@@ -44,7 +44,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     by_shape = divides_by_shape(model)
     if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
-    plan = numberless(recognise_styles(model)) if by_shape else {}
+    plan = _numberless(recognise_styles(model)) if by_shape else {}
     given: dict[str, Any] = {}
 
     def run(each: Any) -> list[Tensor]:
@@ -60,7 +60,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
             if not (given.pop("pixel_values", None) is not None and "input_ids" in given):
                 raise
             outputs = run(each)  # A model of text and pictures may run with text alone.
-        if missing := next(iter(plan.keys() - numberless(dict(each.named_modules()))), ""):
+        if missing := next(iter(plan.keys() - _numberless(dict(each.named_modules()))), ""):
             raise LayoutError(f"it has no {missing}")
         return torch.cat([out.flatten() for out in outputs])
 
@@ -85,7 +85,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         raise refused(f"the copy could not be divided ({found})")
 
 
-def numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
+def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace block numbers in the names by `*`, as a copy has fewer blocks; of equal names the last value stays."""
     return {re.sub(r"\.\d+(?=\.)", ".*", name): value for name, value in named.items()}
 
@@ -93,11 +93,12 @@ def numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
 def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
     """Describe a difference of modules or division that makes the trial of `small` invalid for `model`; empty if there is none."""
     kinds, copied = (
-        {(*numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()} for one in (model, small)
+        {(*_numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()}
+        for one in (model, small)
     )
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
-    others = numberless(recognise_styles(small))
+    others = _numberless(recognise_styles(small))
     unlike = next((name for name in (*plan, *others) if plan.get(name) != others.get(name)), "")
     return f"its sizes do not tell how {unlike} is to be divided" if unlike else ""
 

@@ -19,7 +19,7 @@ from zeromesh.overrides import override
 from zeromesh.tensor.autograd_collectives import uncompiled
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import pretrained_of
-from zeromesh.trainer.models.tensor_trial import example_inputs, numberless
+from zeromesh.trainer.models.tensor_trial import example_inputs
 from zeromesh.units.plan import block_modules
 from zeromesh.weight_init.weight_sources import seeded_cpu
 from zeromesh.zero.hooks import has_foreign_hooks, tensors_in
@@ -31,49 +31,39 @@ _MAKERS = ("zeromesh", "torchao", "peft")
 """Packages whose layers act on each token alone where the linear ones did that they replace."""
 _INSIDE_ADAPTERS = {nn.Linear, nn.Dropout, nn.Identity, nn.ModuleDict, nn.ParameterDict}
 TokenWise = Mapping[tuple[str, type], nn.Module]
-"""Modules of a small copy that act on each token alone, by their name, with `*` for the block's number, and their class."""
+"""Modules of a small copy that act on each token alone, by their name in their block and their class."""
 
 
 def find_token_wise(model: nn.Module) -> TokenWise | str:
     """Return the outermost modules in the blocks of a small copy of `model` that compute the same in tiles and save less, or the
     reason why there are none."""
-    given: dict[str, Any] = {}
-
-    @torch.no_grad()
-    def check(small: Any) -> Tensor:
-        given.clear()
-        given.update(example_inputs(small))
-        return torch.cat([each.flatten() for each in _floats(small(**given))])
-
+    run = lambda each: torch.cat([out.flatten() for out in _floats(each(**dict(example_inputs(each))))])  # noqa: E731
     inside = pretrained_of(model)
-    small = "it is no model of transformers" if inside is None else small_copy.small_copy(inside, check)
+    small = "it is no model of transformers" if inside is None else small_copy.small_copy(inside, run)
     if isinstance(small, str):
         return f"no small copy of it could be tried ({small})"
     small_copy.perturb(small)
     for module in small.train().modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # Tiles draw other numbers, from the same distribution.
-    inner = {id(each) for block in block_modules(small) for each in list(block.modules())[1:]}
-    alike: dict[tuple[str, type], dict[str, nn.Module]] = {}
-    for name, module in small.named_modules():
-        if id(module) in inner:
-            (key,) = numberless({name: None})
-            alike.setdefault((key, type(module)), {})[name] = module
-    wanted, most = _outcome(small, given)
+    alike: dict[tuple[str, type], list[nn.Module]] = {}
+    for key, module in _inside_blocks(small):
+        alike.setdefault(key, []).append(module)
+    wanted, most = _outcome(small)
     found: dict[tuple[str, type], nn.Module] = {}
-    for (key, kind), parts in alike.items():
-        if any(key.startswith(f"{outer}.") for outer, _ in found):
+    for key, modules in alike.items():
+        if any(key[0].startswith(f"{outer}.") for outer, _ in found):
             continue
         with ExitStack() as undone:
-            for name, module in parts.items():
-                undone.callback(_tile(module, name, _TOKENS))
+            for module in modules:
+                undone.callback(_tile(module, _TOKENS))
             try:
-                outcome, least = _outcome(small, given)
+                outcome, least = _outcome(small)
             except small_copy.ERRORS:
                 continue
         saves = most - least >= _LEAST_SAVED * most
         if saves and all(small_copy.deviation(outcome[each], wanted[each], 1.0) <= _TOLERANCE for each in wanted):
-            found[key, kind] = module
+            found[key] = modules[0]
     if any(each.dim() > 1 for module in found.values() for each in module.parameters()):
         return found
     return (
@@ -88,12 +78,11 @@ def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
     adapters or tensor parallelism put in the place of linear ones. Raises `ConfigError` if no module runs in tiles."""
     inside: nn.Module = pretrained_of(model) or model
     names: Counter[str] = Counter()
-    for name, module in inside.named_modules():
-        (key,) = numberless({name: None})
-        copied = None if isinstance(found, str) else found.get((key, type(module)))
-        if copied is not None and _is_like(module, copied):
-            _tile(module, name, tokens)
-            names[key] += 1
+    copied: TokenWise = {} if isinstance(found, str) else found
+    for key, module in _inside_blocks(inside):
+        if key in copied and _is_like(module, copied[key]):
+            _tile(module, tokens)
+            names[key[0]] += 1
     if not names:
         reason = (
             found if isinstance(found, str) else "its MLPs have hooks, or other modules inside than their class makes"
@@ -101,8 +90,12 @@ def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
         raise ConfigError(
             f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null", where="model.tile_tokens"
         )
-    shown = ", ".join(f"{count} x {name}" for name, count in names.items())
-    return f"tiles: {tokens:,} tokens of a sequence at once in {shown}"
+    return f"tiles: {tokens:,} tokens at once in {', '.join(f'{count} x {name}' for name, count in names.items())}"
+
+
+def _inside_blocks(model: nn.Module) -> list[tuple[tuple[str, type], nn.Module]]:
+    parts = (part for block in block_modules(model) for part in block.named_modules() if part[0])
+    return [((name, type(module)), module) for name, module in parts]
 
 
 def _is_like(module: nn.Module, copied: nn.Module) -> bool:
@@ -113,21 +106,19 @@ def _is_like(module: nn.Module, copied: nn.Module) -> bool:
     return made and not any(map(has_foreign_hooks, parts[1:]))
 
 
-def _tile(module: nn.Module, name: str, tokens: int) -> Callable[[], None]:
-    return override(module, "forward", partial(_run_tiled, module.forward, module, name, tokens))
+def _tile(module: nn.Module, tokens: int) -> Callable[[], None]:
+    return override(module, "forward", partial(_run_tiled, module.forward, module, tokens))
 
 
 @uncompiled
-def _run_tiled(
-    forward: Callable[..., Any], module: nn.Module, name: str, tokens: int, /, *args: Any, **kwargs: Any
-) -> Any:
+def _run_tiled(forward: Callable[..., Any], module: nn.Module, tokens: int, /, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[1] <= tokens:
         return forward(*args, **kwargs)
     if any(map(has_foreign_hooks, list(module.modules())[1:])):
         raise PhaseError(
-            f"hooks inside {name}, such as those of output_router_logits, would see {tokens:,} tokens at once, without gradients; "
-            "remove them, or set model.tile_tokens: null"
+            f"hooks inside a {type(module).__name__}, such as those of output_router_logits, would see {tokens:,} tokens at once, "
+            "without gradients; remove them, or set model.tile_tokens: null"
         )
     return run_in_tiles(forward, [each for each in module.parameters() if each.requires_grad], tokens, x)
 
@@ -136,20 +127,18 @@ def _floats(outputs: Any) -> list[Tensor]:
     return [each for each in tensors_in(outputs) if each.is_floating_point()]
 
 
-def _outcome(small: nn.Module, given: Mapping[str, Any]) -> tuple[dict[str, Tensor], int]:
+def _outcome(small: nn.Module) -> tuple[dict[str, Tensor], int]:
     """Return outputs and gradients of a copy, by name, and the bytes that it saves for backward beside its parameters."""
-    saved: dict[int, Tensor] = {}
-    held = {each.untyped_storage().data_ptr() for each in small.parameters()}
+    held, saved = {each.untyped_storage().data_ptr() for each in small.parameters()}, [0]
 
     def save(tensor: Tensor) -> Tensor:
-        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        saved.append(0 if tensor.untyped_storage().data_ptr() in held else tensor.nbytes)
         return tensor
 
     with small_copy.whole_passes_in_float64(), seeded_cpu(0, "tiles"), torch.enable_grad():
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            outputs = _floats(small(**given))
+            outputs = _floats(small(**dict(example_inputs(small))))
         # Each element has its own weight, so that errors cannot cancel.
         losses = [(each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum() for each in outputs]
         gradients = small_copy.gradients_of(small, [each for each in losses if each.requires_grad])
-    nbytes = sum(each.untyped_storage().nbytes() for place, each in saved.items() if place not in held)
-    return {**gradients, **{str(number): each.detach() for number, each in enumerate(outputs)}}, nbytes
+    return gradients | {str(number): each.detach() for number, each in enumerate(outputs)}, sum(saved)

@@ -111,7 +111,7 @@ class Subject:
     def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode) -> Trace:
         if micro in _TRACED_SAMPLES:
             how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute}
-            return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens, **how)
+            return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens or 0, **how)
         one, two = (self.trace(tensor, size, sequence, recompute) for size in _TRACED_SAMPLES)
         return _extrapolated(one, two, micro)
 

@@ -28,6 +28,8 @@ test_tiles_change_nothing = tried(
         case("adapted", "data", quick=True, model=BLOCK),
         case("llama", "sequence", quick=True, model=BLOCK, tokens=2),
         case("gpt2", "tensor", quick=True),
+        case("unused", "data", quick=True),
+        row(2, "encoded"),
         *(case("llama", "data", stage) for stage in (0, 1, 2, 3)),
         *(case(kind, "pipeline", model=BLOCK) for kind in ("llama", "frozen", "adapted")),
         *(case(kind, "tensor") for kind in ("llama", "frozen", "adapted")),

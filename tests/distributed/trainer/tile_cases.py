@@ -3,13 +3,26 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+
 from tests.distributed.parallel.parallel_cases import KINDS
 from tests.distributed.trainer.lora_cases import adapted
 from tests.support.architecture_cases import differences
-from tests.support.trainer_cases import seeded, sentences
+from tests.support.plain import apart
+from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
+from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 
+
+def _with_unused() -> Any:
+    """A Llama with a weight in an MLP that no token uses, and that is not updated."""
+    model = KINDS["llama"]()
+    model.model.layers[1].mlp.extra = nn.Linear(4, 4, dtype=model.dtype)
+    return model
+
+
 BUILDS: dict[str, Any] = {
+    "unused": lambda: seeded(_with_unused),
     **{kind: lambda kind=kind: seeded(KINDS[kind]) for kind in ("llama", "gpt2", "frozen")},
     "adapted": lambda: adapted(target_modules=["q_proj", "gate_proj", "down_proj"]),
 }
@@ -32,3 +45,16 @@ def trained(
         folder, "tiles", (build(), build()), sentences(), model={"tile_tokens": tokens, **model}, **sections
     )
     assert all(value <= 1e-9 for value in found.values()), found
+
+
+def encoded(mesh: Mesh, folder: str) -> None:
+    """Adapters over a base in four bits lose as much with tiles as without."""
+    losses = []
+    for name, tiles in (("whole", None), ("tiles", 3)):
+        model = {"config": {"model_type": "llama", **LLAMA}, "weights": "nf4", "tile_tokens": tiles}
+        lora = {"rank": 2, "targets": ["q_proj", "gate_proj", "down_proj"]}
+        config = settings(folder, model={**model, "lora": lora}, run={"name": name, "max_steps": 4})
+        with Trainer(None, config, sentences()) as trainer:
+            losses.append(list(trainer.fit().losses))
+    assert apart(*losses) <= 1e-9, losses
+    assert len({round(each, 9) for each in losses[0]}) == 4, losses

@@ -37,13 +37,13 @@ def _tokens(rows: int = 2, length: int = 64) -> dict[str, torch.Tensor]:
 
 
 def _allocated(
-    model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch, tiles: int | None = None
+    model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch, tiles: int = 0
 ) -> int:
     """The most bytes that PyTorch's allocator gives a forward and backward of a model with values."""
     monkeypatch.setattr(prepare, "allocate_lasting", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     model = copy.deepcopy(model).train()
     loss = make_loss(model)
-    if tiles is not None:
+    if tiles:
         use_tiles(model, tiles, find_token_wise(model))
     enable_activation_checkpointing(model, mode, blocks=block_modules(model))
     for parameter in (each for each in model.parameters() if each.requires_grad):
@@ -59,10 +59,10 @@ def _allocated(
 
 
 @pytest.mark.parametrize(
-    ("mode", "tiles"), [("none", None), ("block", None), ("selective", None), ("none", 128), ("block", 128)]
+    ("mode", "tiles"), [("none", 0), ("block", 0), ("selective", 0), ("none", 128), ("block", 128)]
 )
-def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batch = _llama(), _tokens(length=64 if tiles is None else 1024)
+def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = _llama(), _tokens(length=64 if not tiles else 1024)
     found = trace_microbatch(model, batch, make_loss(model), torch.float32, recompute=mode, tiles=tiles)
     assert found.peak == pytest.approx(_allocated(model, batch, mode, monkeypatch, tiles), rel=0.03)
     assert [each.name for each in found.segments] == [BEFORE, *(f"model.layers.{n}" for n in range(6)), AFTER]

@@ -31,6 +31,8 @@ from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 
+Batch = Mapping[str, Any]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
@@ -70,23 +72,17 @@ class Tracer:
         self._undo.close()
 
     def trace(
-        self,
-        batch: Mapping[str, Any],
-        *,
-        tensor: int = 1,
-        sequence: bool = False,
-        recompute: Mode = "none",
-        tiles: int | None = None,
+        self, batch: Batch, *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none", tiles: int = 0
     ) -> Trace:
-        """Trace a microbatch on one of `tensor` tensor ranks, in `tiles` of so many tokens. `batch` holds real integers; of other
-        tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and `LayoutError`
-        for one that is indivisible."""
+        """Trace a microbatch on one of `tensor` tensor ranks, in `tiles` of so many tokens, if any. `batch` holds real integers; of
+        other tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and
+        `LayoutError` for one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
             undo.callback(keep_attributes(self.model))
             try:
                 self._divide(exchange, sequence, undo)
-                if tiles is not None:
+                if tiles:
                     use_tiles(self.model, tiles, self._token_wise())
                 meter = self._run(batch, exchange, recompute, undo)
             except ZeromeshError:
@@ -125,7 +121,7 @@ class Tracer:
         undo.callback(divided.restore)
         return divided
 
-    def _run(self, batch: Mapping[str, Any], exchange: TracedExchange, recompute: Mode, undo: ExitStack) -> Meter:
+    def _run(self, batch: Batch, exchange: TracedExchange, recompute: Mode, undo: ExitStack) -> Meter:
         model = self.model.train()
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
@@ -149,7 +145,7 @@ class Tracer:
 
 
 def trace_microbatch(
-    model: nn.Module, batch: Mapping[str, Any], loss: Loss, compute: torch.dtype, *, device: str = "cpu", **options: Any
+    model: nn.Module, batch: Batch, loss: Loss, compute: torch.dtype, *, device: str = "cpu", **options: Any
 ) -> Trace:
     """Trace one microbatch of a model with the options of `Tracer.trace`, and restore the model."""
     with closing(Tracer(model, loss, compute, device=device)) as tracer:
