@@ -79,6 +79,7 @@ def small_config(config: TrainerConfig, mesh: Mesh, folder: Path, *, dropout: bo
     micro, schedule = min(config.batch.micro_size, _MOST_MICRO), config.schedule
     complete = micro * mesh.data.size
     values["batch"] |= {"global_size": 2 * complete + max(1, complete - 1), "micro_size": micro}
+    values["model"]["tile_tokens"] = config.model.tile_tokens and min(config.model.tile_tokens, _LENGTH // 3)
     values["run"]["output_dir"] = str(folder)
     values["schedule"]["warmup_steps"] = min(schedule.warmup_of(config.run.max_steps), 1)
     values["schedule"]["decay_steps"] = schedule.decay_steps and min(schedule.decay_steps, 2)

@@ -118,7 +118,7 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
     """Have `call(name, output)` run after each forward of these modules, after all other hooks; returns a call that ends this."""
     handles = ExitStack()
     for name, module in modules:
-        handles.enter_context(module.register_forward_hook(lambda _module, _args, out, name=name: call(name, out)))
+        handles.enter_context(module.register_forward_hook(_ModuleHook(partial(call, name))))
     return handles.close
 
 
