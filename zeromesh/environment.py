@@ -265,8 +265,7 @@ def _job_port(environ: Mapping[str, str]) -> int:
     ports (32768 and up on Linux), which any connection may hold."""
     if environ.get("MASTER_PORT"):
         return _integers(environ, ["MASTER_PORT"])[0]
-    names = ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
-    identity = "/".join(environ.get(name, "") for name in names)
+    identity = "/".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE"))
     return 10000 + zlib.crc32(identity.encode()) % 20000 if identity.strip("/") else DEFAULT_PORT
 
 

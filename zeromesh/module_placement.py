@@ -105,14 +105,12 @@ class _ModuleExchange:
 
     def send(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Broadcast tensors of the module's first rank to the world, and return them; its other ranks have equal ones."""
-        header = write_header([MessageSpec.of(each) for each in tensors]).to(self._device)
-        self._broadcast(header)
+        self._broadcast(write_header([MessageSpec.of(each) for each in tensors]).to(self._device))
         # Contiguous copies: the first rank's tensor may be changed in place later, and the other ranks' may be views.
         return [self._broadcast(each.detach().clone(memory_format=torch.contiguous_format)) for each in tensors]
 
     def receive(self) -> tuple[list[torch.Tensor], list[MessageSpec]]:
-        header = self._broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=self._device))
-        specs = read_header(header)
+        specs = read_header(self._broadcast(torch.zeros(HEADER_BYTES, dtype=torch.uint8, device=self._device)))
         return [self._broadcast(spec.empty(self._device)) for spec in specs], specs
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:

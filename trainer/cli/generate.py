@@ -46,8 +46,7 @@ def run_generate(options: argparse.Namespace) -> int:
         raise ConfigError("--chat reads from standard input, which is closed; leave it open")
     fields, keys = _split_fields(options.overrides, options.max_new_tokens)
     if not starts:
-        prompts = [] if options.chat else _prompts_of(options.prompts)
-        return _generate(options, fields, keys, prompts)
+        return _generate(options, fields, keys, [] if options.chat else _prompts_of(options.prompts))
     from zeromesh.launch.rendezvous import Nodes
 
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:

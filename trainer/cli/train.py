@@ -116,8 +116,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
     if options.config is not None and "=" in options.config and not Path(options.config).exists():
         options.overrides.insert(0, options.config)
         options.config = None
-    start = bool(options.model or options.data or options.evaluation or options.lora)
-    if options.config is not None and not start:
+    if options.config is not None and not (options.model or options.data or options.evaluation or options.lora):
         return
     if options.config is not None or not (options.model and options.data):
         either = "give either a configuration, or --model DIR --data FILE [--lora] [--eval FILE]"

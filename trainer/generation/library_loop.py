@@ -151,8 +151,7 @@ def generate_in_rounds(
         whole_rounds=one_length and has_encoder,
     ):
         here = [requests[number] for number in numbers[mesh.data_index]]
-        common = settings[here[0].number] if here else idle
-        new = _generate(placed, here or [Request(number=0, tokens=[0])], common)
+        new = _generate(placed, here or [Request(number=0, tokens=[0])], settings[here[0].number] if here else idle)
         rows = mesh.data.gather_json([asdict(each) for each in new[: len(here)]], "results of a round")
         on_progress([Progress(**each) for row in rows for each in row])
 

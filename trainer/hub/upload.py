@@ -41,11 +41,10 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
     )
     card = TrainingSummary.from_trainer(described, **values)
     if mesh.world_size > 1:  # transformers' arguments may lack numbers that follow from the number of ranks.
-        micro = config.batch.eval_micro_size or config.batch.micro_size
         card.hyperparameters |= {
             "num_devices": mesh.world_size,
             "total_train_batch_size": config.batch.global_size,
-            "total_eval_batch_size": micro * mesh.data.size,
+            "total_eval_batch_size": (config.batch.eval_micro_size or config.batch.micro_size) * mesh.data.size,
         }
     write_whole(directory / "README.md", card.to_model_card().encode())
     if is_adapted(trainer.model):

@@ -112,8 +112,7 @@ def _array(tree: Any) -> Tree:
     if isinstance(tree, tuple | list):
         return type(tree)(_array(value) for value in tree) if type(tree) in (tuple, list) else tuple(map(_array, tree))
     if isinstance(tree, Tensor):
-        wide = tree.float() if tree.is_floating_point() and tree.dtype.itemsize < 4 else tree
-        return wide.detach().cpu().numpy()
+        return (tree.float() if tree.is_floating_point() and tree.dtype.itemsize < 4 else tree).detach().cpu().numpy()
     return tree if tree is None else np.asarray(tree)
 
 

@@ -108,8 +108,7 @@ def trace_of(
     for number, (rank, at, row, waiter, waits) in enumerate(arrows, start=1):
         if id(waits) in shown and at >= zero:
             add("s", at, rank, row, "waits for", cat="waits", id=number)
-            end = max(waits.begin, waits.end - 1)
-            add("f", end, waiter, waits.row, "waits for", cat="waits", id=number, bp="e")
+            add("f", max(waits.begin, waits.end - 1), waiter, waits.row, "waits for", cat="waits", id=number, bp="e")
     # Of slices with equal begin the longer one is the parent.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
     titles = []

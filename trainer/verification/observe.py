@@ -314,6 +314,5 @@ def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor
             continue
         for size, here, intervals in zip(part.region.shape, part.region.local_shape, part.region.dims, strict=True):
             if (size, here) == (whole.shape[-1], local.shape[-1]) and size != here:
-                indices = torch.cat([torch.arange(each.start, each.end) for each in intervals])
-                return whole.index_select(dim, indices)
+                return whole.index_select(dim, torch.cat([torch.arange(each.start, each.end) for each in intervals]))
     return None

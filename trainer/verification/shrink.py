@@ -139,8 +139,7 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         if config.model.attention is not None:
             options["attn_implementation"] = config.model.attention
-        from_config = partial(automatic.from_config, **options)
-        return _first_working_copy(whole, from_config, config, mesh)
+        return _first_working_copy(whole, partial(automatic.from_config, **options), config, mesh)
     given: Any = inputs.model
     is_function = not isinstance(given, nn.Module)
     with torch.device("meta") if is_function else nullcontext():

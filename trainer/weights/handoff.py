@@ -251,8 +251,7 @@ def _read_tensor(sender: _WeightConnection, header: Mapping[str, Any]) -> torch.
 def _listening(address: str, host: str, port: int | None) -> Iterator[socket.socket]:
     try:
         if port is not None:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listener = socket.create_server((host, port), family=family)
+            listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         else:
             path = Path(address)
             if path.exists() and stat.S_ISSOCK(path.lstat().st_mode):

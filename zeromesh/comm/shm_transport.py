@@ -189,8 +189,7 @@ class SharedRing:
         fitting = [each for each in free if each[0] >= nbytes]
         if fitting:
             return min(fitting)[1]
-        capacity = max(_LEAST_BYTES, -(-nbytes // PAGE) * PAGE)
-        slot = RingSlot(SharedSegment.create(self._label, capacity), self._serial)
+        slot = RingSlot(SharedSegment.create(self._label, max(_LEAST_BYTES, -(-nbytes // PAGE) * PAGE)), self._serial)
         self._serial += 1
         number = max(free)[1] if free else len(self.own)
         for old in self.own[number : number + 1]:

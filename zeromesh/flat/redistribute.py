@@ -75,8 +75,7 @@ def redistribute(
         given = torch.cat([flat[:0], *(flat[each.origin] for copies in gives for each in copies)])
         received, sent = ([sum(each.length for each in copies) for copies in side] for side in (gets, gives))
         arrived = flat.new_empty(sum(received))
-        call = CollectiveCall(arrived, given, what, received, sent, purpose)
-        group.start(Collective.ALL_TO_ALL, call).wait()
+        group.start(Collective.ALL_TO_ALL, CollectiveCall(arrived, given, what, received, sent, purpose)).wait()
         parts = [each for copies in gets for each in copies]
         for each, part in zip(parts, torch.split(arrived, [each.length for each in parts]), strict=True):
             out[each.target] = part

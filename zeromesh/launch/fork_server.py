@@ -42,8 +42,7 @@ def _serve(connection: Connection) -> list[str] | None:
             found, status = os.waitpid(pid, os.WNOHANG)
             if found:
                 running.remove(pid)
-                code = os.waitstatus_to_exitcode(status)
-                connection.send_bytes(json.dumps({"ended": pid, "code": code}).encode())
+                connection.send_bytes(json.dumps({"ended": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
         if connection in ready:
             try:
                 request = json.loads(connection.recv_bytes())

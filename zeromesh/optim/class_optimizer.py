@@ -212,8 +212,7 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _tried_plan(own_class: OptimizerClass, spec: ParameterSpec) -> StatePlan:
-    nothing = StatePlan(states={}, tensors={}, scalars={})
-    return own_class.plans.get((spec.group, max(1, len(spec.shape))), nothing)
+    return own_class.plans.get((spec.group, max(1, len(spec.shape))), StatePlan(states={}, tensors={}, scalars={}))
 
 
 def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype) -> StatePlan:
@@ -362,8 +361,7 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
                 )
             trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
-            larger = _Trial(optimizer, group, shape, _LARGE_STEPS)
-            small, large = trial.plan, larger.plan
+            small, large = trial.plan, _Trial(optimizer, group, shape, _LARGE_STEPS).plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
             plain = all(s is None or _is_number(s) or type(s) is torch.Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]

@@ -133,8 +133,7 @@ class BucketOptimizer:
         # Neighbours are updated at once; but a class counts the steps of each parameter, and updates it by a call of its own.
         apart = self._settings.own_class is not None
         keys = [n if apart else key for n, key in enumerate(zip(self._updated, self.steps, strict=True))]
-        segments = bucket.layout.segments(bucket.interval, keys)
-        self._segments = [each for each in segments if each.group != NO_GROUP]
+        self._segments = [each for each in bucket.layout.segments(bucket.interval, keys) if each.group != NO_GROUP]
 
     def begin(self) -> None:
         """Count one more update for each parameter that it will change."""

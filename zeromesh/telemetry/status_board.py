@@ -293,8 +293,7 @@ class StoreBoard(StatusBoard):
         return int(self._decoded(0)[TRACE_REQUEST] if self._rank else self.own[TRACE_REQUEST])
 
     def alive(self, rank: int) -> bool:
-        silent = self.silent_seconds(rank)
-        return silent < self._stale_seconds and not (rank == 0 and self._store_is_gone)
+        return self.silent_seconds(rank) < self._stale_seconds and not (rank == 0 and self._store_is_gone)
 
     def silent_seconds(self, rank: int) -> float:
         published, now = self._row(rank)[_PUBLISHED], time.monotonic()

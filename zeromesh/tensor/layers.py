@@ -137,13 +137,11 @@ def norms_over_ranks(
     over the inputs of all ranks, without gradients (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     whole = (weight.t() if layer.fan_in_fan_out else weight) + scaling * (up @ down).to(weight.dtype)
-    squares = whole.detach().square().sum(1)
-    return exchange.all_reduce_async(squares).wait().sqrt()
+    return exchange.all_reduce_async(whole.detach().square().sum(1)).wait().sqrt()
 
 
 def project_latent(forward: _Forward, latent: int, exchange: Exchange, x: torch.Tensor) -> torch.Tensor:
     """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
     Column layers sum the gradient of the latent outputs over ranks; that of the rotary outputs is summed here."""
     out = forward(x)
-    rotary = autograd_collectives.copy_input(out[..., latent:], exchange)
-    return torch.cat((out[..., :latent], rotary), dim=-1)
+    return torch.cat((out[..., :latent], autograd_collectives.copy_input(out[..., latent:], exchange)), dim=-1)

@@ -272,8 +272,7 @@ class _BucketBuilder:
         buffer = DecodingBuffer(
             gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport.spare_pages
         )
-        own = EncodedShard.of(layout, interval, tables)
-        return buffer, (EncodedTensor(dtype, own, encoded), None)
+        return buffer, (EncodedTensor(dtype, EncodedShard.of(layout, interval, tables), encoded), None)
 
     def runs_in_files(self, layout: BucketLayout) -> _Runs:
         """Return the runs of a bucket in the files of the source, if it can stay there; None if it must be copied."""

@@ -123,8 +123,7 @@ class UseCallback:
     """Calls `on_use` with the name of a parameter used at rest. Parameter classes that refer to the bucket would keep it alive."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layout: BucketLayout) -> None:
-        named = zip(parameters, layout.slots, strict=True)
-        self._names = {id(parameter): slot.spec.fqn for parameter, slot in named}
+        self._names = {id(parameter): slot.spec.fqn for parameter, slot in zip(parameters, layout.slots, strict=True)}
         self.on_use: Callable[[str], None] = refuse_closed
 
     def __call__(self, used: nn.Parameter) -> None:

@@ -279,8 +279,7 @@ class ZeroEngine:
             if squares is None:
                 squares = self._sum_squares()
             if lacking:
-                trained = [bucket for unit in self.units for bucket in unit.trainable]
-                self._passes.gradients.find_missing(trained)
+                self._passes.gradients.find_missing([bucket for unit in self.units for bucket in unit.trainable])
             return self.optimizer_step.finish(self.units, factor, squares, loss_finite=loss_finite)
 
     def end_without_update(self) -> None:

@@ -35,8 +35,7 @@ class MemoryBytes:
 
     def beyond(self, room: "MemoryBytes") -> str:
         """The first of `device`, `host` and `disk` that exceeds `room`; empty if everything fits."""
-        names = ("device", "host", "disk")
-        return next((name for name in names if getattr(self, name) > getattr(room, name)), "")
+        return next((name for name in ("device", "host", "disk") if getattr(self, name) > getattr(room, name)), "")
 
 
 class MemoryModel:

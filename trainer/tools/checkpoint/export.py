@@ -88,8 +88,7 @@ def export_checkpoint(
             if codec is not None:
                 tensors, values = _in_four_bits(codec, folder, tensors, values)
             specs = [spec_of(name, each) for name, each in tensors.items()]
-            written = write_weights(folder, specs, values, lambda: None)
-            count = sum(path.endswith(".safetensors") for path in written)
+            count = sum(path.endswith(".safetensors") for path in write_weights(folder, specs, values, lambda: None))
             what = f"{'merged into ' if merge else ''}{counted(count, 'file')}, read {moved}"
     console.note(f"{out}: step {reader.manifest.step}, {codec.name if codec else dtype}, {what}")
 

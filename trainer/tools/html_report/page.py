@@ -157,8 +157,7 @@ def _mesh(run: RunRecord) -> dict[str, Any] | None:
     text = f"{sizes}: {counted(shape.world_size, 'rank')}"
     text += f", beside each other along {axes[-1]}" if axes else ""
     states = {row["rank"]: row for row in run.ranks}
-    drawn = shape.world_size <= _RANKS_DRAWN
-    return {"text": text, "shape": shape, "axes": axes, "states": states, "drawn": drawn}
+    return {"text": text, "shape": shape, "axes": axes, "states": states, "drawn": shape.world_size <= _RANKS_DRAWN}
 
 
 def _communication(run: RunRecord) -> Table | None:

@@ -109,8 +109,7 @@ class Manifest:
 
 def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
     """Return the hash of a manifest's content, as canonical JSON, and the manifest with it."""
-    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-    digest = hashlib.sha256(canonical).hexdigest()
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
     return digest, json.dumps({**content, "sha256": digest}, separators=(",", ":")).encode()
 
 

@@ -263,8 +263,7 @@ class _Planner:
             second = (interval.after(-(outputs // 2)) for interval in half)
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
-            division = attention or self._attention_around(name)
-            self._add(name, Style.ROW, division.by_head(name, inputs))
+            self._add(name, Style.ROW, (attention or self._attention_around(name)).by_head(name, inputs))
         elif style in _EVENLY:
             self._divide(name, Style(style), outputs if style.startswith("colwise") else inputs)
         else:
