@@ -72,7 +72,7 @@ def relay(
 
     for step in range(first, first + steps):
         run.step(step)
-    with patch("zeromesh.checkpoint.saver.columns_to_rows", noted):
+    with patch("zeromesh.checkpoint.io.writer.columns_to_rows", noted):
         _save(run, here, first + steps)
     aliases = run.engine.checkpoint_state.aliases()
     run.close()

@@ -26,15 +26,7 @@ from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles
-from zeromesh.weight_init.weight_sources import (
-    INITIALISER_ERRORS,
-    LostValuesError,
-    ParameterSource,
-    SeededSource,
-    Skeleton,
-    canonical_names,
-    check_interval,
-)
+from zeromesh.weight_init import weight_sources
 
 _SHOWN = 20
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
@@ -100,7 +92,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
         if here[:1] == (classes,) != there[:1] and here[1:] == there[1:]:
             del direct[name], shapes[name]
     # Parameters without a value: a tied one needs a value under one of its names, and buffers are recomputed.
-    canonical = canonical_names(model)
+    canonical = weight_sources.canonical_names(model)
     have = {canonical[name] for name in (*direct, *converted) if name in canonical}
     missing = [name for name in state if canonical.get(name) == name and name not in have]
     may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None)
@@ -160,7 +152,7 @@ def _run_on_meta(conversion: Conversion, entries: Mapping[str, TensorSpec], mode
 
     try:
         return conversion.run(empty, model)
-    except INITIALISER_ERRORS as error:
+    except weight_sources.INITIALISER_ERRORS as error:
         names = ", ".join(name for _, name in conversion.sources[:4])
         raise ConfigError(
             f"{conversion.target} cannot be made from {names} ({counted(len(conversion.sources), 'tensor')}): {error}",
@@ -206,18 +198,20 @@ def quiet_library() -> Iterator[None]:
 _COMPARED_ELEMENTS = 16384
 
 
-class SafetensorsSource(ParameterSource):
+class SafetensorsSource(weight_sources.ParameterSource):
     """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
     `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
     the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
     `LostValuesError` for values that neither the files nor `fallback` have."""
 
-    def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
+    def __init__(
+        self, files: TensorFiles, model: Any, fallback: weight_sources.ParameterSource, quantizer: Any = None
+    ) -> None:
         self._files = files
         self._matched = matched = match(model, files.entries, quantizer)
-        self._skeleton = Skeleton(model)
+        self._skeleton = weight_sources.Skeleton(model)
         self._fallback = fallback
-        canonical = canonical_names(model)
+        canonical = weight_sources.canonical_names(model)
         stored: dict[str, str] = {}
         for name, first in canonical.items():
             if matched.provides(name) and not matched.provides(first):
@@ -225,9 +219,9 @@ class SafetensorsSource(ParameterSource):
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
         """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-        lost = fallback.unset_parameters() if isinstance(fallback, SeededSource) else ()
+        lost = fallback.unset_parameters() if isinstance(fallback, weight_sources.SeededSource) else ()
         if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
-            raise LostValuesError(unknown, "they are in no file either")
+            raise weight_sources.LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self.kept: QuantizedFiles | None = None  # read instead, under the names here, where its form is asked for
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
@@ -319,7 +313,7 @@ class SafetensorsSource(ParameterSource):
         """Return a parameter's name in the files. Raises `LayoutError` for an interval out of range."""
         if fqn not in self.shapes:
             raise LayoutError(f"{fqn} is not among the {len(self.shapes)} parameters of this source")
-        check_interval(fqn, start, end, self.shapes[fqn].numel())
+        weight_sources.check_interval(fqn, start, end, self.shapes[fqn].numel())
         return self._origin[fqn]
 
     def buffer(self, name: str) -> torch.Tensor | None:

@@ -19,15 +19,8 @@ import torch
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint.io import writer as writers
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.writer import (
-    ShardWriter,
-    bytes_for_others,
-    columns_to_rows,
-    in_thread,
-    plan_pieces,
-    plan_runs,
-)
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole
@@ -87,7 +80,7 @@ class Saver:
         self._ledger = ledger or Ledger()
         self._copied = 0
         self.in_flight: int | None = None  # the step whose checkpoint is being written
-        self._writer: ShardWriter | None = None
+        self._writer: writers.ShardWriter | None = None
         self._remaining: _Stages | None = None
         self._task: Future[Any] = Future()
 
@@ -138,13 +131,13 @@ class Saver:
                         write_whole(directory / path, text, sync=False)
 
         try:
-            self._on_all_ranks(lambda: shards.extend(columns_to_rows(content.shards, mesh.tensor, mesh.device)))
+            self._on_all_ranks(lambda: shards.extend(writers.columns_to_rows(content.shards, mesh.tensor, mesh.device)))
             own = {id(shard.values) for shard in content.shards}
             copies = [each.values for each in shards if each.owner is None and id(each.values) not in own]
             self._copied = sum(copy.nbytes for copy in copies)
             self._ledger.add(Tier.HOST, Purpose.STAGING, self._copied)
-            runs = plan_runs(files, shards, mesh.rank)
-            pieces = plan_pieces(files, runs, self._exchange(bytes_for_others(runs)), content.order)
+            runs = writers.plan_runs(files, shards, mesh.rank)
+            pieces = writers.plan_pieces(files, runs, self._exchange(writers.bytes_for_others(runs)), content.order)
             if storage.parts > 1:
                 written = mesh.world.gather_integers([sum(piece.where.length for piece in pieces)])
                 part_nbytes = sum(written[rank][0] for rank in storage.ranks)
@@ -157,7 +150,7 @@ class Saver:
             if storage.leads:
                 store.abandon(step)
             raise CheckpointError(f"the checkpoint of step {step} was not written: {error}") from error
-        writer = ShardWriter(store.temporary(step), pieces, mesh.rank, mesh.device)
+        writer = writers.ShardWriter(store.temporary(step), pieces, mesh.rank, mesh.device)
         stages = self._stages(step, files, writer, content)
         next(stages)
         self.in_flight, self._writer, self._remaining = step, writer, stages
@@ -173,7 +166,9 @@ class Saver:
             received += [(path, begin, stream.read(length)) for path, begin, length in rows]
         return received
 
-    def _stages(self, step: int, files: Sequence[FileLayout], writer: ShardWriter, content: SaveContent) -> _Stages:
+    def _stages(
+        self, step: int, files: Sequence[FileLayout], writer: writers.ShardWriter, content: SaveContent
+    ) -> _Stages:
         """Run a save in stages: yields after the start of each background task; resumed, all ranks wait for the task together."""
         store, storage, directory = self.store, self.storage, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
@@ -222,7 +217,7 @@ class Saver:
 
     def _start(self, name: str, path: Path, work: Callable[[], Any], *, here: bool) -> Callable[[], Any]:
         """Run `work` in a background thread, or nothing if not `here`; the returned function waits for its result or error."""
-        self._task = in_thread(name, disk_call(name, path)(work) if here else lambda: None)
+        self._task = writers.in_thread(name, disk_call(name, path)(work) if here else lambda: None)
         return self._task.result
 
     def wait_until_copied(self, owner: int) -> None:

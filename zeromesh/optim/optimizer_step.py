@@ -19,14 +19,8 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
+from zeromesh.optim import fused_optimizer
 from zeromesh.optim.class_optimizer import make_optimizers
-from zeromesh.optim.fused_optimizer import (
-    BucketOptimizer,
-    Hyperparameters,
-    fused_update,
-    hyperparameters,
-    moment_dtypes,
-)
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.options import Placement, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, UpdateOn
@@ -136,7 +130,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     """Return the seconds for a billion elements of an update on `device`, tried with `most` elements in host memory."""
     elements = min(most, _TRIED_ELEMENTS)
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
-    nbytes, moments = elements * dtype.itemsize, moment_dtypes(settings, dtype)
+    nbytes, moments = elements * dtype.itemsize, fused_optimizer.moment_dtypes(settings, dtype)
     modes = [Access.UPDATE, Access.READ] + [Access.UPDATE] * len(moments)  # Of master weights, gradients and moments.
     states = [TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST) for _ in modes]
     uses = [StreamOperand(tensor=each, mode=mode) for each, mode in zip(states, modes, strict=True)]
@@ -148,11 +142,11 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
         waits=WaitTime(),
         memory=partial(tiers.buffer, device=device),
     )
-    group = {**hyperparameters(settings)[1], "lr": 0.0}
+    group = {**fused_optimizer.hyperparameters(settings)[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
         master, gradient, *moments = tensors
-        fused_update(settings.name, group, master, gradient, moments, 1)
+        fused_optimizer.fused_update(settings.name, group, master, gradient, moments, 1)
 
     rows = list(stream.rows(0, elements, uses))
     seconds = []
@@ -191,7 +185,7 @@ class OptimizerStep:
         self._tiers = tiers
         self._all_buckets = all_buckets(units)
         self._units = units
-        self._optimizers: dict[int, BucketOptimizer] = {}
+        self._optimizers: dict[int, fused_optimizer.BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         self._make_optimizers()
@@ -200,7 +194,7 @@ class OptimizerStep:
         self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
-        self.groups: Sequence[Hyperparameters] = hyperparameters(options.optimizer)
+        self.groups: Sequence[fused_optimizer.Hyperparameters] = fused_optimizer.hyperparameters(options.optimizer)
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
@@ -275,7 +269,7 @@ class OptimizerStep:
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.ever_trained)) for each in specs]
                 optimizer.update_segments()
 
-    def begin_step(self, groups: Sequence[Hyperparameters]) -> None:
+    def begin_step(self, groups: Sequence[fused_optimizer.Hyperparameters]) -> None:
         self.groups = groups
         self._updated = []
         self.gradients.shards.begin_step()
@@ -365,7 +359,7 @@ class OptimizerStep:
             text += f"; the loss is not finite on {plural(len(ranks), 'rank')} {', '.join(ranks)}"
         return text
 
-    def optimizer_of(self, bucket: Bucket) -> BucketOptimizer | None:
+    def optimizer_of(self, bucket: Bucket) -> fused_optimizer.BucketOptimizer | None:
         return self._optimizers.get(id(bucket))
 
     def abandon(self) -> None:
