@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, errors_as
 from zeromesh.trainer.config.sections.optimizer import OptimizerSection, make_optimizer
 
 MakeScheduler = Callable[[Optimizer], LRScheduler]
@@ -22,10 +22,8 @@ class TorchSchedule:
     def __init__(self, make: MakeScheduler, settings: OptimizerSection, folders: Sequence[str] = ()) -> None:
         optimizer = make_optimizer(settings, None, folders=folders)
         self._own = _momentum_of(optimizer.param_groups[0])
-        try:
+        with errors_as(ConfigError, f"lr_scheduler, with optimizer.name {settings.name}: ", ValueError):
             scheduler = make(optimizer)
-        except ValueError as error:
-            raise ConfigError(f"lr_scheduler, with optimizer.name {settings.name}: {error}") from error
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             raise ConfigError(
                 f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "

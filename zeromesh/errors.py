@@ -94,6 +94,15 @@ def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] 
         raise (ConfigError(text, where=where) if kind is None else kind(text)) from error
 
 
+@contextmanager
+def errors_as(kind: type[Exception], before: str, *caught: type[BaseException], after: str = "") -> Iterator[None]:
+    """Raise errors of the `caught` classes as `kind`, with their text between `before` and `after`."""
+    try:
+        yield
+    except caught as error:
+        raise kind(f"{before}{error}{after}") from error
+
+
 class DataError(ZeromeshError, ValueError):
     """A dataset, tokenizer or batch cannot be trained on."""
 

@@ -5,6 +5,7 @@ that open, read and write raise `OSError`. For a path that is no regular file, i
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import re
 import secrets
@@ -12,8 +13,9 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from zeromesh.errors import StorageError
 
@@ -61,6 +63,17 @@ def read_whole(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
         if limit is not None and size > limit:
             raise OSError(errno.EFBIG, f"it has {size:,} bytes, and at most {limit:,} are read", os.fspath(path))
         return file.read()
+
+
+def json_object(data: bytes, refuse: Callable[[str], Exception], **options: Any) -> dict[str, Any]:
+    """Parse a JSON object in UTF-8. Raises the error that `refuse` makes of what is wrong, such as `is not JSON (...)`."""
+    try:
+        found = json.loads(data.decode(), **options)
+    except (ValueError, RecursionError) as error:
+        raise refuse(f"is not JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise refuse("is not a JSON object")
+    return found
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes, *, sync: bool = True) -> None:

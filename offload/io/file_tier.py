@@ -7,14 +7,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 
-from zeromesh.errors import StorageError
+from zeromesh.errors import StorageError, errors_as
 from zeromesh.offload import accelerator
 from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned, round_up_to_blocks
 from zeromesh.offload.io.transfer import AllocateBuffer, Transfer, WaitTime, allocate_pages, copy_streams_of
@@ -65,7 +65,7 @@ class FileTier:
         self.waits = waits or WaitTime()
         self.checksums = checksums
         self.nbytes = 0
-        with ExitStack() as opened, _naming_the_tier():
+        with ExitStack() as opened, errors_as(StorageError, "file tier: ", StorageError):
             self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
         self.paths = [file.path for file in self._files]
@@ -84,7 +84,7 @@ class FileTier:
         for number, file in enumerate(self._files):
             length = end if count == 1 else (stripes - number + count - 1) // count * STRIPE
             if length > self._reserved[number]:
-                with _naming_the_tier(label):
+                with errors_as(StorageError, f"file tier, {label}: ", StorageError):
                     file.reserve(self._reserved[number], length - self._reserved[number])
                 self._reserved[number] = length
         self.nbytes = end
@@ -93,7 +93,7 @@ class FileTier:
     def open_stored(self, path: Path) -> "FileSlot":
         """Open an existing file as a slot, which is only read. Raises `StorageError` if it cannot be opened."""
         if path not in self._stored:
-            with _naming_the_tier():
+            with errors_as(StorageError, "file tier: ", StorageError):
                 file = self._opened.enter_context(PositionalFile(path, constant=True))
             self._stored[path] = FileSlot(self, 0, file.size(), file.path, file)
         return self._stored[path]
@@ -239,11 +239,13 @@ class FileSlot:
                 copy(memory[at - begin : last - begin], data)
             if self._checksums:
                 self._checksums[begin // PIECE] = _checksum(memory)
-            with _naming_the_tier(self.label):
+            with errors_as(StorageError, f"file tier, {self.label}: ", StorageError):
                 self.tier.write(memory, self._begin + begin)
 
     def _read_aligned(self, begin: int, data: torch.Tensor) -> None:
-        with _naming_the_tier("" if self._file else self.label):  # An error of `self._file` has its path already.
+        # An error of `self._file` has its path already.
+        what = "file tier" if self._file else f"file tier, {self.label}"
+        with errors_as(StorageError, f"{what}: ", StorageError):
             (self._file or self.tier).read(data, self._begin + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
@@ -253,14 +255,6 @@ class FileSlot:
                     f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,}) are not what was written "
                     f"(xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})"
                 )
-
-
-@contextmanager
-def _naming_the_tier(label: str = "") -> Iterator[None]:
-    try:
-        yield
-    except StorageError as error:
-        raise StorageError(f"file tier, {label}: {error}" if label else f"file tier: {error}") from error
 
 
 def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, torch.Tensor]]:

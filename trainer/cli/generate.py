@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from zeromesh.environment import kept_environment, read_environment, setting
-from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, some
+from zeromesh.errors import ConfigError, DataError, NonFiniteError, ZeromeshError, errors_as, some
 from zeromesh.files import write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.config.yaml_reader import parse_yaml
@@ -107,10 +107,8 @@ def _generate(
         seed = generator.config.run.seed if options.seed is None else options.seed
         asked = [{"seed": seed_of(f"{seed}/{number}/prompt"), **line.prompt} for number, line in enumerate(prompts)]
         for line, prompt in zip(prompts, asked, strict=True):
-            try:
+            with errors_as(DataError, f"{line.where}: ", ConfigError, DataError):
                 request, _ = generator.request_of(prompt, fields)
-            except (ConfigError, DataError) as error:
-                raise DataError(f"{line.where}: {error}") from error
         alone = len(asked) == 1 and options.out is None and generator.tokenizer is not None
         if alone and generator.can_serve({**fields, **request.fields}):
             _stream(generator, request, fields)
@@ -335,10 +333,8 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
 
 
 def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
-    try:
+    with errors_as(ConfigError, "serve needs more packages: pip install 'zeromesh[serve]' (", ImportError, after=")"):
         from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
-    except ImportError as error:
-        raise ConfigError(f"serve needs more packages: pip install 'zeromesh[serve]' ({error})") from error
     listening = ServerOptions(
         host=options.host,
         port=options.port,

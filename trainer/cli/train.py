@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import environment
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, printable, printable_lines
+from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, errors_as, printable, printable_lines
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
@@ -54,10 +54,8 @@ def run_launch(options: argparse.Namespace) -> int:
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {path} has {len(hosts)}")
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
-    try:
+    with errors_as(ConfigError, f"--ssh {options.ssh!r} cannot be read: ", ValueError):
         ssh = SSH if options.ssh is None else tuple(shlex.split(options.ssh))
-    except ValueError as error:
-        raise ConfigError(f"--ssh {options.ssh!r} cannot be read: {error}") from error
     if not ssh:
         raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
     variables = {name: value for name in FORWARDED if (value := environment.setting(name)) is not None}

@@ -21,7 +21,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, counted, library_errors, summary
+from zeromesh.errors import DataError, counted, errors_as, library_errors, summary
 from zeromesh.trainer.config.sections.formats import format_of
 
 STDLIB = "stdlib"
@@ -309,10 +309,10 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
             text = line + lines.read() if line.lstrip().startswith("[") else line
             if not text or text.isspace():
                 continue
-            try:
+            with errors_as(
+                DataError, f"{str(file.path)!r} cannot be read as json: line {number}: ", json.JSONDecodeError
+            ):
                 found = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{str(file.path)!r} cannot be read as json: line {number}: {error}") from error
             if _SURROGATE_ESCAPE.search(text):
                 found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))
             for row in found if isinstance(found, list) else [found]:

@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from zeromesh.errors import DataError, library_errors
+from zeromesh.errors import DataError, errors_as, library_errors
 
 BYTES = "bytes"
 _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -144,10 +144,8 @@ class PretrainedTokenizer:
         """Return the Jinja chat template: `given` (text, or a name in the tokenizer), or else the tokenizer's; or None."""
         if given is None and not getattr(self.tokenizer, "chat_template", None):
             return None
-        try:
+        with errors_as(DataError, "data.chat_template: ", ValueError):  # It has several templates and no default.
             return str(self.tokenizer.get_chat_template(given, tools))
-        except ValueError as error:  # The tokenizer has several templates and no default.
-            raise DataError(f"data.chat_template: {error}") from error
 
     @property
     def special_tokens(self) -> dict[str, str]:

@@ -1,13 +1,14 @@
 """Forms of prompts, and files of prompts in JSON lines. Nothing here loads torch."""
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, counted, printable
-from zeromesh.files import read_whole
+from zeromesh.errors import DataError, counted, errors_as, printable
+from zeromesh.files import json_object, read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
@@ -40,7 +41,7 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
     """Parse JSON lines, without empty ones. Raises `DataError` with the numbers of invalid lines, and where there is no prompt."""
     prompts: list[PromptLine] = []
     problems: list[str] = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(content.removeprefix(BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             try:
                 prompts.append(_parse_line(line, len(prompts), f"{where}, line {number}"))
@@ -56,14 +57,8 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
 
 
 def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: it is no JSON ({error}): {_shorten(line.decode(errors='replace'))}") from error
-    if not isinstance(row, dict):
-        raise DataError(
-            f"{where}: a prompt is an object with one of {', '.join(KEYS)}; it is {_shorten(json.dumps(row))}"
-        )
+    form, text = f"a prompt is an object with one of {', '.join(KEYS)}", _shorten(line.decode(errors="replace"))
+    row = json_object(line, lambda why: DataError(f"{where}: {form}; it {why}: {text}"))
     try:
         json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -127,10 +122,8 @@ def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise DataError(f"{where} has half of a character or bytes that are no UTF-8, which is no text") from error
-    try:
+    with errors_as(DataError, f"{where}: ", DataError):
         return tokenizer.encode_prompt(prompt) if isinstance(prompt, str) else tokenizer.encode_messages(prompt)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from error
 
 
 def _shorten(text: str) -> str:

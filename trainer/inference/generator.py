@@ -28,6 +28,7 @@ from zeromesh.errors import (
     PhaseError,
     StorageError,
     counted,
+    errors_as,
     some,
     summary,
 )
@@ -297,10 +298,8 @@ class Generator(ModelOnMesh):
         seed, adapter = options.pop("seed", seed), options.pop("adapter", None)
         self.placed.adapters.require(adapter, name)
         request = Request(number=number, tokens=self.encode(text, name), fields=options, seed=seed, adapter=adapter)
-        try:
+        with errors_as(DataError, f"{where}: " if where else "", DataError):
             return request, self.placed.settings.for_request({**fields, **options}, len(request.tokens))
-        except DataError as error:
-            raise DataError(f"{where}: {error}" if where else str(error)) from error
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:
         """Return the tokens of a prompt, which errors call `where`. Raises `DataError` for an invalid one."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, library_errors, some, summary
+from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, errors_as, library_errors, some, summary
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.safetensors_source import read_class
@@ -159,14 +159,12 @@ class HubForm:
     def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in
         `dtype`. Raises `failure` for adapters that cannot be merged and weights that transformers cannot convert."""
-        try:
+        with errors_as(failure, "", CheckpointError, ConfigError):
             if self._why_not:
                 raise ConfigError(self._why_not)
             merged = self._in_files(self._merged(weights))
             typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
             yield from self.hub_names.convert(typed)
-        except (CheckpointError, ConfigError) as error:
-            raise failure(str(error)) from error
 
     @cached_property
     def hub_names(self) -> HubNames:

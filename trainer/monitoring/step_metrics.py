@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh.errors import StorageError
-from zeromesh.files import open_regular, read_whole, refusals, write_whole
+from zeromesh.files import json_object, open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
 METRICS, EVALUATIONS, SAMPLES = "metrics.jsonl", "evaluations.jsonl", "samples.jsonl"
@@ -94,13 +94,7 @@ def step_of(record: Mapping[str, Any]) -> float:
 
 def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, Any]:
     where = f"{os.fspath(path)!r} line {number}"
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise StorageError(f"{where} is not JSON ({error}); move the file away") from error
-    if not isinstance(record, dict):
-        raise StorageError(f"{where} is not a JSON object; move the file away")
-    return record
+    return json_object(line, lambda why: StorageError(f"{where} {why}; move the file away"))
 
 
 def strict(value: Any) -> Any:

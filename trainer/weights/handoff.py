@@ -27,7 +27,8 @@ import torch
 import xxhash
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPES, are_valid_sizes
-from zeromesh.errors import ConfigError, TransferError, printable
+from zeromesh.errors import ConfigError, TransferError, errors_as, printable
+from zeromesh.files import json_object
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
@@ -77,13 +78,7 @@ class _WeightConnection(AbstractContextManager["_WeightConnection"]):
     def header(self) -> dict[str, Any]:
         with self.naming_peer():
             text = self.connection.recv_bytes(_HEADER_BYTES)
-        try:
-            found = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise TransferError(f"{self.peer} sends no weights: {error}") from error
-        if not isinstance(found, dict):
-            raise TransferError(f"{self.peer} sends no weights: a header that is no object")
-        return found
+        return json_object(text, lambda why: TransferError(f"{self.peer} sends no weights: a header {why}"))
 
     def fill(self, buffer: memoryview) -> None:
         while buffer:
@@ -146,14 +141,12 @@ def send_weights(
         on_first_rank = partial(mesh.world.all_or_raise, "weights for other processes", error=TransferError, first=True)
         # The other ranks wait while rank 0 waits for a receiver, so their timeout must be longer.
         stack.enter_context(mesh.watch.patience(2 * timeout_seconds))
-        try:
+        with errors_as(TransferError, "weights were not handed over: ", TransferError):
             on_first_rank(connect)
             for name, tensor in weights:
                 on_first_rank(partial(send, name, tensor))
                 sent += 1
             on_first_rank(end)
-        except TransferError as error:
-            raise TransferError(f"weights were not handed over: {error}") from error
     return sent
 
 

@@ -19,6 +19,7 @@ from typing import IO, Any, TypeVar
 
 from zeromesh.environment import RankRange
 from zeromesh.errors import ZeromeshError
+from zeromesh.files import json_object
 
 MAX_MESSAGE = 1 << 20
 MAX_EXIT_CODE = 255
@@ -48,13 +49,7 @@ class MessageError(ZeromeshError, ValueError):
 
 def parsed(data: bytes) -> Message:
     """Decode a message, a JSON object in UTF-8. Raises `MessageError`."""
-    try:
-        message = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise MessageError(f"a message is no JSON: {_shown(data)}") from error
-    if not isinstance(message, dict):
-        raise MessageError(f"a message is no object of JSON: {_shown(data)}")
-    return message
+    return json_object(data, lambda why: MessageError(f"a message {why}: {_shown(data)}"))
 
 
 def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:

@@ -23,6 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from zeromesh.errors import errors_as
 from zeromesh.files import read_whole, write_whole
 
 if TYPE_CHECKING:
@@ -359,10 +360,8 @@ class EventRing:
 def read_ring(path: Path) -> tuple[dict[str, Any], list[tuple[int, int]]]:
     """Return a ring file's header and events: ascending times in ns, and words. Raises `OSError`; `ValueError` if not a ring."""
     unpacking = zlib.decompressobj()
-    try:
+    with errors_as(ValueError, "", zlib.error):
         content = unpacking.decompress(read_whole(path), _LONGEST)
-    except zlib.error as error:
-        raise ValueError(str(error)) from error
     first, _, events = content.partition(b"\n")
     header = json.loads(first)
     if not isinstance(header, dict) or unpacking.unconsumed_tail or len(events) % _PAIR.size:

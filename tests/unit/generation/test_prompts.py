@@ -43,8 +43,8 @@ def test_all_bad_lines_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b"{", "p.jsonl, line 2: it is no JSON"),
-        (b"[1]", r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is \[1\]"),
+        (b"{", "line 2: a prompt is an object with one of text, messages, input_ids; it is not JSON"),
+        (b"[1]", r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is not a JSON object: \[1\]"),
         (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt is a mapping with one of .*; it has text and input_ids"),
         (b'{"id": 3}', "line 2: a prompt is a mapping with one of .*; it has none"),
         (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
@@ -61,7 +61,7 @@ def test_all_bad_lines_are_named_at_once() -> None:
         (b'{"input_ids": [1, -1]}', "line 2: input_ids is a list of token ids, .*, not .1, -1."),
         (b'{"input_ids": [true]}', "line 2: input_ids is a list of token ids"),
         (b'{"messages": ["Hi"]}', "line 2: messages is a list of messages"),
-        (b"\xff", "line 2: it is no JSON"),
+        (b"\xff", "it is not JSON"),
         (b'{"text": "a\\ud800"}', "line 2: it has half of a character"),
         (b'{"text": "a", "id": "\\udfff"}', "line 2: it has half of a character"),
     ],

@@ -14,7 +14,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, errors_as
 from zeromesh.trainer.data.tokenizer import TextStream
 from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.inference.server.schema import ChatRequest, CompletionRequest, Piece, RequestError
@@ -110,10 +110,8 @@ def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
 
 def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any:
     """Return transformers' response parser for this model, None without one. Raises `ConfigError` for an unknown interface."""
-    try:
+    with errors_as(ConfigError, "serve needs another version of transformers, tested with 5.23: ", ImportError):
         from transformers.cli.serving.utils import build_response_parser
-    except ImportError as error:
-        raise ConfigError(f"serve needs another version of transformers, tested with 5.23: {error}") from error
     tokenizer = getattr(served.tokenizer, "tokenizer", None)
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type=served.model_type))
     return build_response_parser(tokenizer, model, list(tokens), tools=tools)

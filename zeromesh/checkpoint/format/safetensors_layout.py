@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from zeromesh.errors import CheckpointError
+from zeromesh.files import json_object
 from zeromesh.intervals import round_up
 from zeromesh.offload.io.direct_io import BLOCK
 
@@ -209,10 +210,4 @@ def parse_json(path: Path, raw: bytes) -> dict[str, Any]:
             raise ValueError("a name appears twice")
         return result
 
-    try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=once)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error})") from None
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a JSON object")
-    return content
+    return json_object(raw, lambda why: CheckpointError(f"{path} {why}"), object_pairs_hook=once)
