@@ -9,33 +9,9 @@ from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier, available_byte
 from zeromesh.offload.tiers import STAGING_BYTES, FileSettings, TierChoice, TieredPart, TieredTensor, Tiers
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, stream_bytes
 
-__all__ = [
-    "DONE",
-    "STAGING_BYTES",
-    "Access",
-    "FileSettings",
-    "FileSlot",
-    "FileTier",
-    "Ledger",
-    "Purpose",
-    "ReleasableBuffer",
-    "SparePages",
-    "StreamOperand",
-    "StreamRow",
-    "Tier",
-    "TierChoice",
-    "TieredPart",
-    "TieredTensor",
-    "Tiers",
-    "Transfer",
-    "UpdateStream",
-    "WaitTime",
-    "allocate_lasting",
-    "available_bytes",
-    "peak_bytes",
-    "prevent_fragmentation",
-    "resident_bytes",
-    "reuse_freed_memory",
-    "stream_bytes",
-    "tensor_bytes",
-]
+__all__ = ["DONE", "FileSlot", "FileTier", "Transfer", "WaitTime"]
+__all__ += ["ReleasableBuffer", "SparePages", "allocate_lasting", "tensor_bytes"]
+__all__ += ["prevent_fragmentation", "reuse_freed_memory"]
+__all__ += ["Ledger", "Purpose", "Tier", "available_bytes", "peak_bytes", "resident_bytes"]
+__all__ += ["STAGING_BYTES", "FileSettings", "TierChoice", "TieredPart", "TieredTensor", "Tiers"]
+__all__ += ["Access", "StreamOperand", "StreamRow", "UpdateStream", "stream_bytes"]

@@ -174,27 +174,23 @@ class FreeRanges:
     """Free ranges [begin, end) of a growing file, in order; no two of them touch."""
 
     def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
+        self.ranges: list[tuple[int, int]] = []
 
     def take(self, length: int) -> int | None:
-        """Take `length` bytes from the first free range that is long enough, and return their begin; None without one."""
-        for at, (begin, end) in enumerate(self._ranges):
+        """Take `length` bytes from the first range that is long enough, and return their begin; None without one."""
+        for at, (begin, end) in enumerate(self.ranges):
             if end - begin >= length:
-                self._ranges[at : at + 1] = [(begin + length, end)] if end - begin > length else []
+                self.ranges[at : at + 1] = [(begin + length, end)] if end - begin > length else []
                 return begin
         return None
 
     def free(self, begin: int, end: int) -> None:
         """Add [begin, end), which was taken, to the free ranges, and join it with its neighbours."""
         joined: list[tuple[int, int]] = []
-        for first, last in sorted([*self._ranges, (begin, end)]):
+        for first, last in sorted([*self.ranges, (begin, end)]):
             start = joined.pop()[0] if joined and joined[-1][1] == first else first
             joined.append((start, last))
-        self._ranges = joined
-
-    def length_before(self, end: int) -> int:
-        """Return the length of the free range that ends at `end`, the file's end; 0 without one."""
-        return end - self._ranges[-1][0] if self._ranges and self._ranges[-1][1] == end else 0
+        self.ranges = joined
 
 
 class ActivationStore:
@@ -280,7 +276,8 @@ class ActivationStore:
         self._advance_transfers()
         tier, length = self._tiers.file(), round_up_to_blocks(tensor.nbytes)
         while (begin := self._free.take(length)) is None:
-            missing = length - self._free.length_before(tier.nbytes)
+            last = next((begin for begin, end in self._free.ranges[-1:] if end == tier.nbytes), tier.nbytes)
+            missing = length - (tier.nbytes - last)
             tier.allocate(missing, _LABEL)
             self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)
             self._free.free(tier.nbytes - missing, tier.nbytes)

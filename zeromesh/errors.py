@@ -23,6 +23,11 @@ def some(names: Collection[object], shown: int = 3) -> str:
     return text + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
+def first_lines(lines: Sequence[str], shown: int) -> list[str]:
+    """Return the first `shown` lines of a message, and a line that says how many more there are."""
+    return [*lines[:shown], *([f"and {len(lines) - shown:,} more"] if len(lines) > shown else [])]
+
+
 def plural(count: int, noun: str) -> str:
     """Return a noun in the number that goes with `count`: `step`, `steps`; `batch`, `batches`; `directory`, `directories`."""
     if count == 1:

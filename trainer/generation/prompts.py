@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import DataError, counted, errors_as, printable
+from zeromesh.errors import DataError, errors_as, first_lines, printable
 from zeromesh.files import json_object, read_whole
 from zeromesh.trainer.data.tokenizer import Tokenizer
 
@@ -48,9 +48,7 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
             except DataError as error:
                 problems.append(str(error))
     if problems:
-        rest = len(problems) - _SHOWN_PROBLEMS
-        more = [f"and {counted(rest, 'line')} more"] if rest > 0 else []
-        raise DataError("\n".join([*problems[:_SHOWN_PROBLEMS], *more]))
+        raise DataError("\n".join(first_lines(problems, _SHOWN_PROBLEMS)))
     if not prompts:
         raise DataError(f'{where} has no prompt; give a line for each, such as {{"text": "Once"}}')
     return prompts

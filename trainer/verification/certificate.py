@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
-from zeromesh.errors import ranks_text, some
+from zeromesh.errors import first_lines, ranks_text, some
 from zeromesh.trainer.monitoring.step_metrics import strict
 
 KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
@@ -96,9 +96,8 @@ class Certificate:
         lines += [f"{name}: {result}" for name, result in self.checks.items()]
         if self.differences:
             lines.append("FIRST DIFFERENCE: " + self.located)
-            lines += [f"  also: {each.sentence()}" for each in self.differences[1:_SHOWN]]
-            if len(self.differences) > _SHOWN:
-                lines.append(f"  and {len(self.differences) - _SHOWN} more")
+            also = [f"also: {each.sentence()}" for each in self.differences[1:]]
+            lines += [f"  {line}" for line in first_lines(also, _SHOWN - 1)]
         versions = some([f"{name} {version}" for name, version in self.versions.items()], 8)
         verdict = "PASSED" if self.passed else "FAILED"
         return [*lines, f"{verdict} in {self.seconds:.0f} s with {versions}"]

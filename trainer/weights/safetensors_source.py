@@ -21,7 +21,7 @@ from transformers.utils import logging
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
-from zeromesh.errors import ConfigError, LayoutError, counted, library_errors, some
+from zeromesh.errors import ConfigError, LayoutError, counted, first_lines, library_errors, some
 from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
 from zeromesh.intervals import Interval
@@ -106,8 +106,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
         if shape != tuple(state[name].shape):
             problems.append(f"{name} has shape {list(shape)}, the model has {list(state[name].shape)}")
     if problems:
-        more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
-        raise ConfigError(problems[:_SHOWN] + more, where="model.source: the files do not fit the model")
+        raise ConfigError(first_lines(problems, _SHOWN), where="model.source: the files do not fit the model")
     shown = [name for name in unused if not _ignored(model, name)]
     return Matched(direct=direct, converted=converted, new=tuple(new), unused=tuple(shown))
 

@@ -16,7 +16,7 @@ from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
-from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError
+from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError, first_lines
 from zeromesh.flat.layout import StridedRows
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -90,8 +90,7 @@ def fill_shards(
         extra = {tensor.name for tensor in reader.manifest.tensors} - known
         problems += [f"{name} is in it and not in the model" for name in sorted(extra)]
         if problems:
-            more = [f"and {len(problems) - _MOST_NAMED} more"] if len(problems) > _MOST_NAMED else []
-            shown = "; ".join([*problems[:_MOST_NAMED], *more])
+            shown = "; ".join(first_lines(problems, _MOST_NAMED))
             raise LayoutError(f"{reader.directory} does not fit this model and optimizer: {shown}")
         targets.extend(places_of(reader, shards))
 

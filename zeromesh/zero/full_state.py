@@ -13,7 +13,7 @@ from torch import nn
 
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, ranks_text
+from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
@@ -140,8 +140,7 @@ class CheckpointState:
             elif others:
                 lines.append(f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}")
         if lines:
-            rest = [f"and {len(lines) - _MOST_LISTED} more"] if len(lines) > _MOST_LISTED else []
-            listed = "\n".join([*lines[:_MOST_LISTED], *rest])
+            listed = "\n".join(first_lines(lines, _MOST_LISTED))
             raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
 
     def _digests(self) -> dict[str, str]:

@@ -37,14 +37,17 @@ def test_all_bad_lines_are_named_at_once() -> None:
     lines = str(caught.value).splitlines()
     assert len(lines) == 11
     assert lines[0].startswith("p, line 1: ")
-    assert lines[-1] == "and 2 lines more"
+    assert lines[-1] == "and 2 more"
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (b"{", "line 2: a prompt is an object with one of text, messages, input_ids; it is not JSON"),
-        (b"[1]", r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is not a JSON object: \[1\]"),
+        (
+            b"[1]",
+            r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is not a JSON object: \[1\]",
+        ),
         (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt is a mapping with one of .*; it has text and input_ids"),
         (b'{"id": 3}', "line 2: a prompt is a mapping with one of .*; it has none"),
         (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
@@ -77,7 +80,7 @@ def test_a_line_that_is_no_prompt(tmp_path: Path, line: bytes, message: str) -> 
 def test_at_most_ten_bad_lines_are_shown(count: int) -> None:
     with pytest.raises(DataError) as caught:
         parse_prompts(b"{\n" * count, "p")
-    more = {11: ["and 1 line more"], 12: ["and 2 lines more"]}.get(count, [])
+    more = {11: ["and 1 more"], 12: ["and 2 more"]}.get(count, [])
     assert str(caught.value).splitlines()[min(count, 10) :] == more
 
 

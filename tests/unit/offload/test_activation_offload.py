@@ -42,7 +42,7 @@ def kept(tiers: Tiers, tier: Tier) -> int:
 def room(store: ActivationStore) -> int:
     """Bytes of the file that saved tensors hold, or transfers on behalf of saved tensors that are gone."""
     store._advance_transfers()
-    free = sum(end - begin for begin, end in store._free._ranges)
+    free = sum(end - begin for begin, end in store._free.ranges)
     return kept(store._tiers, Tier.FILE) - free
 
 
@@ -639,11 +639,11 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
                 assert 0 <= begin <= begin + size <= length
                 assert all(end <= begin or begin + size <= first for first, end in taken)
                 taken.append((begin, begin + size))
-        free = sum(end - begin for begin, end in extents._ranges)
+        free = sum(end - begin for begin, end in extents.ranges)
         assert free == length - sum(end - begin for begin, end in taken)
     for each in taken:
         extents.free(*each)
-    assert extents.length_before(length) == length
+    assert extents.ranges == [(0, length)]
     assert extents.take(length) == 0
 
 

@@ -18,7 +18,7 @@ from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpe
 from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, ranks_text
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, first_lines, ranks_text
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
@@ -264,10 +264,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
     differences = [[*_fact_lines(*readers, tolerance)], [*_tensor_lines(a, b)], [line for _, line in apart]]
     for lines in differences:
-        for line in lines[:_SHOWN]:
-            console.note(line)
-        if len(lines) > _SHOWN:
-            console.note(f"... and {len(lines) - _SHOWN:,} more")
+        console.note(*first_lines(lines, _SHOWN))
     if not any(differences):
         how = "bit by bit" if tolerance is None else f"within {tolerance:g}"
         count = sum(a[key].numel for key in shared)
