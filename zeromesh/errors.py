@@ -101,11 +101,11 @@ def library_errors(where: str = "", before: str = "", kind: type[ZeromeshError] 
 
 @contextmanager
 def errors_as(kind: type[Exception], before: str, *caught: type[BaseException], after: str = "") -> Iterator[None]:
-    """Raise errors of the `caught` classes as `kind`, with their text between `before` and `after`."""
+    """Raise errors of the `caught` classes as `kind`, with their text, or the system's reason, between `before` and `after`."""
     try:
         yield
     except caught as error:
-        raise kind(f"{before}{error}{after}") from error
+        raise kind(f"{before}{getattr(error, 'strerror', None) or error}{after}") from error
 
 
 class DataError(ZeromeshError, ValueError):

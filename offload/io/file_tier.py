@@ -32,18 +32,16 @@ _UNWRITTEN = 0  # the checksum recorded for a piece of a slot that was never wri
 def _open_swap_file(directory: Path, label: str) -> PositionalFile:
     """Create a swap file and unlink it at once: no other process can open it, and the system frees it when this one ends."""
     path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
-    try:
+    cure = "; set offload.directory to one that can be written"
+    with errors_as(
+        StorageError, f"swap files cannot be made in {str(directory)!r}: ", OSError, StorageError, after=cure
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:
             return PositionalFile(path, write=True)
         finally:
             path.unlink()
-    except (OSError, StorageError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise StorageError(
-            f"swap files cannot be made in {str(directory)!r}: {reason}; set offload.directory to one that can be written"
-        ) from error
 
 
 class FileTier:

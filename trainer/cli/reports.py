@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 
-from zeromesh.errors import StorageError, plural
+from zeromesh.errors import StorageError, errors_as, plural
 from zeromesh.files import refusals, write_whole
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.formatting import print_lines
@@ -85,11 +85,9 @@ def run_init(options: argparse.Namespace) -> int:
         return 0
     path = Path(paths[options.name].name)
     text = paths[options.name].read_text(encoding="utf-8").replace("configs/", "")
-    try:
-        with path.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise StorageError(f"{str(path)!r} was not written: {error.strerror or error}; move it away first") from error
+    refused = errors_as(StorageError, f"{str(path)!r} was not written: ", OSError, after="; move it away first")
+    with refused, path.open("x", encoding="utf-8") as file:
+        file.write(text)
     absent = [each for each in _DATA_FILE.findall(text) if not Path(each).exists()]
     first = f"name your own data in place of {' and '.join(absent)}, and " if absent else ""
     print_lines([f"wrote {path}; {first}train it with: zeromesh train {path}"])

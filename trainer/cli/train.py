@@ -43,11 +43,8 @@ SILENCE_SECONDS = 15.0
 
 def run_launch(options: argparse.Namespace) -> int:
     path = options.hostfile
-    try:
+    with errors_as(ConfigError, f"--hostfile {str(path)!r} cannot be read: ", OSError, UnicodeDecodeError):
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError(f"--hostfile {str(path)!r} cannot be read: {reason}") from error
     hosts = read_hosts(text, where=str(path))
     slots = sum(host.slots for host in hosts)
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)

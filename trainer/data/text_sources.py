@@ -147,10 +147,9 @@ def find_text(spec: str | Path | Sequence[str | Path], *, where: str, encoding: 
     paths = [spec] if isinstance(spec, str | Path) else list(spec)
     if paths == [STDLIB]:
         return stdlib_source()
-    try:
+    cure = "; give one of Python's, such as utf-8, cp1252 or koi8-r"
+    with errors_as(DataError, "data.encoding: ", LookupError, UnicodeError, after=cure):
         "".encode(encoding)
-    except (LookupError, UnicodeError) as error:
-        raise DataError(f"data.encoding: {error}; give one of Python's, such as utf-8, cp1252 or koi8-r") from error
     if not paths:
         raise DataError(f"{where} is an empty list; give 'stdlib', a file, a directory or a list of those")
     files: list[SourceFile] = []

@@ -27,13 +27,10 @@ class PromptLine:
 
 def read_prompts(path: Path) -> list[PromptLine]:
     """Read the prompts of a file of JSON lines, as `parse_prompts` does. Raises `DataError` for one that cannot be read, too."""
-    try:
+    cure = "; give a file, or - for standard input"
+    with errors_as(DataError, f"--prompts {str(path)!r} cannot be read: ", OSError, after=cure):
         # Symbolic links may be followed, as nothing here writes to the file.
         content = read_whole(path.resolve() if path.is_file() else path)
-    except OSError as error:
-        raise DataError(
-            f"--prompts {str(path)!r} cannot be read: {error.strerror}; give a file, or - for standard input"
-        ) from error
     return parse_prompts(content, str(path))
 
 

@@ -166,17 +166,13 @@ def _handshake(receiver: _WeightConnection, token: str | None) -> dict[str, Part
 
 def _connect(address: str, timeout_seconds: float, beat: Callable[[], object]) -> _WeightConnection:
     host, port = _host_of(address)
-    try:
+    with errors_as(TransferError, f"nobody receives weights at {address}: ", OSError, UnicodeError):
         if port is not None:
             connection = socket.create_connection((host, port), timeout=timeout_seconds)
         else:
             connection = socket.socket(socket.AF_UNIX)
             connection.settimeout(timeout_seconds)
             connection.connect(address)
-    except (OSError, UnicodeError) as error:
-        raise TransferError(
-            f"nobody receives weights at {address}: {getattr(error, 'strerror', '') or error}"
-        ) from error
     return _WeightConnection(connection, f"the receiver at {address}", timeout_seconds, beat)
 
 
@@ -242,7 +238,7 @@ def _read_tensor(sender: _WeightConnection, header: Mapping[str, Any]) -> torch.
 
 @contextmanager
 def _listening(address: str, host: str, port: int | None) -> Iterator[socket.socket]:
-    try:
+    with errors_as(ConfigError, f"cannot listen at {address}: ", OSError, UnicodeError):
         if port is not None:
             listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         else:
@@ -262,8 +258,6 @@ def _listening(address: str, host: str, port: int | None) -> Iterator[socket.soc
             beginning.chmod(0o600)
             listener.listen(1)
             beginning.rename(path)
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"cannot listen at {address}: {getattr(error, 'strerror', '') or error}") from error
     with listener:
         try:
             yield listener

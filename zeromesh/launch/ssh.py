@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, errors_as
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
 from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
 from zeromesh.launch.rendezvous import ALONE, TRAINER, Follower, Leader, Member, Nodes, Result, run_starts
@@ -232,13 +232,11 @@ class HostProcess(LauncherConnection):
         self.host = host
         self.lost = False
         pipe, self._program = subprocess.PIPE, plan.ssh[0]
-        try:
+        with errors_as(ConfigError, f"--ssh: {self._program!r} cannot be started (", OSError, after=")"):
             # A session of its own, so that the terminal's Ctrl-C does not end ssh, over which the signal is passed on.
             self._process = subprocess.Popen(
                 plan.arguments(host), stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True
             )
-        except OSError as error:
-            raise ConfigError(f"--ssh: {self._program!r} cannot be started ({error.strerror or error})") from error
         self.pid = self._process.pid
         pipes = (self._process.stdin, self._process.stdout, self._process.stderr)
         stdin, self._stdout, stderr = (each for each in pipes if each is not None)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
-from zeromesh.errors import ConfigError, PhaseError, summary
+from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute
 from zeromesh.mesh.process_set import ProcessSet
@@ -232,15 +232,11 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
         codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
         value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
         gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
-        try:
+        unknown = f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known"
+        with library_errors(before=f"{unknown}: a step with its shape failed: "):
             inputs = [(value, gradient, own_class.initial.get(spec.fqn, {}))]
             with torch.compiler.set_stance("force_eager"):
                 (state,) = _run_step(blank_copy_of(own_class.optimizer), group, inputs, tried.scalars)
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known: "
-                f"a step with its shape failed: {summary(error)}"
-            ) from error
         own_class.sized[key] = _state_plan(name, state)
     return own_class.sized[key]
 
@@ -388,15 +384,11 @@ class _Trial:
             for step in range(1, steps + 2)
         ]
         each = slice(0, 1), slice(1, 2)  # Of the two tensors.
-        try:
-            # A class may compile its step for each shape, which takes longer than the trial.
-            with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
-                values, states = self._run(list)
-                alone = [self._run(itemgetter(one)) for one in each]
-        except Exception as error:
-            raise ConfigError(
-                f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: {summary(error)}"
-            ) from error
+        failed = f"optimizer {self._name}: a trial of its step on tensors of {len(shape)} dimensions failed: "
+        # A class may compile its step for each shape, which takes longer than the trial.
+        with library_errors(before=failed), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+            values, states = self._run(list)
+            alone = [self._run(itemgetter(one)) for one in each]
         self.plan = _state_plan(self._name, states[0])
         if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
             raise ConfigError(

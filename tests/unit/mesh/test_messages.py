@@ -57,7 +57,7 @@ def test_bytes_are_a_message_or_refused(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"[" * 100_000, b"9" * 5000, b"null", b""], ids=["deep", "long", "null", "empty"])
 def test_what_json_itself_refuses_is_refused_by_name(data: bytes) -> None:
-    assert refusal(lambda: messages.parsed(data)).startswith("a message is no ")
+    assert refusal(lambda: messages.parsed(data)).startswith("a message is not ")
     assert HostStream(Printed(), True, "a").feed(BEGIN + b"0 " + data + b"\n") == []
 
 
