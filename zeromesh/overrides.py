@@ -13,12 +13,9 @@ from torch import nn
 PATCHES = {
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
     "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: traces a device's kernel.
-    # loop/train_step.py: the host computes the answer from the batch, since the library would wait for the device.
-    "transformers.masking_utils._ignore_bidirectional_mask_sdpa": "5.23.0",
-    "transformers.masking_utils._ignore_causal_mask_sdpa": "5.23.0",
-    "transformers.masking_utils.fast_all": "5.23.0",
+    # attention/packed_attention.py: documents are those of the batch, and a mask that stands for them has an attention of ours.
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
-    "transformers.masking_utils.is_tracing": "5.23.0",
+    "transformers.modeling_utils.AttentionInterface.get_interface": "5.23.0",
     "transformers.trainer.Accelerator": "5.23.0",  # integrations/transformers.py: an accelerate class on zeromesh.
     "trl.trainer.utils._ChunkedLogProbFunction": "1.16.0",  # integrations/transformers.py: our kernel for the fused head.
     "trl.trainer.utils._use_triton": "1.16.0",

@@ -4,38 +4,39 @@ Backward of every microbatch starts with 1 / the global count; that of a loss wh
 and the update divides by the count.
 """
 
-import inspect
 import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
-from functools import partial
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers import masking_utils
 
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
-from zeromesh.overrides import override, replaced
+from zeromesh.overrides import override
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
 from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
+from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.data.feed import require_same_batches, require_same_blocks
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, checked_count
-from zeromesh.trainer.models.prepare import add_document_boundaries, in_evaluation_mode
+from zeromesh.trainer.losses.trial import require_separate_documents
+from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 
@@ -44,8 +45,8 @@ _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 
 
 class DeviceBatch(dict[str, Any]):
-    """A batch whose tensors are on the device inside `present`. transformers' models inspect masks and positions to decide if
-    attention needs a mask, which synchronizes an accelerator in every forward; here the host answers, before its copy."""
+    """A batch whose tensors are on the device inside `present`. Its masks are made of what the host knows of it before its copy:
+    transformers' models would ask the device if attention needs a mask, which synchronizes it in every forward."""
 
     def __init__(
         self,
@@ -54,27 +55,21 @@ class DeviceBatch(dict[str, Any]):
         compute: torch.dtype,
         targets: int | None,
         copies: torch.Stream | None,
+        attention: PackedAttention | None = None,
     ) -> None:
         """Floating-point inputs become `compute`, except labels. `targets`: their number; None: forward counts them. `copies`: the
-        stream of copies from pinned memory; None: the device is the CPU."""
+        stream of copies from pinned memory; None: the device is the CPU. `attention` is in force inside `present`."""
         super().__init__(batch)
         self.targets = targets
         self.following: DeviceBatch | None = None
         self._device, self._compute, self._copies = device, compute, copies
         self._copied: torch.Event | None = None
-        self._masks: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
-        self._packed = False  # True if a row of `position_ids` packs several sequences.
+        self._attention = attention or PackedAttention({})
 
     def send(self) -> None:
         """Start the copies of the tensors to the device, once."""
         if self._copies is None or self._copied is not None:
             return
-        for name, value in self.items():
-            if isinstance(value, Tensor) and name.endswith("attention_mask") and value.dim() == 2:
-                self._masks[value.shape] = self._masks.get(value.shape, True) and bool(value.all())
-        positions = self.get("position_ids")
-        if isinstance(positions, Tensor) and positions.dim() == 2:
-            self._packed = masking_utils.find_packed_sequence_indices(positions) is not None
         with accelerator.launching_on(self._copies):
             for name, value in self.items():
                 if isinstance(value, Tensor) and not accelerator.on_accelerator(value):
@@ -84,7 +79,7 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """Inside the block the tensors are on the device and mask queries are answered; `following` is being copied."""
+        """X."""
         self.send()
         if self.following is not None:
             self.following.send()
@@ -98,42 +93,8 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-        if self._copies is None:
+        with self._attention.in_force():
             yield
-            return
-        answers: dict[str, Callable[..., Any]] = {
-            "find_packed_sequence_indices": self._find_packed_sequences,
-            "_ignore_causal_mask_sdpa": self._ignores,
-            "_ignore_bidirectional_mask_sdpa": self._ignores,
-            "fast_all": self._is_all_true,
-        }
-        there = vars(masking_utils)
-        with replaced(
-            masking_utils, {name: partial(answer, there[name]) for name, answer in answers.items() if name in there}
-        ):
-            yield
-
-    def _find_packed_sequences(self, find: Callable[..., Any], position_ids: Tensor) -> Tensor | None:
-        """Skip the detection of packed sequences where the host has found none, and force it otherwise."""
-        if not self._packed:
-            return None
-        # Under tracing the library omits its own early exit.
-        with replaced(masking_utils, {"is_tracing": lambda *_: True}):
-            sequences: Tensor = find(position_ids)
-        return sequences
-
-    def _ignores(self, ignored: Callable[..., Any], /, *arguments: Any, **named: Any) -> bool:
-        """Treat a mask without padding as no mask, however transformers passes it."""
-        call = inspect.signature(ignored).bind(*arguments, **named)
-        mask = call.arguments.get("padding_mask")
-        pads_nothing = None if mask is None else self._masks.get(mask.shape)
-        if pads_nothing:
-            call.arguments["padding_mask"] = None
-        return pads_nothing is not False and bool(ignored(*call.args, **call.kwargs))
-
-    def _is_all_true(self, fast_all: Callable[..., Any], mask: Tensor) -> Any:
-        known = self._masks.get(mask.shape)
-        return fast_all(mask) if known is None else known
 
 
 @dataclass
@@ -147,6 +108,7 @@ class Stepper:
     compute: torch.dtype
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
+    separates: bool = True  # Documents do not see each other where position ids restart.
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
@@ -158,6 +120,10 @@ class Stepper:
         self._training_flags = [module.training for module in self._modules]
         # Copies to the device overlap with computing.
         self._copies = torch.Stream(self.mesh.device) if is_accelerator(self.mesh.device) else None
+        inside = pretrained_of(self.model)
+        self._takes_positions = (
+            inside is None or self.loss.kind == "user" or "position_ids" in signature(type(inside).forward).parameters
+        )
 
     def train_step(
         self,
@@ -397,9 +363,13 @@ class Stepper:
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            if "position_ids" in batch:
-                batch = add_document_boundaries(self.model, batch)
-            coming.append(DeviceBatch(batch, self.mesh.device, self.compute, targets, self._copies))
+            attention = PackedAttention(batch, on_device=self._copies is not None, separates=self.separates)
+            if attention.documents is not None:
+                require_separate_documents(self.model)
+                batch = attention.told(self.model, batch)
+            if not self._takes_positions:  # They told the documents.
+                batch = {name: each for name, each in batch.items() if name != "position_ids"}
+            coming.append(DeviceBatch(batch, self.mesh.device, self.compute, targets, self._copies, attention))
         for each, following in pairwise(coming):
             each.following = following
         return coming

@@ -1,10 +1,12 @@
 """Trials on a small copy in float64: of the targets that a model's loss averages over, of the chunked head in its place, and of
-packed documents. Restarting position ids separate documents only in masks derived from them, not in recurrence and convolution."""
+packed documents, which are kept apart by masks, and mix in recurrence, convolution and masks that a model makes itself."""
 
 import inspect
+import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, get_args
 
 import torch
@@ -13,11 +15,11 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
+from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
-from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
@@ -152,13 +154,18 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
 
 
+@cache
+def _tried(model: weakref.ref[nn.Module]) -> str:
+    found = model()
+    return "" if found is None else _difference(pretrained_of(found))
+
+
 def require_separate_documents(model: nn.Module) -> None:
-    """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
-    inside = pretrained_of(model)
-    reads = "position_ids" in ForwardInputs.of(model, users_loss=False).named
-    if found := _difference(inside) if reads else "takes no position_ids, which separate documents":
+    """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried. Each
+    model is tried once."""
+    if found := _tried(weakref.ref(model)):
         raise ConfigError(
-            f"{type(model if inside is None else inside).__name__} {found}; set it to false, or for conversations and pairs "
+            f"{type(pretrained_of(model) or model).__name__} {found}; set it to false, or for conversations and pairs "
             "data.packing: false, which gives each a sequence of its own",
             where="data.separate_documents",
         )
@@ -166,42 +173,61 @@ def require_separate_documents(model: nn.Module) -> None:
 
 def _difference(model: Any | None) -> str:
     """Return the reason why documents mix or the trial is impossible; empty if they stay apart."""
-    found: list[small_copy.Outputs] = []
+    found: list[tuple[small_copy.Outputs, dict[str, torch.Tensor]]] = []
 
     def run(small: Any) -> torch.Tensor:
         small_copy.perturb(small)
-        with torch.no_grad():
-            found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
-        return found[0][-1][1][0]
+        found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
+        return found[0][0][-1][1][0]
 
     small = "no model of transformers" if model is None else small_copy.small_copy(model, run)
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
-    together, *alone = found
-    pairs = [(outputs, partial(_document_differs, *where)) for outputs, where in zip(alone, _DOCUMENTS, strict=True)]
+    (together, gradients), *alone = found
+    trial = "beside another one than alone ({}, in a trial on a small copy)"
+    pairs = [
+        (outputs, partial(_document_differs, *place)) for (outputs, _), place in zip(alone, _DOCUMENTS, strict=True)
+    ]
     if all(small_copy.first_difference(together[-1:], outputs[-1:], mixes) is None for outputs, mixes in pairs):
+        rounding = 1e-4 * max(float(gradient.norm()) for gradient in gradients.values())
+        for name, gradient in gradients.items():
+            wanted = torch.stack([each[name] for _, each in alone]).sum(0)
+            if not small_copy.deviation(gradient, wanted, rounding) <= _DOCUMENT_TOLERANCE:
+                return f"gives a document other gradients {trial.format(f'that of {name}')}"
         return ""
     names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
     name = next(filter(None, names), "")
     module = small.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
-    by = small_copy.module_label(small, name)
-    return f"gives a document other values beside another one than alone (by {by}, in a trial on a small copy)"
+    return f"gives a document other values {trial.format(f'by {small_copy.module_label(small, name)}')}"
 
 
-def _outputs(small: Any, document: int | None = None) -> small_copy.Outputs:
-    """Run one document alone, or all of them packed; the last entry is the logits or, without a head, the hidden states."""
+def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Outputs, dict[str, torch.Tensor]]:
+    """Run one document alone, as a user would, or all of them packed. Returns outputs, of which the last entry is the logits or,
+    without a head, the hidden states, and the gradients of a weighted sum of the latter."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
-    if document is not None:
+    generator = torch.Generator().manual_seed(0)
+    given = {"input_ids": torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)}
+    takes = inspect.signature(type(small).forward).parameters
+    context: AbstractContextManager[None] = nullcontext()
+    if document is None:
+        given["position_ids"] = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
+        context = PackedAttention(given).in_force()
+        given = {name: each for name, each in given.items() if name in takes}
+        rows, columns = slice(None), slice(None)
+    else:
         row, begin, length = _DOCUMENTS[document]
-        ids, positions = (each[row : row + 1, begin : begin + length] for each in (ids, positions))
-    given = {"use_cache": False} if "use_cache" in inspect.signature(type(small).forward).parameters else {}
-    found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids, position_ids=positions, **given))
+        rows, columns = slice(row, row + 1), slice(begin, begin + length)
+        given = {"input_ids": given["input_ids"][rows, columns]}
+    fixed = {"use_cache": False} if "use_cache" in takes else {}
+    with context:
+        found, outputs = small_copy.record_outputs(small, lambda: small(**given, **fixed))
     logits = getattr(found, "logits", None)
-    return [*outputs, ("", [found[0] if logits is None else logits])]
+    result = found[0] if logits is None else logits
+    weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[rows, columns]
+    kept = torch.where(result.abs() < 1e30, result, 0.0)  # Logits of tokens that are none are the lowest finite number.
+    return [*outputs, ("", [result.detach()])], small_copy.gradients_of(small, [(kept * weights).sum()])
 
 
 def _document_differs(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:

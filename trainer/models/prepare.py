@@ -5,10 +5,9 @@ Activation checkpointing is always the non-reentrant form of torch, around `forw
 on a block then run once, outside of the recomputation, which is what an engine that gathers a block's parameters needs."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from inspect import Parameter, signature
 from types import MethodType
 from typing import Any, Literal
 
@@ -346,29 +345,3 @@ def prepare_model(
     offloaded = store.offloaded_count(count)
     notes.append(f"offload: inputs of {offloaded} of {count} recomputed blocks rest on {choice.tier}")
     return offloaded, tuple(notes)
-
-
-def add_document_boundaries(model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Add the document boundaries of packed sequences to a batch on the CPU, if `model` uses flash attention: transformers derives
-    them for a batch of one sequence only, and synchronises the device in every layer. For `position_ids` `[batch, sequence]` that
-    restart inside a sequence, these are `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of documents in the flat batch and its end,
-    int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of the longest. Other batches are unchanged. Raises
-    `ConfigError` for a model whose forward takes no further keywords."""
-    positions = batch.get("position_ids")
-    if not isinstance(positions, torch.Tensor) or positions.dim() != 2 or "cu_seq_lens_q" in batch:
-        return batch
-    inside = None if batch.get("attention_mask") is not None else pretrained_of(model)
-    if inside is None or "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
-        return batch
-    begins = nn.functional.pad(positions.diff(dim=1) != 1, (1, 0), value=True)
-    starts = begins.flatten().nonzero().flatten()
-    if len(starts) == len(positions):
-        return batch
-    if Parameter.VAR_KEYWORD not in {each.kind for each in signature(type(inside).forward).parameters.values()}:
-        raise ConfigError(
-            f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
-            "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
-        )
-    ends = nn.functional.pad(starts, (0, 1), value=positions.numel()).to(torch.int32)
-    longest = int(ends.diff().max())
-    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}

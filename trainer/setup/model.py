@@ -111,7 +111,15 @@ def build_trained_model(
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
+        stepper=Stepper(
+            model,
+            loss,
+            mesh,
+            options.precision.compute,
+            engine,
+            divided.pipeline,
+            separates=config.data.separate_documents is not False,
+        ),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
@@ -163,6 +171,8 @@ def _loss_and_feeds(
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
+        if forward.fields is not None:  # Position ids tell the documents also where the model does not take them.
+            forward = replace(forward, fields=forward.fields | {"position_ids"})
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
         if getattr(data.processing_class, "mask_token", None) is None:
             raise DataError(

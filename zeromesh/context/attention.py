@@ -6,7 +6,6 @@ its scores, by which results over several parts of keys are merged: with `l_i` o
 result and log-sum-exp, which gives its share of the gradients. A sink is one more score without a value."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -144,16 +143,8 @@ def _mask(block: Block, part: Part, pattern: Pattern, like: Tensor) -> Tensor | 
     """Return 0 for what queries see of a band and -inf for the rest, in the dtype of queries; the kernel takes no booleans."""
     if not part.band:
         return None
-    queries, keys = block.end - block.begin, part.end - part.begin
-    return _band(queries, keys, part.begin - block.begin, pattern.left, pattern.right, like.dtype)
-
-
-@lru_cache(maxsize=8)
-def _band(queries: int, keys: int, offset: int, left: int | None, right: int | None, dtype: torch.dtype) -> Tensor:
-    distance = torch.arange(keys)[None] + offset - torch.arange(queries)[:, None]
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if left is not None:
-        seen &= distance >= -left
-    if right is not None:
-        seen &= distance <= right
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~seen, float("-inf"))
+    distance = torch.arange(part.begin, part.end)[None] - torch.arange(block.begin, block.end)[:, None]
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    hidden |= False if pattern.left is None else distance < -pattern.left
+    hidden |= False if pattern.right is None else distance > pattern.right
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

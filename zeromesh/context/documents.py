@@ -71,12 +71,13 @@ class Documents:
         """True if a row has several documents."""
         return len({span.row for span in self.spans}) < len(self.spans)
 
-    def numbers(self) -> Tensor:
-        """Return the number of each token's document, and -1 for padding: int64 `[rows, length]` on the CPU."""
-        numbers = torch.full((self.rows, self.length), -1)
-        for number, span in enumerate(self.spans):
-            numbers[span.row, span.begin : span.end] = number
-        return numbers
+    def tokens(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the number of each token's document, -1 for padding, and its place in it: int64 `[rows, length]` on `device`."""
+        numbers, places = torch.full((self.rows, self.length), -1), torch.arange(self.length).repeat(self.rows, 1)
+        for number, (row, begin, end, stop) in enumerate(self.spans):
+            numbers[row, begin:end] = number
+            places[row, begin:stop] -= begin
+        return numbers.to(device, non_blocking=True), places.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +88,12 @@ class Pattern:
     left: int | None = None
     right: int | None = 0
     chunk: int | None = None
+
+    def both(self, other: "Pattern") -> "Pattern":
+        """Return the pattern of what both let through; of two chunks the smaller one has to divide the larger one."""
+        pairs = (self.left, other.left), (self.right, other.right), (self.chunk, other.chunk)
+        left, right, chunk = (min((each for each in pair if each is not None), default=None) for pair in pairs)
+        return Pattern(left=left, right=right, chunk=chunk)
 
 
 class Part(NamedTuple):

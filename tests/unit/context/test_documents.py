@@ -34,7 +34,9 @@ def test_a_row_of_positions_stands_for_all() -> None:
     found = Documents.of(torch.tensor([[0, 1, 0, 1]]), torch.ones(2, 4))
     assert found is not None
     assert found.packed
-    assert found.numbers().tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    numbers, places = found.tokens(torch.device("cpu"))
+    assert numbers.tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
+    assert places.tolist() == [[0, 1, 0, 1]] * 2
     assert not Documents.whole(2, 4).packed
 
 

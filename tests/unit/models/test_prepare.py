@@ -5,7 +5,6 @@ Flash attention has no CPU kernel: a stand-in has transformers' own function cal
 
 import sys
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,6 +22,7 @@ from tests.support.architectures import small_model
 from tests.support.text_files import one_rank
 from zeromesh.errors import ConfigError
 from zeromesh.offload import accelerator
+from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.models import prepare
 
@@ -132,9 +132,9 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     flash = SimpleNamespace(_attn_implementation="flash_attention_2")
     model = llama()
     batch = {"position_ids": POSITIONS}
-    assert prepare.add_document_boundaries(model, batch) is batch  # sdpa
+    told = lambda batch: PackedAttention(batch).told(model, batch)  # noqa: E731
+    assert told(batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
-    told = partial(prepare.add_document_boundaries, model)
     for other in (
         {"input_ids": POSITIONS},
         {"position_ids": POSITIONS[1:]},

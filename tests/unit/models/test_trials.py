@@ -22,6 +22,11 @@ LINEAR = {
     "shared_expert_intermediate_size": 16,
 }  # fmt: skip
 
+LATENT = {
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
+    "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+
 
 def packed(kind: str, **fields: Any) -> Any:
     return on_meta(kind, **{"vocab_size": 96, **fields})
@@ -29,7 +34,17 @@ def packed(kind: str, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "fields"),
-    [("llama", KV), ("gpt2", {}), ("gemma2", {**KV, "sliding_window": 4}), ("mixtral", {**KV, **EXPERTS})],
+    [
+        ("llama", KV),
+        ("gpt2", {}),
+        ("gemma2", {**KV, "sliding_window": 4}),
+        ("mixtral", {**KV, **EXPERTS}),
+        ("gpt_oss", {**KV, **EXPERTS, "sliding_window": 4}),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),  # hands no position_ids to its masks
+        ("bloom", {}),  # takes no position_ids, and needs none
+        ("deepseek_v3", {**LATENT, **EXPERTS}),
+        ("llama4_text", {**KV, **EXPERTS, "attention_chunk_size": 4, "intermediate_size_mlp": 32}),
+    ],
 )
 def test_what_keeps_documents_apart_passes(kind: str, fields: dict[str, Any]) -> None:
     require_separate_documents(packed(kind, **fields))
@@ -38,9 +53,8 @@ def test_what_keeps_documents_apart_passes(kind: str, fields: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("kind", "fields", "module"),
     [
-        ("gpt_oss", {**KV, **EXPERTS}, "by model.layers.0.self_attn, a GptOssAttention"),
-        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}, "by model.decoder.layers.0.self_attn, a OPTAttention"),
-        ("bert", {"is_decoder": True}, "a BertSelfAttention"),
+        ("roberta", {"is_decoder": True}, "by roberta.embeddings, a RobertaEmbeddings"),  # Its positions begin at 2.
+        ("openai-gpt", {}, "by transformer.h.0.attn, a Attention"),
         ("qwen3_next", {**KV, **EXPERTS, **LINEAR}, "by model.layers.0.linear_attn, a Qwen3NextGatedDeltaNet"),
         (
             "jamba",
@@ -60,8 +74,6 @@ def test_what_cannot_be_tried_is_refused() -> None:
         def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
             return input_ids
 
-    with pytest.raises(ConfigError, match="takes no position_ids"):
-        require_separate_documents(packed("bloom"))
     with pytest.raises(ConfigError, match="no small copy of it runs with them"):
         require_separate_documents(Own(2, 2))
 

@@ -20,7 +20,6 @@ from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_si
 from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
 from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.loop.train_step import DeviceBatch
 from zeromesh.trainer.loop.training_loop import stop_requests
 
 
@@ -158,17 +157,3 @@ def test_the_line_of_an_evaluation() -> None:
     }
     said = "step 3: evaluation loss 2.0000 with averaged weights over 1.5k targets, above the byte-pair entropy 2.0000"
     assert evaluation_line(run, values) == f"{said}\n  eval_f1  0.5"
-
-
-def test_the_answer_to_the_question_about_a_mask_does_not_depend_on_how_it_is_passed() -> None:
-    """Versions of transformers may pass the padding mask to `_ignore_causal_mask_sdpa` by position or by name."""
-
-    def ignored(padding_mask: torch.Tensor | None, q_length: int) -> bool:
-        return padding_mask is None and q_length == 4
-
-    batch = DeviceBatch({}, torch.device("cpu"), torch.float32, None, None)
-    mask = torch.ones(2, 4)
-    batch._masks[mask.shape] = True
-    assert batch._ignores(ignored, mask, 4)
-    assert batch._ignores(ignored, padding_mask=mask, q_length=4)
-    assert not batch._ignores(ignored, padding_mask=torch.ones(3, 4), q_length=4)

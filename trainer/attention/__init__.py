@@ -1,0 +1,1 @@
+"""Attention of transformers' models over batches whose sequences pack several documents."""
