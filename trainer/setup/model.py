@@ -171,8 +171,10 @@ def _loss_and_feeds(
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
         require_separate_documents(model)
-        if forward.fields is not None:  # Position ids tell the documents also where the model does not take them.
-            forward = replace(forward, fields=forward.fields | {"position_ids"})
+    if pretrained_of(model) is not None and forward.fields is not None:
+        # Position ids tell the documents also where the model does not take them.
+        positions = {"position_ids"}
+        forward = replace(forward, fields=forward.fields | positions, named=forward.named | positions)
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
         if getattr(data.processing_class, "mask_token", None) is None:
             raise DataError(
