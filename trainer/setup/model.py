@@ -97,6 +97,7 @@ def build_trained_model(
         divided = divide_model(model, mesh, config, feeds.example)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
+    separates = config.data.separate_documents is not False
     trained = TrainedModel(
         config=config,
         mesh=mesh,
@@ -111,15 +112,7 @@ def build_trained_model(
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(
-            model,
-            loss,
-            mesh,
-            options.precision.compute,
-            engine,
-            divided.pipeline,
-            separates=config.data.separate_documents is not False,
-        ),
+        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, separates),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
