@@ -23,7 +23,7 @@ FINGERPRINTS = {
     "torch.autograd._engine_run_backward": "13d9e5bc",
     "torch.nn.functional.scaled_dot_product_attention": "582db9a4",
     "transformers.masking_utils.find_packed_sequence_indices": "b05ec500",
-    "transformers.modeling_utils.AttentionInterface.get_interface": "d302b1b4",
+    "transformers.modeling_utils.AttentionInterface.get_interface": "80dd3bb0",
     "transformers.trainer.Accelerator": "3cc3e816",
     "trl.trainer.utils._ChunkedLogProbFunction": "6ec8d8fe",
     "trl.trainer.utils._use_triton": "4b745781",

@@ -75,68 +75,71 @@ class PackedAttention:
         for name, each in of_rows.items() if on_device else ():
             if name.endswith("attention_mask"):
                 self._full[each.shape] = self._full.get(each.shape, True) and bool(each.all())
-        self._on_device = on_device
+        self._on_device, self._separates = on_device, separates
 
     def told(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a packed batch as `model` takes it. If it uses flash attention, documents are `cu_seq_lens_q` and `cu_seq_lens_k`,
-        their starts in the flat batch and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`, the tokens of
-        the longest. transformers finds them for a batch of one sequence only, and synchronizes the device in every layer. Raises
-        `ConfigError` for a model whose forward takes no further keywords."""
+        their starts in the flat batch, padding too, and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`,
+        the tokens of the longest. transformers finds them for a batch of one sequence only, and synchronizes the device in every
+        layer. Raises `ConfigError` for a model that hands on neither these nor a mask."""
         inside, documents = pretrained_of(model), self.documents
-        if documents is None or inside is None or batch.get("attention_mask") is not None or "cu_seq_lens_q" in batch:
+        if documents is None or inside is None or "cu_seq_lens_q" in batch:
             return batch
-        if "flash" not in str(getattr(inside.config, "_attn_implementation", None)):
+        name = str(getattr(inside.config, "_attn_implementation", None))
+        if "flash" not in name and name in ALL_MASK_ATTENTION_FUNCTIONS:
             return batch
-        if Parameter.VAR_KEYWORD not in {each.kind for each in signature(type(inside).forward).parameters.values()}:
+        kinds = {each.kind for each in signature(type(inside).forward).parameters.values()}
+        if "flash" not in name or Parameter.VAR_KEYWORD not in kinds:
             raise ConfigError(
-                f"{type(inside).__name__}.forward hands nothing on to flash attention, which would see the documents of a "
-                "sequence as one; set data.separate_documents: false, or model.attention: sdpa"
+                f"{type(inside).__name__}.forward hands nothing on to {name}, which would see the documents of a sequence as "
+                "one; set data.separate_documents: false, or model.attention: sdpa"
             )
-        starts = [span.row * documents.length + span.begin for span in documents.spans]
-        ends = torch.tensor([*starts, documents.rows * documents.length], dtype=torch.int32)
+        length = documents.length
+        places = ((row * length, at) for row, begin, end, _ in documents.spans for at in (0, begin, end))
+        starts = sorted({first + at for first, at in places if at < length})
+        ends = torch.tensor([*starts, documents.rows * length], dtype=torch.int32)
         longest = int(ends.diff().max())
-        return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+        found = {name: each for name, each in batch.items() if name != "attention_mask"}
+        return {**found, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Inside the block the masks of transformers' models are those of this batch."""
         with ExitStack() as undone:
-            if self.documents is None and not self._on_device:
-                yield
-                return
             if self.documents is not None:
                 _install()
-                found: dict[str, _Function] = {"find_packed_sequence_indices": lambda position_ids: None}
-                undone.enter_context(replaced(masking_utils, found))
-            for name, own in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
+            if self.documents is not None or self._on_device:
                 local = vars(ALL_MASK_ATTENTION_FUNCTIONS)["_local_mapping"]
-                undone.callback(override(local, name, partial(self._mask, own, fused=name in ("sdpa", "eager"))))
+                for name, own in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
+                    undone.callback(override(local, name, partial(self._mask, own, fused=name in ("sdpa", "eager"))))
+                if self._separates:
+                    none = {"find_packed_sequence_indices": lambda position_ids: None}
+                    undone.enter_context(replaced(masking_utils, none))
             yield
 
     def _mask(self, own: _Function, *, fused: bool, attention_mask: Tensor | None = None, **call: Any) -> Any:
         """Return the mask that `own`, a mask function of transformers, makes for this `call`, within documents."""
-        if attention_mask is not None and (full := self._full.get(attention_mask.shape)) is not None:
-            # The host answers what transformers would ask the device.
-            if full:
-                attention_mask = None
-            else:
-                call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        full = None if attention_mask is None else self._full.get(attention_mask.shape)
+        if full:
+            attention_mask = None
         documents, device = self.documents, torch.device(call.get("device", "cpu"))
         sizes = call["batch_size"], call["q_length"], call["kv_length"]
-        if documents is None or sizes != (documents.rows, documents.length, documents.length):
+        if documents is not None and sizes != (documents.rows, documents.length, documents.length):
+            documents = None
+        if full is False or documents is not None:  # Else it would look for padding on the device.
+            call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        if documents is None:
             return own(attention_mask=attention_mask, **call)
-        function = call.pop("mask_function", masking_utils.causal_mask_function)
+        function = call.get("mask_function", masking_utils.causal_mask_function)
         numbers, places = documents.tokens(device)
-        apart = masking_utils.packed_sequence_mask_function(numbers)
         if (pattern := _pattern(function)) is not None:
             function = masking_utils.remap_positions_for_packed_sequence(function, places)
-        call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        apart = masking_utils.packed_sequence_mask_function(numbers)
         call["mask_function"] = masking_utils.and_masks(apart, function)
         make = partial(own, attention_mask=attention_mask, **call)
-        if pattern is None or not fused or device.type != "cpu" or torch.compiler.is_compiling():
+        if pattern is None or not fused or device.type != "cpu":
             return make()
-        eager = own is masking_utils.eager_mask
-        return DocumentMask(documents, pattern, call["dtype"] if eager else torch.bool, make)
+        return DocumentMask(documents, pattern, call["dtype"] if own is masking_utils.eager_mask else torch.bool, make)
 
 
 def _pattern(function: _Function) -> Pattern | None:

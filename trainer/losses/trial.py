@@ -2,12 +2,12 @@
 packed documents, which are kept apart by masks, and mix in recurrence, convolution and masks that a model makes itself."""
 
 import inspect
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, get_args
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -154,21 +154,19 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
 
 
-@cache
-def _tried(model: weakref.ref[nn.Module]) -> str:
-    found = model()
-    return "" if found is None else _difference(pretrained_of(found))
+_SEPARATE: WeakSet[nn.Module] = WeakSet()
+"""Models whose documents were found to stay apart."""
 
 
 def require_separate_documents(model: nn.Module) -> None:
-    """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried. Each
-    model is tried once."""
-    if found := _tried(weakref.ref(model)):
+    """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
+    if model not in _SEPARATE and (found := _difference(pretrained_of(model))):
         raise ConfigError(
             f"{type(pretrained_of(model) or model).__name__} {found}; set it to false, or for conversations and pairs "
             "data.packing: false, which gives each a sequence of its own",
             where="data.separate_documents",
         )
+    _SEPARATE.add(model)
 
 
 def _difference(model: Any | None) -> str:

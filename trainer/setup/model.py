@@ -94,10 +94,12 @@ def build_trained_model(
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
-        divided = divide_model(model, mesh, config, feeds.example)
+        divided, separates = (
+            divide_model(model, mesh, config, feeds.example),
+            config.data.separate_documents is not False,
+        )
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
-    separates = config.data.separate_documents is not False
     trained = TrainedModel(
         config=config,
         mesh=mesh,

@@ -6,6 +6,7 @@ its scores, by which results over several parts of keys are merged: with `l_i` o
 result and log-sum-exp, which gives its share of the gradients. A sink is one more score without a value."""
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -51,100 +52,70 @@ def document_attention(
     elif width < values:
         query, key = pad(query, (0, values - width)), pad(key, (0, values - width))
     plan = blocks(documents, pattern, intervals)
-    out: Tensor = _Attention.apply(query, key, value, sinks, plan, pattern, scale)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(query, key, value, sinks, plan, scale)  # type: ignore[no-untyped-call]
     return out[..., :values]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        plan: tuple[Block, ...],
-        pattern: Pattern,
-        scale: float,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Sequence[Block], scale: float
     ) -> Tensor:
         rows, heads, tokens, width = query.shape
+        wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(rows, tokens, heads, width).transpose(1, 2)  # as the projection behind it reads it
-        sums = query.new_full((rows, heads, tokens), float("-inf"), dtype=_wide(query))
+        sums = query.new_full((rows, heads, tokens), float("-inf"), dtype=wide)
         for block in plan:
             own, asked = _slices(block)
-            results = [
-                _forward(
-                    query[own, :, asked],
-                    key[own, :, part.begin : part.end],
-                    value[own, :, part.begin : part.end],
-                    is_causal=part.causal,
-                    attn_mask=_mask(block, part, pattern, query),
-                    scale=scale,
-                )
-                for part in block.parts
-            ]
+            results: list[tuple[Tensor, Tensor]] = []
+            for part in block.parts:
+                inputs = query[own, :, asked], *(each[own, :, part.begin : part.end] for each in (key, value))
+                mask = _mask(block, part, query)
+                results.append(_forward(*inputs, is_causal=part.causal, attn_mask=mask, scale=scale))
             result, total = results[0]
             if sinks is not None or len(results) > 1:
-                logs = [each for _, each in results]
-                logs += [] if sinks is None else [sinks.to(total.dtype).view(1, -1, 1).expand_as(total)]
+                logs = [log for _, log in results]
+                logs += [] if sinks is None else [sinks.to(wide).view(1, -1, 1).expand_as(total)]
                 total = torch.stack(logs).logsumexp(0)
-                weighted = [each * (log - total).exp().unsqueeze(-1) for each, log in results]
-                result = torch.stack(weighted).sum(0) if len(weighted) > 1 else weighted[0]
+                result = reduce(torch.add, (each * (log - total).exp().unsqueeze(-1) for each, log in results))
             out[own, :, asked] = result
             sums[own, :, asked] = total
         ctx.save_for_backward(query, key, value, sinks, out, sums)
-        ctx.given = plan, pattern, scale
+        ctx.plan, ctx.scale = plan, scale
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
         query, key, value, sinks, out, sums = ctx.saved_tensors
-        plan, pattern, scale = ctx.given
-        to_query, to_key, to_value = (torch.zeros_like(each, dtype=_wide(each)) for each in (query, key, value))
-        for block in plan:
+        totals = [torch.zeros_like(each, dtype=sums.dtype) for each in (query, key, value)]
+        for block in ctx.plan:
             own, asked = _slices(block)
+            of_queries = [each[own, :, asked] for each in (gradients[0], query, out, sums)]
             for part in block.parts:
                 seen = slice(part.begin, part.end)
-                found = _backward(
-                    gradient[own, :, asked],
-                    query[own, :, asked],
-                    key[own, :, seen],
-                    value[own, :, seen],
-                    out[own, :, asked],
-                    sums[own, :, asked],
-                    0.0,
-                    part.causal,
-                    attn_mask=_mask(block, part, pattern, query),
-                    scale=scale,
-                )
-                to_query[own, :, asked] += found[0]
-                to_key[own, :, seen] += found[1]
-                to_value[own, :, seen] += found[2]
+                keys, values = key[own, :, seen], value[own, :, seen]
+                inputs = *of_queries[:2], keys, values, *of_queries[2:]
+                mask = _mask(block, part, query)
+                found = _backward(*inputs, 0.0, part.causal, attn_mask=mask, scale=ctx.scale)
+                for total, each, tokens in zip(totals, found, (asked, seen, seen), strict=True):
+                    total[own, :, tokens] += each
         to_sinks = None
         if sinks is not None:
             # A sink's probability takes away from the others, whose mean gradient is `sum(gradient * out)`.
-            mean = (gradient * out).sum(-1, dtype=sums.dtype)
+            mean = (gradients[0] * out).sum(-1, dtype=sums.dtype)
             share = (sinks.to(sums.dtype).view(1, -1, 1) - sums).exp()
             to_sinks = -torch.where(sums.isfinite(), share * mean, 0.0).sum((0, 2)).to(sinks.dtype)
-        found = to_query.to(query.dtype), to_key.to(key.dtype), to_value.to(value.dtype)
-        return *found, to_sinks, None, None, None
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
+        return *(each.to(query.dtype) for each in totals), to_sinks, None, None
 
 
 def _slices(block: Block) -> tuple[slice, slice]:
     return slice(block.first, block.last), slice(block.at, block.at + block.end - block.begin)
 
 
-def _mask(block: Block, part: Part, pattern: Pattern, like: Tensor) -> Tensor | None:
+def _mask(block: Block, part: Part, like: Tensor) -> Tensor | None:
     """Return 0 for what queries see of a band and -inf for the rest, in the dtype of queries; the kernel takes no booleans."""
-    if not part.band:
+    if part.band is None:
         return None
     distance = torch.arange(part.begin, part.end)[None] - torch.arange(block.begin, block.end)[:, None]
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    hidden |= False if pattern.left is None else distance < -pattern.left
-    hidden |= False if pattern.right is None else distance > pattern.right
+    hidden = (distance < -part.band[0]) | (distance > part.band[1])
     return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))

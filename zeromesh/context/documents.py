@@ -30,12 +30,12 @@ class Documents:
     spans: tuple[Span, ...]
 
     def __post_init__(self) -> None:
-        row, reached = 0, 0
+        ends = [0] * self.rows
         for span in self.spans:
-            reached = reached if span.row == row else 0
-            if not (row <= span.row < self.rows and reached <= span.begin < span.end <= span.stop <= self.length):
+            row, begin, end, stop = span
+            if not (row < self.rows and ends[row] <= begin < end <= stop <= self.length):
                 raise ValueError(f"{span} is out of order in {self.rows} rows of {self.length} tokens")
-            row, reached = span.row, span.stop
+            ends[row] = stop
 
     @classmethod
     def whole(cls, rows: int, length: int) -> "Documents":
@@ -97,12 +97,12 @@ class Pattern:
 
 
 class Part(NamedTuple):
-    """Keys `begin` to `end` that queries see: all, or with `causal` query i those up to i, or with `band` those of the pattern."""
+    """Keys `begin` to `end` that queries see: all, or if `causal` query i those up to i, or those of a `band` before and behind it."""
 
     begin: int
     end: int
     causal: bool = False
-    band: bool = False
+    band: tuple[int, int] | None = None
 
 
 class Block(NamedTuple):
@@ -167,4 +167,5 @@ def _parts(
         until = min(start + _TILE, last)
         low = begin if left is None else max(begin, start - left)
         high = end if right is None else min(end, until + right)
-        yield start, until, (Part(low, high, band=True),)
+        band = end if left is None else left, end if right is None else right
+        yield start, until, (Part(low, high, band=band),)

@@ -138,12 +138,22 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     for other in (
         {"input_ids": POSITIONS},
         {"position_ids": POSITIONS[1:]},
-        {**batch, "attention_mask": POSITIONS},
         {"position_ids": POSITIONS.expand(3, 2, 8)},
     ):
         assert told(other) is other
     assert told(batch)["cu_seq_lens_q"].tolist() == [0, 3, 7, 8, 16]
+    padded = told({**batch, "attention_mask": (torch.arange(16).view(2, 8) < 14).long()})
+    assert padded["cu_seq_lens_q"].tolist() == [0, 3, 7, 8, 14, 16]
+    assert "attention_mask" not in padded
     assert told({"position_ids": POSITIONS + 5})["cu_seq_lens_k"].tolist() == [0, 3, 7, 8, 16]
+
+
+def test_attention_that_documents_do_not_reach_is_refused() -> None:
+    model = llama()
+    object.__setattr__(model, "config", SimpleNamespace(_attn_implementation="somebodys_own"))
+    batch = {"position_ids": POSITIONS}
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM\.forward hands nothing on to somebodys_own"):
+        PackedAttention(batch).told(model, batch)
 
 
 def test_selective_recomputation_keeps_results_of_flash_attention() -> None:
