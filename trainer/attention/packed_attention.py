@@ -63,25 +63,25 @@ class DocumentMask(Tensor):
 class PackedAttention:
     """What the host knows of a batch's masks before it is copied to a device: its documents, and where padding pads nothing."""
 
-    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, separates: bool = True) -> None:
-        """Read a `batch` on the CPU, which will be copied to a device if `on_device`. `separates`: a document begins where position
-        ids `[rows, length]` restart."""
+    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False) -> None:
+        """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,
+        length]` restart."""
         of_rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.dim() == 2}
         positions, padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
-        found = Documents.of(positions, padding) if separates and positions is not None else None
+        found = Documents.of(positions, padding) if positions is not None else None
         self.documents = found if found is not None and found.packed else None
         """The documents of a batch that packs several into a sequence, else None."""
         self._full: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
         for name, each in of_rows.items() if on_device else ():
             if name.endswith("attention_mask"):
                 self._full[each.shape] = self._full.get(each.shape, True) and bool(each.all())
-        self._on_device, self._separates = on_device, separates
+        self._on_device = on_device
 
     def told(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a packed batch as `model` takes it. If it uses flash attention, documents are `cu_seq_lens_q` and `cu_seq_lens_k`,
-        their starts in the flat batch, padding too, and its end, int32 `[documents + 1]`, and `max_length_q` and `max_length_k`,
-        the tokens of the longest. transformers finds them for a batch of one sequence only, and synchronizes the device in every
-        layer. Raises `ConfigError` for a model that hands on neither these nor a mask."""
+        """Return a packed batch as `model` takes it: for flash attention with `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of
+        documents and padding in the flat batch and its end, int32, and `max_length_q` and `max_length_k`, the longest's tokens.
+        transformers finds them for a batch of one sequence only, and synchronizes the device in every layer. Raises `ConfigError`
+        for a model that hands on neither these nor a mask."""
         inside, documents = pretrained_of(model), self.documents
         if documents is None or inside is None or "cu_seq_lens_q" in batch:
             return batch
@@ -96,8 +96,8 @@ class PackedAttention:
             )
         length = documents.length
         places = ((row * length, at) for row, begin, end, _ in documents.spans for at in (0, begin, end))
-        starts = sorted({first + at for first, at in places if at < length})
-        ends = torch.tensor([*starts, documents.rows * length], dtype=torch.int32)
+        starts = {first + at for first, at in places if at < length}
+        ends = torch.tensor([*sorted(starts), documents.rows * length], dtype=torch.int32)
         longest = int(ends.diff().max())
         found = {name: each for name, each in batch.items() if name != "attention_mask"}
         return {**found, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
@@ -106,15 +106,13 @@ class PackedAttention:
     def in_force(self) -> Iterator[None]:
         """Inside the block the masks of transformers' models are those of this batch."""
         with ExitStack() as undone:
-            if self.documents is not None:
-                _install()
             if self.documents is not None or self._on_device:
+                _install()
                 local = vars(ALL_MASK_ATTENTION_FUNCTIONS)["_local_mapping"]
                 for name, own in dict(ALL_MASK_ATTENTION_FUNCTIONS).items():
                     undone.callback(override(local, name, partial(self._mask, own, fused=name in ("sdpa", "eager"))))
-                if self._separates:
-                    none = {"find_packed_sequence_indices": lambda position_ids: None}
-                    undone.enter_context(replaced(masking_utils, none))
+                none = {"find_packed_sequence_indices": lambda position_ids: None}
+                undone.enter_context(replaced(masking_utils, none))
             yield
 
     def _mask(self, own: _Function, *, fused: bool, attention_mask: Tensor | None = None, **call: Any) -> Any:

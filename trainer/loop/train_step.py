@@ -108,7 +108,6 @@ class Stepper:
     compute: torch.dtype
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
-    separates: bool = True  # Documents do not see each other where position ids restart.
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
@@ -363,7 +362,9 @@ class Stepper:
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            attention = PackedAttention(batch, on_device=self._copies is not None, separates=self.separates)
+            attention = PackedAttention(
+                batch, on_device=self._copies is not None, separates=self.separates is not False
+            )
             if attention.documents is not None:
                 require_separate_documents(self.model)
                 batch = attention.told(self.model, batch)

@@ -162,8 +162,8 @@ def require_separate_documents(model: nn.Module) -> None:
     """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     if model not in _SEPARATE and (found := _difference(pretrained_of(model))):
         raise ConfigError(
-            f"{type(pretrained_of(model) or model).__name__} {found}; set it to false, or for conversations and pairs "
-            "data.packing: false, which gives each a sequence of its own",
+            f"{type(pretrained_of(model) or model).__name__} {found}; set it to false, or for conversations and pairs data.packing: "
+            "false, which gives each a sequence of its own, and leave out position_ids that restart in a dataset of your own",
             where="data.separate_documents",
         )
     _SEPARATE.add(model)
@@ -206,24 +206,23 @@ def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Output
     without a head, the hidden states, and the gradients of a weighted sum of the latter."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
-    given = {"input_ids": torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)}
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
     takes = inspect.signature(type(small).forward).parameters
+    given: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     context: AbstractContextManager[None] = nullcontext()
+    place = slice(None), slice(None)
     if document is None:
-        given["position_ids"] = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
-        context = PackedAttention(given).in_force()
-        given = {name: each for name, each in given.items() if name in takes}
-        rows, columns = slice(None), slice(None)
+        positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
+        context = PackedAttention({"position_ids": positions}).in_force()
+        given |= {"position_ids": positions} if "position_ids" in takes else {}
     else:
         row, begin, length = _DOCUMENTS[document]
-        rows, columns = slice(row, row + 1), slice(begin, begin + length)
-        given = {"input_ids": given["input_ids"][rows, columns]}
-    fixed = {"use_cache": False} if "use_cache" in takes else {}
+        place = slice(row, row + 1), slice(begin, begin + length)
     with context:
-        found, outputs = small_copy.record_outputs(small, lambda: small(**given, **fixed))
+        found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids[place], **given))
     logits = getattr(found, "logits", None)
     result = found[0] if logits is None else logits
-    weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[rows, columns]
+    weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[place]
     kept = torch.where(result.abs() < 1e30, result, 0.0)  # Logits of tokens that are none are the lowest finite number.
     return [*outputs, ("", [result.detach()])], small_copy.gradients_of(small, [(kept * weights).sum()])
 

@@ -94,10 +94,7 @@ def build_trained_model(
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
-        divided, separates = (
-            divide_model(model, mesh, config, feeds.example),
-            config.data.separate_documents is not False,
-        )
+        divided = divide_model(model, mesh, config, feeds.example)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(
@@ -114,7 +111,7 @@ def build_trained_model(
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, separates),
+        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
@@ -168,8 +165,7 @@ def _loss_and_feeds(
         require_separate_documents(model)
     if pretrained_of(model) is not None and forward.fields is not None:
         # Position ids tell the documents also where the model does not take them.
-        positions = {"position_ids"}
-        forward = replace(forward, fields=forward.fields | positions, named=forward.named | positions)
+        forward = replace(forward, fields=forward.fields | {"position_ids"}, named=forward.named | {"position_ids"})
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
         if getattr(data.processing_class, "mask_token", None) is None:
             raise DataError(

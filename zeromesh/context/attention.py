@@ -1,9 +1,8 @@
 """Exact attention within documents, by torch's fused kernels: memory grows with tokens, and work with the documents' squares.
 
-Queries see keys in rectangles and triangles (`documents.blocks`). Each is one call of a kernel that also returns the log-sum-exp of
-its scores, by which results over several parts of keys are merged: with `l_i` of part i and `l = log sum exp l_i`, the result is
-`sum exp(l_i - l) out_i` (FlashAttention-2, arXiv 2307.08691; Ring Attention, arXiv 2310.01889). Backward of a part takes the merged
-result and log-sum-exp, which gives its share of the gradients. A sink is one more score without a value."""
+Queries see parts of keys (`documents.blocks`). For each a kernel is called that also returns the log-sum-exp `l_i` of its scores:
+with `l = log sum exp l_i` the result is `sum exp(l_i - l) out_i` (FlashAttention-2, arXiv 2307.08691; Ring Attention, arXiv
+2310.01889). Backward of a part takes the merged result and `l`, and gives its share. A sink is one more score, without a value."""
 
 from collections.abc import Sequence
 from functools import reduce

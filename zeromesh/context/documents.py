@@ -97,7 +97,7 @@ class Pattern:
 
 
 class Part(NamedTuple):
-    """Keys `begin` to `end` that queries see: all, or if `causal` query i those up to i, or those of a `band` before and behind it."""
+    """Keys `begin` to `end` that queries see: all, or if `causal` those up to theirs, or so many of a `band` before and behind."""
 
     begin: int
     end: int
@@ -150,13 +150,12 @@ def _parts(
     """Yield begins, ends and parts of keys of the blocks of one document for its queries `first` to `last`."""
     left, right = pattern.left, pattern.right
     if right == 0:
-        plain = last if left is None else min(last, begin + left + 1)  # No key is too far from queries before it.
-        if first < (reached := min(plain, end)):
+        # No key is too far from queries before it. Padding has no keys of its own.
+        reached = min(last, end) if left is None else min(last, end, begin + left + 1)
+        if first < reached:
             prefix = (Part(begin, first),) if begin < first else ()
             yield first, reached, (*prefix, Part(first, reached, causal=True))
-        if (padding := max(first, end)) < plain:
-            yield padding, plain, (Part(begin, end),)
-        first = max(first, plain)
+            first = reached
     elif left is right is None:
         if first < last:
             yield first, last, (Part(begin, end),)
@@ -167,5 +166,5 @@ def _parts(
         until = min(start + _TILE, last)
         low = begin if left is None else max(begin, start - left)
         high = end if right is None else min(end, until + right)
-        band = end if left is None else left, end if right is None else right
+        band = stop if left is None else left, stop if right is None else right
         yield start, until, (Part(low, high, band=band),)
