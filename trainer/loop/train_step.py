@@ -362,9 +362,7 @@ class Stepper:
     def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
         coming: list[DeviceBatch] = []
         for batch, targets in zip(batches, counts, strict=True):
-            attention = PackedAttention(
-                batch, on_device=self._copies is not None, separates=self.separates is not False
-            )
+            attention = PackedAttention(batch, on_device=self._copies is not None)
             if attention.documents is not None:
                 require_separate_documents(self.model)
                 batch = attention.told(self.model, batch)
