@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -31,6 +31,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import prevent_fragmentation
 from zeromesh.options import OptimizerSettings, ZeroOptions
+from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -38,7 +39,9 @@ from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
+from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.model_on_mesh import PlacedModel
+from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.models.quantized_layers import QuantizedLayer, codec_of_layers, codes_of, make_plain, stand_for
@@ -168,12 +171,32 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
     )
     vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
+    if pretrained_of(model) is not None and not hasattr(model.forward, "in_documents"):
+        vars(model)["forward"] = MethodType(_in_documents(model.forward), model)
     for name, method in _MODEL_METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
         prevent_fragmentation()
     return engine
+
+
+def _in_documents(method: Any) -> Callable[..., Any]:
+    """Return a partitioned model's `forward` in which documents do not see each other where `position_ids` restart. Elsewhere, and
+    in copies of the model, it is `method`. Raises `ConfigError` for a model that mixes them."""
+    function = getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
+
+    @wraps(function)
+    def forward(model: Any, /, *arguments: Any, **named: Any) -> Any:
+        attention = PackedAttention(named if is_sharded(model) else {})
+        if attention.documents is None:
+            return function(model, *arguments, **named)
+        require_separate_documents(model)
+        with attention.in_force():
+            return function(model, *arguments, **attention.told(model, named))
+
+    vars(forward)["in_documents"] = True
+    return forward
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:

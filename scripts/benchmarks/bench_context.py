@@ -9,6 +9,10 @@ their ratio to 8 samples, and the largest relative difference of a loss. Takes a
 tiles: the highest sum of activations of forward and backward by PyTorch's allocator, blocks recomputed, with token-wise modules in
 tiles of 1,024 tokens and without, for 16,384 tokens and two blocks with an MLP four times as wide as they are. Takes a minute and
 1 GiB.
+
+attention: forward and backward of one attention layer (8 heads of 64, 2 key-value heads) in fp32 over the same documents, of 64 to
+512 tokens: packed into one sequence, by attention within documents and by sdpa with a mask, and padded to the longest; CPU seconds,
+the median of 3, and the mask's MiB. Takes a minute.
 """
 
 import argparse
@@ -19,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,7 @@ import numpy as np
 import torch
 import transformers as tf
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.profiler import ProfilerActivity, profile
 
@@ -35,6 +41,8 @@ from bench.activations import forget, running
 from bench.report import MEBIBYTE
 
 from zeromesh import Callback, Trainer
+from zeromesh.context.attention import document_attention
+from zeromesh.context.documents import Documents, Span
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
@@ -129,7 +137,42 @@ def tiles() -> None:
         print(f"{tile or 'whole':<7} {peak:6,.0f}  {peak / first:8.2f}  {took:11.1f}")
 
 
-PARTS: dict[str, Callable[[], None]] = {"tokens": tokens, "tiles": tiles}
+def attention() -> None:
+    """Compare attention within packed documents with a mask of the sequence, and with a row for each document."""
+    print("tokens  documents  within documents  sdpa, mask  padded  mask MiB")
+    for length in (1024, 4096, 8192):
+        drawn = np.random.default_rng(0).integers(64, 512, length).cumsum()
+        ends = [*(int(each) for each in drawn if each < length), length]
+        spans = tuple(Span(0, begin, end, end) for begin, end in pairwise([0, *ends]))
+        documents = Documents(rows=1, length=length, spans=spans)
+        numbers, _ = documents.tokens(torch.device("cpu"))
+        longest = max(span.end - span.begin for span in spans)
+
+        def inputs(rows: int, tokens: int) -> list[Tensor]:
+            return [torch.randn(rows, heads, tokens, 64, requires_grad=True) for heads in (8, 2, 2)]
+
+        def masked(query: Tensor, key: Tensor, value: Tensor, numbers: Tensor = numbers) -> Tensor:
+            mask = (numbers[0][:, None] == numbers[0]).tril()
+            return scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+
+        packed, rows = inputs(1, length), inputs(len(spans), longest)
+        whole = partial(scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        ways = (partial(document_attention, documents=documents), packed), (masked, packed), (whole, rows)
+        took = [_median_seconds(way, given) for way, given in ways]
+        shown = f"{took[0]:16.3f}  {took[1]:10.3f}  {took[2]:6.3f}"
+        print(f"{length:6}  {len(spans):9}  {shown}  {length**2 / MEBIBYTE:8.1f}", flush=True)
+
+
+def _median_seconds(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> float:
+    took = []
+    for _ in range(3):
+        began = time.process_time()
+        attend(*inputs).sum().backward()
+        took.append(time.process_time() - began)
+    return statistics.median(took)
+
+
+PARTS: dict[str, Callable[[], None]] = {"tokens": tokens, "tiles": tiles, "attention": attention}
 
 
 if __name__ == "__main__":

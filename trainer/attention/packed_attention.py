@@ -64,11 +64,11 @@ class PackedAttention:
     """What the host knows of a batch's masks before it is copied to a device: its documents, and where padding pads nothing."""
 
     def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False) -> None:
-        """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,
-        length]` restart."""
+        """Read a `batch`, which is on the CPU and will be copied to a device if `on_device`. A document begins where position ids
+        `[rows, length]` restart."""
         of_rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.dim() == 2}
         positions, padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
-        found = Documents.of(positions, padding) if positions is not None else None
+        found = None if positions is None else Documents.of(positions.cpu(), None if padding is None else padding.cpu())
         self.documents = found if found is not None and found.packed else None
         """The documents of a batch that packs several into a sequence, else None."""
         self._full: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.

@@ -1,5 +1,6 @@
 """Training on packed documents is training on each document alone, in float64; and the masks of batches that are in force."""
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.masking_utils import create_causal_mask
 
+import zeromesh
 from tests.support.architectures import small_model
 from tests.support.text_files import one_rank
 from zeromesh.errors import ConfigError
@@ -25,6 +27,10 @@ LATENT = {
     "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6,
     "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
     "num_experts_per_tok": 2,
+}  # fmt: skip
+LINEAR = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "shared_expert_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
 }  # fmt: skip
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LENGTHS = ((9, 4, 7), (20,), (1, 12, 7), (3, 17))
@@ -184,3 +190,29 @@ def test_users_position_ids_are_tried_too(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"data.separate_documents: MambaForCausalLM .* a MambaMixer"),
     ):
         trainer.fit()
+
+
+def test_loops_of_ones_own_keep_documents_apart() -> None:
+    model, plain = built("gpt_oss", {**KV, **EXPERTS}), built("gpt_oss", {**KV, **EXPERTS})
+    batch = packed_batch(use_cache=False)
+    weights = torch.randn(2, 10, 96, dtype=torch.float64)
+    sharded, optimizer = zeromesh.shard(model, torch.optim.SGD(model.parameters(), lr=RATE), stage=3)
+    assert "position_ids" in inspect.signature(sharded.forward).parameters
+    with whole_passes_in_float64():
+        (sharded(**batch).logits * weights).sum().backward()
+        optimizer.step()
+        for begin, end in ((0, 4), (4, 10)):
+            alone = plain(input_ids=batch["input_ids"][:, begin:end], use_cache=False).logits
+            (alone * weights[:, begin:end]).sum().backward()
+    zeromesh.unshard(sharded)
+    trained = dict(sharded.named_parameters())
+    for name, parameter in plain.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(trained[name], parameter - RATE * gradient, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_loops_of_ones_own_are_refused_what_mixes() -> None:
+    model, _ = zeromesh.shard(small_model("qwen3_next", vocab_size=96, **KV, **LINEAR))
+    with pytest.raises(ConfigError, match="a Qwen3NextGatedDeltaNet"):
+        model(**packed_batch())
+    zeromesh.unshard(model)

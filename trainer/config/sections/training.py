@@ -129,8 +129,8 @@ class DataSection(Section):
     shuffle_window: keys.Count = 1024
     """The shuffle window of a streamed dataset in samples; other datasets are shuffled as a whole."""
     separate_documents: bool | None = None
-    """Restart position ids with each document of a packed sequence, so that no document attends to another. Needs a model that
-    takes position_ids. null: where conversations or pairs are packed."""
+    """Restart position ids with each document of a packed sequence, so that no document attends to another. Needs a model that a
+    trial finds to keep them apart. null: where conversations or pairs are packed."""
     remove_unused: bool | None = None
     """Drop fields that the model does not take before the data_collator, as transformers does (true), or after it (false). null:
     before it for text beside tokens, and for all such fields if the collator is one of transformers."""
