@@ -37,7 +37,7 @@ def _whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Ten
 def _chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     from zeromesh.losses import token_scores
 
-    return token_scores(hidden, weight, targets)[:2]
+    return token_scores(hidden, weight, None, targets)[:2]
 
 
 def measure(row: str, options: argparse.Namespace, out: Path) -> dict[str, float]:

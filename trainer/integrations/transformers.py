@@ -21,18 +21,20 @@ from transformers import trainer as library
 from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.kernels.chunked_cross_entropy import LogitChange
 from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
 from zeromesh.overrides import override, replaced
 from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.config.load import ConfigSource
 from zeromesh.trainer.integrations.accelerate import Accelerator
+from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.adapters import is_adapted, output_layer, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
-_SCORES = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")  # in the order of `TokenScores`
 _TENSOR_PARALLEL = ("DPOTrainer", "SFTTrainer")
 _TRAINER: Any = object
 
@@ -173,6 +175,8 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
     fused = vars(inside or model).get("forward")
     if inside is None or fused is None or not hasattr(utils, "_ChunkedLogProbFunction"):
         return False
+    with quiet_library():
+        verdict = examine(inside)
 
     def apply(rows: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
         _, _, targets, temperature, _, cap, scale, outputs = given
@@ -181,20 +185,27 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
             raise ConfigError(
                 f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of target_modules"
             )
+        change = LogitChange(scale=scale, cap=cap or 0.0)
+        if verdict.change is not None and not change.close_to(verdict.change):
+            raise ConfigError(
+                f"TRL reads in the configuration of {type(inside).__name__} that it changes its logits by {change}, and a trial "
+                f"finds {verdict.change}; TRL's trainers cannot train it right, those of zeromesh and transformers can"
+            )
         kind = rows.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else rows.dtype
 
         def score(rows: Tensor) -> TokenScores:
             bias = None if head.bias is None else head.bias.to(dtype)
-            how = {"bias": bias, "temperature": temperature, "scale": scale, "cap": cap or 0.0}
+            how: Any = {"temperature": temperature, "change": change}
             if isinstance(head, ColumnParallelLinear):
                 how |= {"sizes": head.sizes, "exchange": head.exchange}
-            return token_scores(rows.to(dtype), head.weight.to(dtype), targets, **how)
+            return token_scores(rows.to(dtype), head.weight.to(dtype), bias, targets, **how)
 
         with ExitStack() as undone:
             undone.callback(override(head, "forward", score))
-            found = zip(_SCORES, head(rows), strict=True)
-        return tuple(each if name in ("log_probs", *outputs) else None for name, each in found)
+            found = head(rows)._asdict()
+        found["is_top1"] = found["is_top1"].bool()
+        return tuple(each if name in ("log_probs", *outputs) else None for name, each in found.items())
 
     @wraps(fused)
     def forward(*arguments: Any, **named: Any) -> Any:

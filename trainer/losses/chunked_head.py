@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, PhaseError, library_errors
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
@@ -70,16 +70,11 @@ class ChunkedHead:
     def scores(self, model: Any, inputs: dict[str, Any], *, targets: Tensor, temperature: float) -> TokenScores:
         """Return the scores of `targets`, of their shape; inputs and errors are those of `run`. The model's loss is not used."""
 
-        def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, flat: Tensor, **keys: Any) -> Tensor:
-            change: LogitChange = keys.pop("change")
-            how = {"scale": change.scale, "cap": change.cap, "temperature": temperature, **keys}
-            found = token_scores(rows, weight, flat, bias=bias, **how)
-            return torch.stack([each.to(found.log_probs.dtype) for each in found])
+        def kernel(*head: Any, chunk_tokens: None, **keys: Any) -> Tensor:
+            return torch.stack(token_scores(*head, temperature=temperature, **keys))
 
-        result, _ = self._run(model, inputs, targets, compute)
-        log_probs, entropy, *others = result.view(-1, *targets.shape)
-        squares, mean, top = (each.detach() for each in others)
-        return TokenScores(log_probs, entropy, squares, mean, top > 0)
+        log_probs, entropy, *others = self._run(model, inputs, targets, kernel)[0].view(-1, *targets.shape)
+        return TokenScores(log_probs, entropy, *(each.detach() for each in others))
 
     def _run(
         self, model: Any, inputs: dict[str, Any], targets: Tensor, compute: Callable[..., Tensor]
@@ -102,13 +97,11 @@ class ChunkedHead:
         if current.result is not None:
             raise PhaseError("the model called its output embedding twice in one forward")
         rows = hidden.reshape(-1, hidden.shape[-1])
-        count, width = rows.shape
-        if count != current.targets.numel():
+        if (count := len(rows)) != current.targets.numel():
             raise PhaseError(f"{count} hidden states reached the head for {current.targets.numel()} labels")
         # The head is looked up for each call, as a divided model gets its own head back after training.
         head: nn.Linear | ColumnParallelLinear = output_layer(self.model)
-        chunk = self.chunk_tokens or chunk_for(count, width, rows.dtype, trained=head.weight.requires_grad)
-        keys: Any = {"chunk_tokens": chunk, "change": self.change}
+        keys: Any = {"chunk_tokens": self.chunk_tokens, "change": self.change}
         if isinstance(head, ColumnParallelLinear):
             keys |= {"sizes": head.sizes, "exchange": head.exchange}
         found = current.compute(rows, head.weight, head.bias, current.targets.to(rows.device), **keys)

@@ -140,7 +140,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
     if mode != "native" and verdict.route is not None:
         kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
-        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change, kernel=kernel)
+        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change or UNCHANGED, kernel=kernel)
         how = " by liger-kernel" if mode == "liger" else ""
         how += "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         notes.append(Detail(f"loss: cross entropy in chunks of tokens{how}, equal to the model's own in a trial"))

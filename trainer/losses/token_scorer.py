@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
 from zeromesh.kernels.chunked_log_probs import TokenScores
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import examine, shifted
@@ -40,7 +41,7 @@ class TokenScorer:
             )
         self._causal = verdict.causal
         self._fixed = {"use_cache": False} if "use_cache" in signature(type(inside).forward).parameters else {}
-        self._head = ChunkedHead(model=inside, route=verdict.route, change=verdict.change)
+        self._head = ChunkedHead(model=inside, route=verdict.route, change=verdict.change or UNCHANGED)
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any], *, temperature: float = 1.0) -> TokenScores:
         """Return the scores of a batch's labels, float32 (float64 for a float64 model) `[batch, tokens]`. Position i has those of

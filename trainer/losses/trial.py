@@ -36,7 +36,8 @@ class Verdict:
     route: Route | None = None
     """The route by which the chunked head replaces the loss; None with the `reason` why it cannot."""
     reason: str = ""
-    change: LogitChange = UNCHANGED
+    change: LogitChange | None = None
+    """The change of the logits of its class; None if it was not found."""
     auxiliary: bool = False
     """True if the loss has terms that are no mean over targets, such as auxiliary losses of experts."""
     sees_later: bool = False
@@ -64,11 +65,11 @@ def examine(model: Any, known: bool | None = None) -> Verdict:
         if not torch.allclose(one, two, rtol=1e-9, atol=1e-9):  # Earlier logits depend on the last token.
             return Verdict(causal=True, reason="it sees the tokens that it is to predict", sees_later=True)
     auxiliary = auxiliary and not _is_mean_over(small, causal)
-    if reason := _unlike_its_class(model):
-        return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
+    reason = unlike = _unlike_its_class(model)
     for route in get_args(Route):
         if isinstance(found := _try_chunked_head(small, route, causal=causal), LogitChange):
-            return Verdict(causal=causal, route=route, change=found, auxiliary=auxiliary)
+            taken = None if unlike else route
+            return Verdict(causal=causal, route=taken, reason=unlike, change=found, auxiliary=auxiliary)
         reason = reason or found  # The first route, the loss function, gives the reason.
     return Verdict(causal=causal, reason=reason, auxiliary=auxiliary)
 

@@ -8,7 +8,7 @@ the largest local logit m, the sum of exp(logit - m), and the target's logit on 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +62,7 @@ def chunked_cross_entropy(
     targets: torch.Tensor,
     *,
     seed: float,
-    chunk_tokens: int,
+    chunk_tokens: int | None = None,
     change: LogitChange = UNCHANGED,
     ignore_index: int = -100,
     count: int | None = None,
@@ -77,7 +77,7 @@ def chunked_cross_entropy(
         bias: [vocab], same dtype, or None.
         targets: [tokens], integers in [0, vocab) or `ignore_index`.
         seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
-        chunk_tokens: number of tokens per chunk, whose logits are in memory together (see `chunk_for`).
+        chunk_tokens: number of tokens per chunk, whose logits are in memory together; None: what needs the least memory.
         change: the transformation of each logit before the softmax, in the dtype of the softmax.
         count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
             vocabulary; this saves a synchronization of host and device.
@@ -90,6 +90,8 @@ def chunked_cross_entropy(
     outside of the vocabulary.
     """
     check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    if chunk_tokens is None:
+        chunk_tokens = chunk_for(len(hidden), hidden.shape[1], hidden.dtype, trained=weight.requires_grad)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
@@ -100,12 +102,12 @@ def chunked_cross_entropy(
         kept = counted.nonzero().squeeze(1)
     else:
         kept = torch.sort(counted, descending=True, stable=True).indices[:count]
-    masked = kept.numel() < targets.numel()
-    bound = targets[kept] if masked else targets
+    if len(kept) < len(targets):
+        hidden, targets = hidden.index_select(0, kept), targets[kept]
     seed = seed or 1.0  # A microbatch of weight 0 has seed 0, by which backward could not divide.
     settings: dict[str, Any] = {"seed": seed, "chunk_tokens": chunk_tokens, "trained": trained, "change": change}
     settings |= {"exchange": exchange, "first": first}
-    head: Callable[..., HeadPass] = partial(HeadPass, rows=kept if masked else None, targets=bound.long(), **settings)
+    head: Callable[..., HeadPass] = partial(HeadPass, targets=targets.long(), **settings)
     if not any(trained):
         return head(hidden.detach(), weight.detach(), bias).run()
     return _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
@@ -156,15 +158,14 @@ def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = T
 
 @dataclass(eq=False)
 class HeadPass:
-    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`. `targets`, int64, belong to the
-    `rows` of `hidden` (None: all of them). With an `exchange`, the head holds the tokens from `first` on, and the gradient of one
-    chunk's hidden states is summed over the ranks while the next chunk is computed."""
+    """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`. `targets` are int64. With an
+    `exchange`, the head holds the tokens from `first` on, and the gradient of one chunk's hidden states is summed over the ranks
+    while the next chunk is computed."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     _: KW_ONLY
-    rows: torch.Tensor | None
     targets: torch.Tensor
     seed: float
     chunk_tokens: int
@@ -175,9 +176,7 @@ class HeadPass:
 
     def __post_init__(self) -> None:
         self._sums: list[tuple[torch.Tensor, Pending]] = []
-        self.shape, weight = self.hidden.shape, self.weight
-        if self.rows is not None:
-            self.hidden = self.hidden.index_select(0, self.rows)
+        weight = self.weight
         # The constant factor of the change's derivative; the rest differs from logit to logit.
         self.seed *= self.change.scale
         (self.tokens, width), self.vocab = self.hidden.shape, weight.shape[0]
@@ -195,7 +194,7 @@ class HeadPass:
     def run(self) -> torch.Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
         losses = self.hidden.new_empty(self.tokens, dtype=self.loss_dtype)
-        softmax = self.softmax if self.exchange is None else partial(self.sharded_softmax, self.exchange)
+        softmax = self.softmax if self.exchange is None else self.sharded_softmax
         self.each_chunk(lambda chunk, rows: softmax(chunk, self.targets[rows], losses[rows]))
         return losses.sum()
 
@@ -223,9 +222,6 @@ class HeadPass:
         if self.grad_weight is not None:
             self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
             self.grad_weight = self.grad_weight.to(dtype)
-        if self.grad_hidden is not None and self.rows is not None:
-            full = self.grad_hidden.new_zeros(self.shape)
-            self.grad_hidden = full.index_copy_(0, self.rows, self.grad_hidden)
 
     def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         if self.matmul_dtype == hidden.dtype:
@@ -241,70 +237,79 @@ class HeadPass:
                 product += self.bias[block]
             out[:, block] = product
 
-    def rows_at_once(self, logits: torch.Tensor) -> int:
-        elements = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
-        return max(1, elements // self.vocab)
+    def row_parts(self, logits: torch.Tensor, *, keep: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield rows that fit into a cache, and their changed logits in the dtype of the softmax. What is left in them, times the
+        slope of the change, is put in place of the logits, unless these are to `keep`."""
+        most = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
+        step = min(max(1, most // self.vocab), len(logits))
+        alone = logits.dtype == self.loss_dtype and not keep
+        scratch = None if alone else logits.new_empty(step, self.vocab, dtype=self.loss_dtype)
+        for start in range(0, len(logits), step):
+            rows = slice(start, min(start + step, len(logits)))
+            part = logits[rows]
+            wide = part if scratch is None else scratch[: len(part)].copy_(part)
+            slope = self.change.apply_(wide)
+            yield rows, wide
+            if slope is not None and not keep:
+                wide.mul_(slope)
+            if wide is not part and not keep:
+                part.copy_(wide)
 
     def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
         """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the slope."""
-        rows = self.rows_at_once(logits)
-        scratch = None if logits.dtype == self.loss_dtype else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
-        for start in range(0, logits.shape[0], rows):
-            part = logits[start : start + rows]
-            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            slope = self.change.apply_(wide)
-            picked = targets[start : start + rows].unsqueeze(1)
-            wide.sub_(wide.amax(dim=1, keepdim=True))
-            chosen = wide.gather(1, picked)
-            total = wide.exp_().sum(dim=1, keepdim=True)
-            losses[start : start + rows] = (total.log() - chosen).squeeze(1)
+        for rows, z in self.row_parts(logits, keep=not any(self.trained)):
+            picked = targets[rows].unsqueeze(1)
+            z.sub_(z.amax(dim=1, keepdim=True))
+            chosen = z.gather(1, picked)
+            total = z.exp_().sum(dim=1, keepdim=True)
+            losses[rows] = (total.log() - chosen).squeeze(1)
             if any(self.trained):
-                wide.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
-                if slope is not None:
-                    wide.mul_(slope)
-                if scratch is not None:
-                    part.copy_(wide)
+                z.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
 
-    def sharded_softmax(
-        self, exchange: Exchange, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor
-    ) -> None:
+    def sharded_softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
         """Do as `softmax` where the vocabulary is divided over ranks."""
-        local = targets - self.first
-        rows = self.rows_at_once(logits)
-        # A cap's slope needs the logits again after the exchange.
-        alone = logits.dtype == self.loss_dtype and not self.change.cap
-        scratch = None if alone else logits.new_empty(rows, self.vocab, dtype=self.loss_dtype)
-        statistics = logits.new_empty(3, logits.shape[0], dtype=self.loss_dtype)
-        blocks = [slice(start, start + rows) for start in range(0, logits.shape[0], rows)]
-        for block in blocks:
-            part = logits[block]
-            wide = part if scratch is None else scratch[: part.shape[0]].copy_(part)
-            self.change.apply_(wide)
-            # The largest logit m, the sum of exp(logit - m), and the logit of the target or 0.
-            here, picked = local_columns(wide, local[block])
-            chosen, largest = wide.gather(1, picked).squeeze(1).masked_fill_(~here, 0), wide.amax(dim=1)
-            total = wide.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
-            statistics[:, block] = torch.stack((largest, total, chosen))
-        everyone = exchange.all_gather_async(statistics.unsqueeze(0), 0).wait()
-        largest = everyone[:, 0].amax(dim=0)
-        total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
-        losses.copy_(total.log() + (largest - everyone[:, 2].sum(dim=0)))
-        if not any(self.trained):
-            return
-        for block in blocks:
-            part = logits[block]
-            if scratch is None:
-                part.mul_(((statistics[0, block] - largest[block]).exp() / total[block]).unsqueeze(1))
-                _subtract_targets(part, local[block])
-                continue
-            # The logits are unchanged here: rounding both exp(logit - m) and the softmax to 16 bits would round twice.
-            wide = scratch[: part.shape[0]].copy_(part)
-            slope = self.change.apply_(wide)
-            wide.sub_(largest[block].unsqueeze(1)).exp_().div_(total[block].unsqueeze(1))
-            _subtract_targets(wide, local[block])
-            if slope is not None:
-                wide.mul_(slope)
-            part.copy_(wide)
+        largest, total, log_probs = normalized(self.everyone(self.statistics(logits, targets)))
+        torch.neg(log_probs, out=losses)
+        if any(self.trained):
+            self.differentiate(logits, targets, torch.stack((largest, total)), torch.full_like(losses, -1.0))
+
+    def statistics(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return `[3, tokens]` of this rank's logits: the largest one m, the sum of exp(logit - m), the target's logit or 0. The
+        logits are kept: rounding both exp(logit - m) and the softmax to 16 bits would round twice."""
+        found = logits.new_empty(3, len(logits), dtype=self.loss_dtype)
+        for rows, z in self.row_parts(logits, keep=True):
+            here, picked = local_columns(z, targets[rows] - self.first)
+            chosen, largest = z.gather(1, picked).squeeze(1).masked_fill_(~here, 0), z.amax(dim=1)
+            total = z.sub_(largest.unsqueeze(1)).exp_().sum(dim=1)
+            found[:, rows] = torch.stack((largest, total, chosen))
+        return found
+
+    def everyone(self, own: torch.Tensor) -> torch.Tensor:
+        """Return `[ranks, statistics, tokens]` of statistics `[statistics, tokens]`."""
+        own = own.unsqueeze(0)
+        return own if self.exchange is None else self.exchange.all_gather_async(own, 0).wait()
+
+    def differentiate(
+        self,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        normal: torch.Tensor,
+        by_log_prob: torch.Tensor,
+        by_entropy: torch.Tensor | None = None,
+    ) -> None:
+        """Overwrite `logits` by their gradient, from those of log-probabilities and entropies, [tokens]. `normal` has the largest
+        logit, the sum of exp(logit - m) and, for gradients of entropies, these."""
+        for rows, z in self.row_parts(logits, keep=False):
+            here, picked = local_columns(z, targets[rows] - self.first)
+            largest, total, *entropy = normal[:, rows].unsqueeze(2)
+            seed = by_log_prob[rows].unsqueeze(1)
+            z.sub_(largest)
+            if by_entropy is None:
+                z.exp_().div_(total).mul_(-seed)
+            else:
+                p = z.exp().div_(total)
+                z.add_(entropy[0] - total.log()).mul_(by_entropy[rows].unsqueeze(1)).add_(seed).mul_(p).neg_()
+            z.scatter_add_(1, picked, seed * here.unsqueeze(1))
 
     def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
         """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
@@ -343,9 +348,12 @@ def local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
-def _subtract_targets(softmax: torch.Tensor, local: torch.Tensor) -> None:
-    here, picked = local_columns(softmax, local)
-    softmax.scatter_add_(1, picked, here.unsqueeze(1).to(softmax.dtype).neg_())
+def normalized(everyone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the largest logit m, the sum of exp(logit - m) and the log-probability of each target, [tokens], from the ranks'
+    statistics, of which each is relative to its own largest logit."""
+    largest = everyone[:, 0].amax(dim=0)
+    total = (everyone[:, 1] * (everyone[:, 0] - largest).exp()).sum(dim=0)
+    return largest, total, everyone[:, 2].sum(dim=0) - largest - total.log()
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

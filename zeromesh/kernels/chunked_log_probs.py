@@ -1,14 +1,13 @@
 """Log-probabilities and entropies of single tokens over a linear head without holding all logits.
 
-The gradients of single values are known in backward only, so forward keeps two numbers for each token, the logarithm of its
-normalizer and its entropy, and backward computes each chunk's logits a second time (as in Wijmans et al. 2024, arXiv:2411.09009).
-With p the softmax of the logits z, t the target and H the entropy, in nats, d log p_t / dz_j = [j = t] - p_j and
-dH / dz_j = -p_j (log p_j + H).
+The gradients of single values are known in backward only, so forward keeps three numbers for each token, its largest logit, the sum
+of exponentials and its entropy, and backward computes the logits a second time (as in Wijmans et al. 2024, arXiv:2411.09009). With
+p the softmax of the logits z, t the target and H the entropy, in nats, d log p_t / dz_j = [j = t] - p_j and
+dH / dz_j = -p_j (log p_j + H). Forward goes by chunks of tokens. Backward goes by chunks of the vocabulary, whose gradients of the
+weight are each a single product: in 16 bits, a sum over chunks of tokens would need the weight's gradient in fp32.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,171 +16,153 @@ from torch import Tensor
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
 from zeromesh.kernels.chunked_cross_entropy import (
+    UNCHANGED,
     HeadPass,
     LogitChange,
     check_shapes,
-    chunk_for,
     local_columns,
+    normalized,
     require_targets_in,
 )
 
+_CHUNK_TOKENS = 256  # of forward; a chunk of backward has at most twice as many logits
+
 
 class TokenScores(NamedTuple):
-    """What is known of each token, all of one shape, and 0 or False without a target. Only the first two have gradients."""
+    """What is known of each token, all of one shape, and 0 without a target. Only the first two have gradients. The names are those
+    of TRL."""
 
     log_probs: Tensor
     entropy: Tensor
     """In nats."""
-    log_squares: Tensor
+    log_sum_sq_probs: Tensor
     """The logarithm of the sum of squared probabilities."""
     mean_logits: Tensor
-    is_top: Tensor
-    """Boolean: whether the target is the first of the most probable tokens."""
+    is_top1: Tensor
+    """1 if the target is the first of the most probable tokens, else 0."""
 
 
 def token_scores(
     hidden: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     targets: Tensor,
     *,
-    bias: Tensor | None = None,
     temperature: float = 1.0,
-    scale: float = 1.0,
-    cap: float = 0.0,
-    chunk_tokens: int | None = None,
+    change: LogitChange = UNCHANGED,
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> TokenScores:
-    """Score each target under the softmax of `hidden @ weight.T + bias`, with logits of one chunk of tokens in memory at a time.
+    """Score each target under the softmax of `hidden @ weight.T + bias`, with logits of one chunk in memory at a time.
 
     Args:
-        hidden: [..., hidden], floating point, such as [batch, tokens, hidden].
+        hidden: [tokens, hidden], floating point.
         weight: [vocab, hidden], same dtype.
-        targets: [...], integers in [0, vocab), or -100, where scores and their gradients are 0.
         bias: [vocab], same dtype, or None.
-        temperature: a positive number by which the logits are divided, after `scale` and `cap`.
-        scale, cap: the change that the model makes to each logit (`LogitChange`).
-        chunk_tokens: number of tokens whose logits are in memory together; None: what needs the least memory.
-        sizes, exchange: the ranks over which the vocabulary is divided, as in `chunked_cross_entropy`.
+        targets: [tokens], integers in [0, vocab), or -100, where scores and their gradients are 0.
+        temperature: a positive number by which the logits are divided, after `change`.
+        change, sizes, exchange: those of `chunked_cross_entropy`.
 
-    Returns scores of the shape of `targets`, float32, or float64 for float64 inputs. Backward may run several times. Raises
-    `LayoutError` for shapes, dtypes and numbers that do not fit, and `DataError` for a target outside of the vocabulary.
+    Returns scores [tokens], float32, or float64 for float64 inputs. Backward may run several times. Raises `LayoutError` for shapes
+    and dtypes that do not fit and a bad temperature, and `DataError` for a target outside of the vocabulary.
     """
-    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    check_shapes(rows, weight, bias, flat, sizes, exchange)
-    trained = weight.requires_grad and torch.is_grad_enabled()
-    chunk = chunk_for(len(rows), rows.shape[1], rows.dtype, trained=trained) if chunk_tokens is None else chunk_tokens
-    if not (targets.shape == hidden.shape[:-1] and temperature > 0 and chunk >= 1):
-        raise LayoutError(
-            f"targets are {list(targets.shape)} for hidden {list(hidden.shape)}, temperature is {temperature} and chunk_tokens is "
-            f"{chunk}; allowed are a target for each hidden state, a temperature above 0, and chunks of at least 1"
-        )
+    check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    if not temperature > 0:
+        raise LayoutError(f"temperature is {temperature}, and must be above 0")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
-    require_targets_in(flat, vocab)
-    kept = (flat != -100).nonzero().squeeze(1)
-    head: Callable[..., _ScoresPass] = partial(
-        _ScoresPass,
-        rows=None if len(kept) == len(flat) else kept,
-        targets=flat[kept].long(),
-        seed=1.0,
-        chunk_tokens=chunk,
-        # A temperature divides what the cap leaves: T of cap * tanh(scale * z / cap) / T is in both of its numbers.
-        change=LogitChange(scale=scale / temperature, cap=cap / temperature),
-        exchange=exchange,
-        first=first,
-    )
-    found = _ChunkedScores.apply(head, vocab, rows, weight, bias)  # type: ignore[no-untyped-call]
-    return TokenScores(*(each.new_zeros(flat.shape).index_copy(0, kept, each).view(targets.shape) for each in found))
+    require_targets_in(targets, vocab)
+    kept = (targets != -100).nonzero().squeeze(1)
+    # A temperature divides what the cap leaves: T of cap * tanh(scale * z / cap) / T is in both of its numbers.
+    change = LogitChange(scale=change.scale / temperature, cap=change.cap / temperature)
+    settings = {
+        "targets": targets[kept].long(),
+        "chunk_tokens": _CHUNK_TOKENS,
+        "seed": 1.0,
+        "change": change,
+        "first": first,
+    }
+    rows = hidden if len(kept) == len(targets) else hidden.index_select(0, kept)
+    found = _ChunkedScores.apply(settings, exchange, vocab, rows, weight, bias)  # type: ignore[no-untyped-call]
+    return TokenScores(*(each.new_zeros(len(targets)).index_copy(0, kept, each) for each in found))
 
 
-@dataclass(eq=False)
 class _ScoresPass(HeadPass):
-    """An evaluation of a linear head for `token_scores`: without `trained` tensors of the scores, otherwise of their gradients."""
+    """An evaluation of a linear head for `token_scores`."""
 
-    def _each_block(self, logits: Tensor, rows: slice, visit: Callable[[Tensor, Tensor | None, slice], None]) -> None:
-        """Call `visit` with changed logits in the dtype of the softmax, the slope of the change, and their rows."""
-        step = self.rows_at_once(logits)
-        for start in range(0, len(logits), step):
-            part = logits[start : start + step]
-            wide = part.to(self.loss_dtype)
-            slope = self.change.apply_(wide)
-            visit(wide, slope, slice(rows.start + start, rows.start + start + len(part)))
-            if any(self.trained) and wide is not part:
-                part.copy_(wide)
-
-    def scores(self, vocabulary: int) -> tuple[Tensor, TokenScores]:
-        """Return the logarithm of each normalizer, and the scores, all [tokens with a target]."""
-        found = self.hidden.new_empty(7, self.tokens, dtype=self.loss_dtype)
-
-        def measure(z: Tensor, _: Tensor | None, rows: slice) -> None:
-            here, picked = local_columns(z, self.targets[rows] - self.first)
-            chosen, mean = z.gather(1, picked).squeeze(1).masked_fill(~here, 0), z.sum(dim=1)
+    def statistics(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return `[7, tokens]`: what `HeadPass` returns, then the sums of exp(logit - m) (logit - m), of exp(2 (logit - m)) and of
+        the logits, and the token with the largest one."""
+        found = logits.new_empty(7, len(logits), dtype=self.loss_dtype)
+        for rows, z in self.row_parts(logits, keep=False):
+            here, picked = local_columns(z, targets[rows] - self.first)
+            chosen, mean = z.gather(1, picked).squeeze(1).masked_fill_(~here, 0), z.sum(dim=1)
             largest, top = z.max(dim=1)
             p = z.sub_(largest.unsqueeze(1)).exp()
-            total, squares = p.sum(dim=1), p.square().sum(dim=1)
-            weighted = p.mul_(z).sum(dim=1)
+            total, squares, weighted = p.sum(dim=1), p.square().sum(dim=1), z.mul_(p).sum(dim=1)
             found[:, rows] = torch.stack((largest, total, chosen, weighted, squares, mean, top + self.first))
+        return found
 
-        self.each_chunk(lambda chunk, rows: self._each_block(chunk, rows, measure))
-        whole = found.unsqueeze(0)
-        if self.exchange is not None:
-            whole = self.exchange.all_gather_async(whole, 0).wait()
-        # Sums over the ranks' parts of the vocabulary, of which each is relative to its own largest logit.
-        largest, of = whole[:, 0].max(dim=0)
-        apart = whole[:, 0] - largest
+    def scores(self, vocabulary: int) -> tuple[TokenScores, Tensor]:
+        """Return the scores [tokens], and what `differentiate` takes as `normal`."""
+        own = self.hidden.new_empty(7, self.tokens, dtype=self.loss_dtype)
+
+        def measure(logits: Tensor, rows: slice) -> None:
+            own[:, rows] = self.statistics(logits, self.targets[rows])
+
+        self.each_chunk(measure)
+        everyone = self.everyone(own)
+        largest, total, log_probs = normalized(everyone)
+        apart = everyone[:, 0] - largest
         factor = apart.exp()
-        total = (whole[:, 1] * factor).sum(dim=0)
-        log_total = total.log()
-        weighted = ((whole[:, 3] + apart * whole[:, 1]) * factor).sum(dim=0)
-        squares = (whole[:, 4] * factor.square()).sum(dim=0)
-        top = whole[:, 6].gather(0, of.unsqueeze(0)).squeeze(0)
-        return largest + log_total, TokenScores(
-            log_probs=whole[:, 2].sum(dim=0) - largest - log_total,
-            entropy=log_total - weighted / total,
-            log_squares=squares.log() - 2 * log_total,
-            mean_logits=whole[:, 5].sum(dim=0) / vocabulary,
-            is_top=top == self.targets,
-        )
+        weighted = ((everyone[:, 3] + apart * everyone[:, 1]) * factor).sum(dim=0)
+        entropy = total.log() - weighted / total
+        squares = (everyone[:, 4] * factor.square()).sum(dim=0).log() - 2 * total.log()
+        top = everyone[:, 6].gather(0, everyone[:, :1].argmax(dim=0)).squeeze(0)
+        mean, is_top = everyone[:, 5].sum(dim=0) / vocabulary, (top == self.targets).to(self.loss_dtype)
+        return TokenScores(log_probs, entropy, squares, mean, is_top), torch.stack((largest, total, entropy))
 
-    def backward(self, log_normalizer: Tensor, entropy: Tensor, by_log_prob: Tensor, by_entropy: Tensor | None) -> None:
-        """Compute the gradients from those of the scores, all [tokens with a target]; None: entropies were not used."""
-
-        def differentiate(z: Tensor, slope: Tensor | None, rows: slice) -> None:
-            here, picked = local_columns(z, self.targets[rows] - self.first)
-            seed = by_log_prob[rows].unsqueeze(1)
-            p = z.sub_(log_normalizer[rows].unsqueeze(1)).exp()
-            if by_entropy is None:
-                z.copy_(p).mul_(-seed)
-            else:
-                z.add_(entropy[rows].unsqueeze(1)).mul_(by_entropy[rows].unsqueeze(1)).add_(seed).mul_(p).neg_()
-            z.scatter_add_(1, picked, seed * here.unsqueeze(1))
-            if slope is not None:
-                z.mul_(slope)
-
-        self.each_chunk(lambda chunk, rows: self._each_block(chunk, rows, differentiate))
+    def backward(self, normal: Tensor, by_log_prob: Tensor, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs from those of the scores, [tokens]; None: entropies were not used."""
+        self.each_chunk(lambda logits, _: self.differentiate(logits, self.targets, normal, by_log_prob, by_entropy))
+        return self.grad_hidden, self.grad_weight, self.grad_bias
 
 
 class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, make: Callable[..., _ScoresPass], vocabulary: int, *inputs: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        head = make(*inputs, trained=(False, False, False))
-        log_normalizer, scores = head.scores(vocabulary)
-        ctx.make = make
-        ctx.save_for_backward(*inputs, log_normalizer, scores.entropy)
+        ctx: Any, settings: dict[str, Any], exchange: Exchange | None, vocabulary: int, *inputs: Any
+    ) -> TokenScores:
+        head = _ScoresPass(*inputs, **settings, exchange=exchange, trained=(False,) * 3)
+        scores, normal = head.scores(vocabulary)
+        ctx.settings, ctx.exchange = settings, exchange
+        ctx.save_for_backward(*inputs, normal)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*scores[2:])
-        return tuple(scores)
+        return scores
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, by_log_prob: Tensor | None, by_entropy: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        *inputs, log_normalizer, entropy = ctx.saved_tensors
-        head = ctx.make(*inputs, trained=tuple(ctx.needs_input_grad[2:]))
-        head.backward(
-            log_normalizer, entropy, torch.zeros_like(entropy) if by_log_prob is None else by_log_prob, by_entropy
-        )
-        return None, None, head.grad_hidden, head.grad_weight, head.grad_bias
+        hidden, weight, bias, normal = ctx.saved_tensors
+        seed = torch.zeros_like(normal[0]) if by_log_prob is None else by_log_prob
+        settings: dict[str, Any] = {**ctx.settings, "exchange": None, "chunk_tokens": len(hidden)}
+        settings["trained"] = trained = ctx.needs_input_grad[3:]
+        # Gradients of hidden states are sums over chunks.
+        inputs = ((hidden, normal.dtype), (weight, weight.dtype), (bias, weight.dtype))
+        grads = [torch.zeros_like(t, dtype=d) if need else None for (t, d), need in zip(inputs, trained, strict=True)]
+        step = max(1, 2 * ctx.settings["chunk_tokens"] * len(weight) // max(1, len(hidden)))
+        for start in range(0, len(weight), step):
+            block = slice(start, start + step)
+            settings["first"] = ctx.settings["first"] + start
+            head = _ScoresPass(hidden, weight[block], None if bias is None else bias[block], **settings)
+            found = head.backward(normal, seed, by_entropy)
+            for total, rows, grad in zip(grads, (slice(None), block, block), found, strict=True):
+                if total is not None and grad is not None:
+                    total[rows] += grad
+        if grads[0] is not None:
+            grads[0] = grads[0].to(hidden.dtype)
+            if ctx.exchange is not None:
+                grads[0] = ctx.exchange.all_reduce_async(grads[0]).wait()
+        return None, None, None, *grads

@@ -15,6 +15,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
+from zeromesh.kernels import chunked_cross_entropy as chunked
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
@@ -144,7 +145,7 @@ def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkey
         assert any("auxiliary" in note for note in loss.notes) == (name == "mixtral-auxiliary")
         assert (loss.kind, loss.causal) == ("labels", name not in ("bert-masked", "t5"))
         if chunk is not None:
-            monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes, **given: chunk)
+            monkeypatch.setattr(chunked, "chunk_for", lambda *sizes, **given: chunk)
         assert loss.count(batch) == count
         ours = loss(model, batch, seed=seed)
         torch.testing.assert_close(ours, own, rtol=1e-12, atol=0)
@@ -186,7 +187,7 @@ def test_microbatches_add_up() -> None:
 
 
 def test_evaluation_and_other_calls_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_head, "chunk_for", lambda *sizes, **given: 4)
+    monkeypatch.setattr(chunked, "chunk_for", lambda *sizes, **given: 4)
     model, batch = model_of("llama"), batch_of()
     with torch.no_grad():
         before = model(**batch)

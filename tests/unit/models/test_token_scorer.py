@@ -113,6 +113,12 @@ def test_trl_scores_by_our_kernel_what_its_own_scores() -> None:
         for parameter, gradient in ours.items():
             torch.testing.assert_close(gradient, theirs[parameter], rtol=1e-9, atol=1e-9)
     assert len(names) == len(TokenScores._fields)
+    other = model_of("llama")
+    other.config.logit_scale = 0.5  # which TRL reads and the model does not
+    utils.add_fused_lm_head(other)
+    assert _score_by_our_kernel(other)
+    with pytest.raises(ConfigError, match=r"changes its logits by a factor of 0\.5, and a trial finds a factor of 1"):
+        other(**batch, fused_lm_head=True)
     subclassed(model)
     with pytest.raises(ConfigError, match="the head is a DoubledHead"):
         model(**batch, fused_lm_head=True)

@@ -1,6 +1,7 @@
 """Scores of tokens by chunks equal those of whole logits: values and gradients, for any chunk, mask, bias and change."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch.nn import functional
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError
 from zeromesh.kernels import chunked_cross_entropy as cross_entropy
+from zeromesh.kernels import chunked_log_probs
+from zeromesh.kernels.chunked_cross_entropy import LogitChange
 from zeromesh.losses import TokenScores, token_scores
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -37,6 +40,16 @@ def case(
     return leaf(*shape, width), leaf(vocab, width), targets, leaf(vocab) if bias else None
 
 
+def scores_of(one: Case, *, chunk: int = 256, temperature: float = 1.0, **keys: Any) -> TokenScores:
+    hidden, weight, targets, bias = one
+    ranks = {name: keys.pop(name) for name in ("exchange", "sizes") if name in keys}
+    with patch.object(chunked_log_probs, "_CHUNK_TOKENS", chunk):
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        how = {"temperature": temperature, "change": LogitChange(**keys), **ranks}
+        found = token_scores(rows, weight, bias, targets.reshape(-1), **how)  # type: ignore[arg-type]
+    return TokenScores(*(each.view(targets.shape) for each in found))
+
+
 def plain(one: Case, temperature: float = 1.0, scale: float = 1.0, cap: float = 0.0) -> TokenScores:
     hidden, weight, targets, bias = one
     logits = functional.linear(hidden, weight, bias)
@@ -48,7 +61,7 @@ def plain(one: Case, temperature: float = 1.0, scale: float = 1.0, cap: float = 
         -(logs.exp() * logs).sum(-1),
         (2 * logs).logsumexp(-1),
         logits.mean(-1),
-        logits.argmax(-1) == targets,
+        (logits.argmax(-1) == targets).to(logs.dtype),
     )
     return TokenScores(*(each.masked_fill(targets == -100, 0) for each in found))
 
@@ -89,7 +102,7 @@ def test_equals_whole_logits_in_float64(
     shape: tuple[int, ...], width: int, vocab: int, chunk: int, bias: bool, masked: float, of: str, how: dict[str, Any]
 ) -> None:
     one = case(shape, width, vocab, bias=bias, masked=masked)
-    check(token_scores(*one[:3], bias=one[3], chunk_tokens=chunk, **how), plain(one, **how), one, of=of)
+    check(scores_of(one, chunk=chunk, **how), plain(one, **how), one, of=of)
 
 
 def test_blocks_of_rows_and_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,18 +111,18 @@ def test_blocks_of_rows_and_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> N
         one = case((3, 5), 4, 11)
         if frozen in (0, 1, 3):
             one[frozen].requires_grad_(False)  # type: ignore[union-attr]
-        check(token_scores(*one[:3], bias=one[3], chunk_tokens=4, cap=3.0), plain(one, cap=3.0), one)
-        alone = token_scores(*one[:3], bias=one[3], chunk_tokens=4, exchange=Exchange(), sizes=(11,))
+        check(scores_of(one, chunk=4, cap=3.0), plain(one, cap=3.0), one)
+        alone = scores_of(one, chunk=4, exchange=Exchange(), sizes=(11,))
         check(alone, plain(one), one)
     with torch.no_grad():
-        assert not any(each.requires_grad for each in token_scores(*one[:3], bias=one[3]))
+        assert not any(each.requires_grad for each in scores_of(one))
 
 
 def test_the_gradients_are_those_of_finite_differences() -> None:
     hidden, weight, targets, bias = case((5,), 3, 7)
 
     def both(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        found = token_scores(*leaves[:2], targets, bias=leaves[2], chunk_tokens=2)  # type: ignore[misc]
+        found = token_scores(*leaves, targets)
         return found.log_probs, found.entropy
 
     assert torch.autograd.gradcheck(both, (hidden, weight, bias))
@@ -124,7 +137,7 @@ def test_is_as_precise_as_whole_logits(dtype: torch.dtype, widened: bool, monkey
         each.detach().double().requires_grad_() if each is not None and each.is_floating_point() else each
         for each in one
     )
-    scores, whole, truth = token_scores(*one[:3], bias=one[3], chunk_tokens=7), plain(one), plain(exact)
+    scores, whole, truth = scores_of(one, chunk=7), plain(one), plain(exact)
     assert all(each.dtype is torch.float32 for each in scores[:4])
     mine = [*scores[:2], *gradients(scores, one)]
     others = [*whole[:2], *gradients(whole, one)]
@@ -133,7 +146,7 @@ def test_is_as_precise_as_whole_logits(dtype: torch.dtype, widened: bool, monkey
 
 
 def test_logits_are_never_held_whole() -> None:
-    """The largest tensor that forward and backward make is one chunk of logits or the weight's gradient."""
+    """The largest tensor that forward and backward make is one chunk of logits in backward, or the weight's gradient."""
     largest = 0
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
@@ -146,17 +159,15 @@ def test_logits_are_never_held_whole() -> None:
 
     one = case((2, 256), 8, 256, bias=False, masked=0.0, dtype=torch.float32)
     with Sizes():
-        scores = token_scores(*one[:3], chunk_tokens=64)
+        scores = scores_of(one, chunk=64)
         (scores.log_probs + scores.entropy).sum().backward()
-    assert largest == 64 * 256 * 4
+    assert largest == 2 * 64 * 256 * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    hidden, weight, targets, _ = case((2, 3), 4, 11)
-    for how in ({"temperature": 0.0}, {"chunk_tokens": -1}, {"bias": targets[0]}):
+    hidden, weight, targets, bias = case((3,), 4, 11)
+    for how in ({"temperature": 0.0}, {"targets": targets[:2]}, {"bias": targets}):
         with pytest.raises(LayoutError):
-            token_scores(hidden, weight, targets, **how)  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match=r"targets are \[3, 2\]"):
-        token_scores(hidden, weight, targets.t())
+            token_scores(**{"hidden": hidden, "weight": weight, "bias": bias, "targets": targets, **how})  # type: ignore[arg-type]
     with pytest.raises(DataError, match="tokenizer"):
-        token_scores(hidden, weight, targets.clamp(min=11))
+        token_scores(hidden, weight, None, targets.clamp(min=11))
