@@ -194,7 +194,7 @@ def require_same_blocks(plan: BatchPlan, step: int, mesh: Mesh) -> None:
 
 
 def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure: str = _SAME_SAMPLES) -> None:
-    """Raise `DataError` where the ranks of a tensor or pipeline group, which share a batch, hold different batches."""
+    """Raise `DataError` where the ranks of a tensor, context or pipeline group, which share a batch, hold different batches."""
     parts = [dict(sorted(batch.items())) for batch in batches]
     shapes = [{name: getattr(value, "shape", None) for name, value in part.items()} for part in parts]
     own = [mesh.data_index, len(batches), digest([*shapes, *[digest(part, _COMPARED_ELEMENTS) for part in parts]])]
@@ -202,5 +202,5 @@ def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure:
     if others := [str(rank) for rank, row in enumerate(rows) if row[0] == own[0] and row != own]:
         raise DataError(
             f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
-            f"compute one batch together (parallel.tensor, parallel.pipeline); {cure}"
+            f"compute one batch together (parallel.tensor, parallel.context, parallel.pipeline); {cure}"
         )

@@ -94,11 +94,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self.scaler = None  # The engine scales the loss.
         if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
-        self.tensor = self._config.parallel.tensor
-        if self.tensor > 1:
-            # Loaders ask the device mesh for their ranks, so that tensor ranks get the same batches.
-            shape = MeshShape.resolve(self.num_processes, tensor=self.tensor)
-            mesh = ParallelismConfig(tp_size=self.tensor, dp_shard_size=shape.shard)
+        parallel = self._config.parallel
+        self.together = parallel.tensor * parallel.context
+        """The number of ranks that compute one batch together."""
+        if self.together > 1:
+            # Loaders ask the device mesh for their ranks, so that those of a batch get the same one.
+            shape = MeshShape.resolve(self.num_processes, tensor=parallel.tensor, context=parallel.context)
+            mesh = ParallelismConfig(tp_size=self.together, dp_shard_size=shape.shard)
             self.state.parallelism_config = mesh
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
@@ -114,9 +116,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             f"mixed_precision is {mixed}, precision.compute {self._compute}; set one alone": (
                 mixed in _COMPUTE and self._compute != _COMPUTE[mixed]
             ),
-            'parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2}} instead': (
-                shape is not None and shape.total_size > 1
-            ),
+            'parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2, "context": 2}} '
+            "with its tp_size and cp_size or sp_size instead": (shape is not None and shape.total_size > 1),
             f"comm_hook is {handler and handler.comm_hook.value}; leave it out: the engine sums gradients as they are": (
                 handler is not None and handler.comm_hook.value != "no"
             ),
@@ -197,9 +198,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         prepared, original = super().prepare_scheduler(scheduler), getattr(scheduler, "optimizer", None)
         follows = [each for each in self._optimizers if each.optimizer.stands_for(original)]
         prepared.optimizers = follows or prepared.optimizers
-        if self.tensor > 1:
+        if self.together > 1:
             prepared.__class__ = PreparedScheduler
-            prepared.data_ranks = self.num_processes // self.tensor
+            prepared.data_ranks = self.num_processes // self.together
         return prepared
 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -213,9 +214,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         # Stages 2 and 3 reduce gradients in each backward anyway.
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
         _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
-        if self.tensor > 1 and engine_of(model).mesh.data_index != self.process_index // self.tensor:
+        if self.together > 1 and engine_of(model).mesh.data_index != self.process_index // self.together:
             raise LayoutError(
-                "processes are not numbered tensor rank by tensor rank, as accelerate's loaders take them"
+                "the ranks of a batch are not numbered one after the other, as accelerate's loaders take them"
             )
         if optimizer is not None and sharded is not None:
             self._prepared[id(optimizer)] = PreparedOptimizer(sharded, device_placement=False)
@@ -282,16 +283,18 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
 
     def gather_of_data(self, tensor: Any) -> Any:
-        """Gather tensors of all data-parallel ranks; those of tensor ranks, which are equal, are gathered once."""
+        """Gather tensors of all data-parallel ranks; those of ranks that compute a batch together, which are equal, are gathered once."""
         ranks = self.num_processes
-        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self.tensor]), super().gather(tensor))
+        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self.together]), super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors on a tensor axis."""
-        if self.tensor > 1 and use_gather_object:
-            raise ConfigError("gather_for_metrics gathers tensors alone where parallel.tensor is more than 1")
+        """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors where ranks compute a batch together."""
+        if self.together > 1 and use_gather_object:
+            raise ConfigError(
+                "gather_for_metrics gathers tensors alone where parallel.tensor or parallel.context is more than 1"
+            )
         with ExitStack() as undone:
-            undone.callback(override(self, "_gathers_data_alone", self.tensor > 1))
+            undone.callback(override(self, "_gathers_data_alone", self.together > 1))
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:

@@ -54,7 +54,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     if config.train.method == "grpo" and "max_length" in arguments:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
     if "batch.global_size" in keys:
-        once = config.batch.micro_size * (ranks // config.parallel.tensor)
+        once = config.batch.micro_size * (ranks // (config.parallel.tensor * config.parallel.context))
         if config.batch.global_size % once:
             problems.append(
                 f"batch.global_size: {config.batch.global_size} is no multiple of {once}, one batch of all ranks"

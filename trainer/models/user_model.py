@@ -57,7 +57,7 @@ def require_layout_fits(model: nn.Module, mesh: MeshShape, *, trains: bool) -> N
     """Raise `ConfigError` for a model that this mesh cannot run or, if `trains`, cannot train. Data ranks gather layers together:
     one that drops a layer at random (LayerDrop, Fan et al., 2020) would block the others."""
     require_adapters_fit(model, mesh.pipeline)
-    divides, data = mesh.model_size > 1, mesh.world_size // mesh.model_size
+    divides, data = mesh.divides("layers") or mesh.divides("blocks"), mesh.world_size // mesh.model_size
     if divides and (hooked := hooked_parameters(model)):
         raise ConfigError(
             f"{hooked[0]} has a hook on its gradient, and under parallel.tensor or parallel.pipeline a rank has but a part of "

@@ -123,7 +123,7 @@ class Estimator:
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
             options = self.options(layout)
-            self._memory[key] = MemoryModel(units, options, layout.shard, transport, self.device)
+            self._memory[key] = MemoryModel(units, options, layout.states, transport, self.device)
         return self._memory[key]
 
     def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Sequence[Chunk]:
@@ -171,7 +171,7 @@ class Estimator:
             computes = [self.machine.work_seconds(work, ranks_on_host=ranks) for work in (forward, backward, weights)]
             exchanges = [
                 sum(
-                    self.collective_seconds(each.kind, each.nbytes, ranks=layout.tensor, ranks_on_host=ranks)
+                    self.collective_seconds(each.kind, each.nbytes, ranks=each.ranks, ranks_on_host=ranks)
                     for each in work.exchanges
                 )
                 for work in (forward, backward)
@@ -193,9 +193,9 @@ class _LayoutCosts:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
         self._ranks_on_host = min(known.host, layout.ranks)  # The number of ranks that compute on a host.
-        self._hosts = max(1, math.ceil(layout.tensor * layout.shard / known.host))
+        self._hosts = max(1, math.ceil(layout.tensor * layout.states / known.host))
         """The number of hosts over which the ranks of a shard and tensor group extend."""
-        trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute)
+        trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute, layout.context)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         self._chunks = known.stages(trace, cut, layout)
@@ -204,9 +204,9 @@ class _LayoutCosts:
         moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0
         """The fraction of the inputs of recomputed blocks that leave the device."""
-        self._transport = "local" if layout.shard == 1 else self._machine.transport(self._hosts)
+        self._transport = "local" if layout.states == 1 else self._machine.transport(self._hosts)
         every = (
-            subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.shard)
+            subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.states)
             for rank in self._ranks
         )
         self._memory = [known.memory_model(layout, units, self._transport) for units in every]
@@ -304,7 +304,7 @@ class _LayoutCosts:
         """Return the seconds of all forwards and backwards of a step by its schedule; a microbatch takes rank i `busy[i]` seconds.
         Without `exact` a lower bound: a rank's compute time, and the time before its first and after its last action."""
         layout, chunks, overhead = self._layout, self._chunks, self._known.overhead_seconds(self._layout)
-        across = layout.data * layout.tensor >= self._known.host and layout.ranks > self._known.host
+        across = layout.data * layout.context * layout.tensor >= self._known.host and layout.ranks > self._known.host
         transfer = self._known.collective_seconds(
             Collective.POINT_TO_POINT.value,
             max(each.received for each in chunks),
@@ -334,7 +334,7 @@ class _LayoutCosts:
     def _data_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
-        shard, count, number = layout.shard, layout.accumulation, max(1, len(memory.units))
+        shard, count, number = layout.states, layout.accumulation, max(1, len(memory.units))
         wire = sum(
             whole * options.wire_dtype(dtype, on_device=not is_cpu).itemsize
             for dtype, (whole, _) in memory.trained.items()
@@ -362,7 +362,7 @@ class _LayoutCosts:
             total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
         elif not whole and self._transport != "shared":
             total += moved(Collective.ALL_GATHER, memory.parameters)
-        spread = max(1, min(layout.replicate, layout.data * layout.tensor // self._known.host))
+        spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
         total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
         if is_cpu:
             return total
@@ -382,7 +382,7 @@ class _LayoutCosts:
 
         if offload.parameters.leaves_device(self._device):
             trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
-            resting, written = memory.parameters / layout.shard, trained
+            resting, written = memory.parameters / layout.states, trained
             if (
                 not offload.optimizer.leaves_device(self._device)
                 and options.precision.master != options.precision.compute

@@ -4,6 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.offload import TierChoice
 from zeromesh.options import STAGES, Placement
 from zeromesh.settings.keys import ScheduleName
@@ -11,10 +12,9 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 
 _ON_DEVICE = TierChoice()
-_AXES = ("pipeline", "replicate", "shard", "tensor")
 TIERS = ("optimizer", "parameters", "activations")
 FIELDS = {
-    **{f"parallel.{name}": name for name in (*_AXES, "sequence", "schedule", "chunks")},
+    **{f"parallel.{name}": name for name in (*AXES, "sequence", "schedule", "chunks")},
     "zero.stage": "stage",
     "zero.prefetch": "prefetch",
     "batch.micro_size": "micro",
@@ -31,6 +31,7 @@ class Layout:
     pipeline: int = 1
     replicate: int = 1
     shard: int = 1
+    context: int = 1
     tensor: int = 1
     sequence: bool = False
     schedule: ScheduleName = "1f1b"
@@ -48,11 +49,16 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        return self.pipeline * self.replicate * self.shard * self.tensor
+        return self.pipeline * self.replicate * self.states * self.tensor
 
     @property
     def data(self) -> int:
         return self.replicate * self.shard
+
+    @property
+    def states(self) -> int:
+        """The number of ranks that shard one copy of the states."""
+        return self.shard * self.context
 
     @property
     def gathers(self) -> bool:
@@ -68,7 +74,7 @@ class Layout:
         return values
 
     def __str__(self) -> str:
-        axes = [f"{axis} {getattr(self, axis)}" for axis in _AXES]
+        axes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
         parts = [" x ".join(each for each in axes if not each.endswith(" 1")) or "1 rank", f"stage {self.stage}"]
         parts.append(f"micro {self.micro} x {self.accumulation}")
         if self.pipeline > 1:

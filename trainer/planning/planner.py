@@ -26,6 +26,7 @@ _FRAGMENTATION = 0.05  # The fraction of an accelerator's memory lost to fragmen
 _ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # The candidate fractions of states that are offloaded.
+_LEAST_PIECE = 1024  # The fewest tokens of a piece of a sequence that context ranks share.
 _MICROS = (1, 2, 4, 8, 16, 32, 64)  # The candidate microbatch sizes, in samples.
 GIB = 1 << 30
 _DISK_BYTES = 1 << 42  # of a machine whose file has a disk, but not its size
@@ -142,6 +143,12 @@ class Planner:
         blocks = subject.blocks if ranks > 1 and self._accepts_mesh("pipeline", pipeline=2) else 0
         pipelines = self._choices("pipeline", [size for size in _divisors(ranks) if size == 1 or size <= blocks])
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
+        # Shares of short sequences would save little memory.
+        longest = subject.config.data.sequence_length // (2 * _LEAST_PIECE)
+        shares = [size for size in _divisors(min(ranks, host)) if size == 1 or size <= longest]
+        contexts = [
+            size for size in self._choices("context", shares) if size == 1 or subject.can_trace(1, context=size)
+        ]
         modes: tuple[Mode, ...] = (
             ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
         )
@@ -149,17 +156,18 @@ class Planner:
             Layout(
                 pipeline=pipeline,
                 replicate=replicate,
-                shard=ranks // (tensor * pipeline * replicate),
+                shard=ranks // (tensor * context * pipeline * replicate),
+                context=context,
                 tensor=tensor,
                 sequence=self._fixed.get("sequence", tensor > 1 and sequence),
                 **{name: self._fixed[name] for name in (*TIERS, "prefetch") if name in self._fixed},
             )
-            for tensor, pipeline in product(tensors, pipelines)
-            if ranks % (tensor * pipeline) == 0 and tensor <= host
-            for replicate in self._replicas(ranks // (tensor * pipeline), tensor)
+            for tensor, context, pipeline in product(tensors, contexts, pipelines)
+            if ranks % (tensor * context * pipeline) == 0 and tensor * context <= host
+            for replicate in self._replicas(ranks // (tensor * context * pipeline), tensor * context)
         ]
         for mesh in meshes:
-            stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.shard > 1 else (1,)
+            stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.states > 1 else (1,)
             sizes = (1,) if batch.tokens is not None else _MICROS
             micros = [size for size in sizes if size * mesh.data <= samples] or [1]
             recomputes = modes[1:] if len(modes) > 1 and mesh.activations.uses_tier else modes
@@ -171,11 +179,11 @@ class Planner:
                     chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
                     yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
 
-    def _replicas(self, data: int, tensor: int) -> list[int]:
+    def _replicas(self, data: int, inner: int) -> list[int]:
         """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
         shard, replicas = self._fixed.get("shard", "auto"), self._fixed.get("replicate")
         if replicas is None and shard == "auto":
-            inside = max(1, self._host // tensor)
+            inside = max(1, self._host // inner)
             sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
             return sorted(sizes | {1})
         replicas = replicas or data // shard
@@ -197,7 +205,7 @@ class Planner:
             yield [{}, *({"optimizer": choice} for choice in parts)]
         if "activations" not in fixed and layout.recompute != "none":
             yield [{}, *({"activations": choice} for choice in parts[3::4])]
-        if layout.gathers or (layout.shard == 1 and "stage" not in fixed):
+        if layout.gathers or (layout.states == 1 and "stage" not in fixed):
             if "parameters" not in fixed:
                 yield [{}, *({"parameters": choice, "stage": 3} for choice in parts[1::2])]
             if "prefetch" not in fixed:

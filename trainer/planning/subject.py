@@ -104,21 +104,21 @@ class Subject:
         rules = self.config.parallel.plan or {}
         return _refusal_of(lambda: require_equal_when_divided(self._tracer.model, rules, sequence=False))[0]
 
-    def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none") -> bool:
-        """True if blocks support sequence parallelism or activation checkpointing, as the options of a trace say."""
-        return not _refusal_of(lambda: self.trace(tensor, 1, sequence, recompute))[0]
+    def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none", context: int = 1) -> bool:
+        """True if blocks support sequence or context parallelism or activation checkpointing, as the options of a trace say."""
+        return not _refusal_of(lambda: self.trace(tensor, 1, sequence, recompute, context))[0]
 
-    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode) -> Trace:
+    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int) -> Trace:
         if micro in _TRACED_SAMPLES:
-            how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute}
+            how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute, "context": context}
             return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens or 0, **how)
-        one, two = (self.trace(tensor, size, sequence, recompute) for size in _TRACED_SAMPLES)
+        one, two = (self.trace(tensor, size, sequence, recompute, context) for size in _TRACED_SAMPLES)
         return _extrapolated(one, two, micro)
 
     def _cut(self, stages: int) -> tuple[range, ...]:
         given = self.config.parallel.stages or ()
         if stages == 1:
-            counts: Sequence[int] = (len(self.trace(1, 1, False, "none").segments) - 2,)
+            counts: Sequence[int] = (len(self.trace(1, 1, False, "none", 1).segments) - 2,)
         elif self._costs is None:
             raise LayoutError(self._cut_refusal)
         else:

@@ -52,8 +52,16 @@ def _check_resume(each: Verification) -> CheckResult:
     # The other layout of as many ranks is data parallelism alone or, where that is the user's, another stage.
     divided = each.mesh.shard.size < each.mesh.world_size
     values = config.model_dump(mode="json")
-    values["parallel"] |= {"replicate": 1, "shard": "auto", "tensor": 1, "pipeline": 1, "sequence": False, "plan": None}
-    values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None}
+    values["parallel"] |= {
+        "replicate": 1,
+        "shard": "auto",
+        "tensor": 1,
+        "context": 1,
+        "pipeline": 1,
+        "sequence": False,
+        "plan": None,
+    }
+    values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None, "context_method": "auto"}
     stage = values["zero"]["stage"] = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
     if stage < 3:
         values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
@@ -134,7 +142,7 @@ def _check_dropout(each: Verification) -> CheckResult:
         for name, marks in watch.draws.again.items()
         if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
     ]
-    masks = [mesh.data_index, mesh.coordinate["tensor"], watch.draws.forward]
+    masks = [mesh.peers.index, mesh.coordinate["tensor"], watch.draws.forward]
     rows = mesh.world.gather_json(masks, "masks of dropout")
     return [*redrawn, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 

@@ -24,7 +24,8 @@ from zeromesh.settings.keys import TransportName
 from zeromesh.telemetry.step_recorder import Collective
 
 _SUM, _GATHER, _SCATTERED_SUM = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
-_PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum"}  # as messages name them
+_SWAP = Collective.ALL_TO_ALL
+_PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum", _SWAP: "swap"}  # as messages name them
 _CHUNK_ELEMENTS = 1 << 15  # summed at a time over more than two ranks, so that the partial sum stays in a core's cache
 
 
@@ -99,6 +100,15 @@ class Exchange:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
         return self._start(_SCATTERED_SUM, tensor, dim, lengths)
 
+    def all_to_all_async(self, tensor: torch.Tensor, dim: int) -> Pending:
+        """Give each rank its one of equal slices along `dim`; returns the slices of all ranks for this one, stacked along a new dim
+        0. Raises `LayoutError` when `dim` cannot be divided into equal slices."""
+        dim = _checked_dim(tensor, dim)
+        each, rest = divmod(tensor.shape[dim], self.size)
+        if rest:
+            raise LayoutError(f"swap of {list(tensor.shape)} along dim {dim}: no multiple of {self.size} ranks")
+        return self._start(_SWAP, tensor, dim, (each,) * self.size)
+
     def _shapes(
         self, kind: Collective, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
     ) -> list[tuple[int, ...]]:
@@ -110,10 +120,10 @@ class Exchange:
     def _combine(self, kind: Collective, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
         if kind is _GATHER:
             return torch.cat(parts, dim)
-        if kind is _SCATTERED_SUM:
+        if kind is not _SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
-        return sum_in_ranks(parts)
+        return torch.stack(parts) if kind is _SWAP else sum_in_ranks(parts)
 
     def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one. On a device it
@@ -124,7 +134,11 @@ class Exchange:
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
         result: Callable[[], torch.Tensor]
-        if kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
+        if kind is _SWAP:
+            given = torch.stack(torch.split(tensor, lengths[0], dim))
+            row, out = kind, torch.empty_like(given)
+            result = lambda: out  # noqa: E731
+        elif kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = Collective.REDUCE_SCATTER, torch.empty_like(given[0])
             result = lambda: out  # noqa: E731

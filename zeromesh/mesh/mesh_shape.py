@@ -1,12 +1,13 @@
 """The positions of ranks in the mesh: arithmetic on integers, with no torch and no processes.
 
 Axes run from outer to inner, so ranks that communicate most (tensor) are neighbours and those that communicate least (pipeline) are
-far apart. For pipeline 2 x replicate 1 x shard 2 x tensor 2:
+far apart. For pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2:
 
     rank        0  1  2  3  4  5  6  7
     pipeline    0  0  0  0  1  1  1  1
     replicate   0  0  0  0  0  0  0  0
     shard       0  0  1  1  0  0  1  1
+    context     0  0  0  0  0  0  0  0
     tensor      0  1  0  1  0  1  0  1
 """
 
@@ -37,6 +38,7 @@ class MeshShape:
     pipeline: int = axis("blocks")
     replicate: int = axis("batch")
     shard: int = axis("batch", "states")
+    context: int = axis("sequence", "states")
     tensor: int = axis("layers", "sequence")
 
     def __post_init__(self) -> None:

@@ -97,7 +97,11 @@ class ProcessMesh:
             """The ranks over which states are sharded."""
             self.replicate = self.group(*axes_of("batch", but=["states"]))
             """The ranks that hold the same shards and see different samples."""
+            self.peers = self.group(*axes_of("batch", "states"))
+            """The ranks that hold the same parameters, whose gradients are summed."""
             self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
+            self.context = self.group(*axes_of("sequence", but=["layers"]))
+            """The ranks that have shares of the same sequences."""
         except ZeromeshError:
             self._mesh_groups.leave()
             raise
@@ -112,7 +116,7 @@ class ProcessMesh:
         """The number of ranks that compute one batch together, and this rank's position among them."""
         self.data_index, self.coordinate = self.data.index, shape.coordinate(self.rank)
         self.process_sets = ProcessSets(self.world, self._mesh_groups, self.recorder, self._as_set)
-        self.watch.ranks_with_same_events, self.watch.ring = frozenset(self.data.ranks), self.recorder.ring
+        self.watch.ranks_with_same_events, self.watch.ring = frozenset(self.peers.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
 

@@ -169,7 +169,7 @@ class GradientReducer:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
         came = [[float(n not in self.without_gradient(each)) for n in range(len(each.training))] for each in buckets]
         sums = torch.tensor([each for row in came for each in row])
-        self._mesh.data.all_reduce(sums, "parameters with gradients")
+        self._mesh.peers.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):
             if bucket.spec.copies is not None:  # Other pipeline stages have a copy of the parameter, too.
                 self.replicas.sets[bucket.shared_by].all_reduce(counts, "shared parameters with gradients")
@@ -267,7 +267,7 @@ class GradientReducer:
         self.shards.abandon(buckets)
 
     def _post_reduction(self, bucket: Bucket) -> None:
-        ranks = self._mesh.data.ranks
+        ranks = self._mesh.peers.ranks
         if len(ranks) > 1:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit_index, ranks, known_order=self._known_order)
 

@@ -75,6 +75,7 @@ Balance = Literal["parameters", "flops"]
 CodecName = Literal["nf4", "fp4", "int8", "fp8"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
+ContextMethod = Literal["gather", "heads", "auto"]
 UpdateOn = Literal["auto", "host", "device"]
 
 
@@ -105,7 +106,11 @@ class TransportKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions(TransportKeys):
-    """The division of a model among the ranks of the tensor and pipeline axes."""
+    """The division of a model among the ranks of the tensor and pipeline axes, and of sequences among those of the context axis."""
+
+    context_method: ContextMethod = "auto"
+    """How attention on a share of a sequence sees all of it. gather: keys and values of the others are gathered. heads: ranks swap
+    shares of all heads for whole sequences of some. auto: the one that moves fewer bytes."""
 
     sequence: bool = False
     """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""

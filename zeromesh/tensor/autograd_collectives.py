@@ -30,28 +30,28 @@ def uncompiled(function: _Function) -> _Function:
 
 def copy_input(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Return `x` itself; its gradient is summed over the ranks."""
-    return _apply(x, None, lambda x: x.view_as(x), lambda grad: exchange.all_reduce_async(grad).wait())
+    return apply_collective(x, None, lambda x: x.view_as(x), lambda grad: exchange.all_reduce_async(grad).wait())
 
 
 def all_reduce_output(x: torch.Tensor, bias: torch.Tensor | None, exchange: Exchange) -> torch.Tensor:
     """Return the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
-    return _apply(x, bias, lambda x: exchange.all_reduce_async(x).wait(), lambda grad: grad)
+    return apply_collective(x, bias, lambda x: exchange.all_reduce_async(x).wait(), lambda grad: grad)
 
 
 def all_gather(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Concatenate the ranks' `x` along `dim`; `sizes` gives each rank's length along it when these differ."""
-    return _apply(x, None, *_gather_and_split(dim, exchange, sizes))
+    return apply_collective(x, None, *_gather_and_split(dim, exchange, sizes))
 
 
 def split(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> torch.Tensor:
     """Return this rank's slice of `x` along `dim`; the slices are equal without `sizes`."""
-    return _apply(x, None, *_gather_and_split(dim, exchange, sizes)[::-1])
+    return apply_collective(x, None, *_gather_and_split(dim, exchange, sizes)[::-1])
 
 
 def reduce_scatter_output(x: torch.Tensor, bias: torch.Tensor | None, dim: int, exchange: Exchange) -> torch.Tensor:
     """Return this rank's slice along `dim` of the sum of the ranks' `x` [..., features], plus `bias` [features], added once."""
     gathered, _ = _gather_and_split(dim, exchange, None)
-    return _apply(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), gathered)
+    return apply_collective(x, bias, lambda x: exchange.reduce_scatter_async(x, dim).wait(), gathered)
 
 
 def share_of_dim(x: torch.Tensor, dim: int, exchange: Exchange, sizes: Sequence[int] | None = None) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def _gather_and_split(dim: int, exchange: Exchange, sizes: Sequence[int] | None)
 
 
 @uncompiled
-def _apply(x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:
+def apply_collective(x: torch.Tensor, bias: torch.Tensor | None, forward: _Move, backward: _Move) -> torch.Tensor:
     return cast(torch.Tensor, _Collective.apply(x, bias, forward, backward))  # type: ignore[no-untyped-call]
 
 

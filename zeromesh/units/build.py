@@ -82,7 +82,7 @@ def build_units(
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
     layouts = plan_layouts(plan, mesh.shard.size, options.alignment)
     flat = [layout for unit in layouts for layout in unit]
-    require_equal_plans(mesh.data, flat, options)
+    require_equal_plans(mesh.peers, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
     builder = _BucketBuilder(model=model, mesh=mesh, options=options, source=source, tiers=tiers)
     # The source reads ahead while memory is reserved.

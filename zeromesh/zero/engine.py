@@ -198,7 +198,7 @@ class ZeroEngine:
                     f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
                 )
             flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
-        for group in (self.mesh.data, self.mesh.tensor):
+        for group in (self.mesh.peers, self.mesh.tensor):
             group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")
         self._flag_changes += 1
         for bucket, index in changed:

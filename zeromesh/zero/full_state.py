@@ -92,7 +92,7 @@ class CheckpointState:
         the first pipeline stage with a buffer writes the buffer."""
         holders, index = self._mesh.replicate.size, self._mesh.replicate.index
         if self._options.placements.optimizer is Placement.REPLICATED:
-            holders, index = self._mesh.data.size, self._mesh.data_index
+            holders, index = self._mesh.peers.size, self._mesh.peers.index
         shards: list[TensorShard] = []
         for bucket in self._buckets:
             if self._updater.gradients.replicas.counts(bucket):
@@ -100,7 +100,7 @@ class CheckpointState:
         # Forward may change a buffer while it is written.
         buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
         specs = buffers_by_stage(self._model, pipeline)[pipeline.index]
-        first = self._mesh.tensor.index == self._mesh.data_index == 0
+        first = self._mesh.tensor.index == self._mesh.peers.index == 0
         return [*shards, *(_buffer_shard(spec.name, buffers[spec.name].clone()) for spec in specs if first)]
 
     def shards_to_read(self) -> list[TensorShard]:

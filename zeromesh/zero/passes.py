@@ -84,7 +84,7 @@ class Passes:
         self._mesh = mesh
         self._in_stages = mesh.shape.divides("blocks")
         """True if pipeline parallelism leaves this rank only some blocks of the model."""
-        self._watched_ranks = mesh.data.ranks if mesh.data.size > 1 else ()
+        self._watched_ranks = mesh.peers.ranks if mesh.peers.size > 1 else ()
         self._recorder = mesh.recorder
         self._options = options
         self._updater = updater
@@ -100,7 +100,7 @@ class Passes:
         self._in_recorded_order = False
         self._direct_call: nn.Module | None = None
         self._calls = UnitCalls()
-        self.writes = InplaceWrites(alone=mesh.data.size == 1)
+        self.writes = InplaceWrites(alone=mesh.peers.size == 1)
         self._progress = PassProgress()
         self._defers_weights = False
         """True if gradients of parameters are held back until gradients of inputs were sent."""

@@ -81,6 +81,8 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Ranks that shard one copy of the states; auto: all remaining ranks."""
     tensor: keys.Count = 1
     """Ranks that divide every layer among them, best within one host."""
+    context: keys.Count = 1
+    """Ranks that divide every sequence among them: activations take that much less memory. They shard states too."""
     pipeline: keys.Count = 1
     """Ranks that divide the blocks of the model into stages."""
     order: Literal["topology", "launch"] = "topology"
@@ -89,6 +91,11 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     timeout_seconds: Seconds = 60.0
     """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first."""
+
+    @property
+    def pieces(self) -> int:
+        """The number of equal pieces into which a sequence is cut for context ranks."""
+        return 2 * self.context if self.context > 1 else 1
 
 
 class LossScaleSection(Section, keys.ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too

@@ -145,7 +145,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class TracedExchange(Exchange):
-    """The collectives of tensor rank 0, recorded without peers."""
+    """The collectives of the first rank of a set, recorded without peers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class TracedExchange(Exchange):
         shape = list(tensor.shape)
         if kind is not Collective.ALL_REDUCE:
             shape[dim] = sum(lengths) if kind is Collective.ALL_GATHER else lengths[0]
-        made = tensor.new_empty(shape)
+        made = tensor.new_empty([self.size, *shape] if kind is Collective.ALL_TO_ALL else shape)
         if self.meter is not None:
-            self.meter.work.exchanges.append(TensorExchange(kind.value, max(made.nbytes, tensor.nbytes)))
+            self.meter.work.exchanges.append(TensorExchange(kind.value, max(made.nbytes, tensor.nbytes), self.size))
         return Pending(lambda: made)

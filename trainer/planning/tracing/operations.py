@@ -33,12 +33,13 @@ class Product(NamedTuple):
 
 
 class TensorExchange(NamedTuple):
-    """An exchange of one tensor between tensor ranks."""
+    """An exchange of one tensor between tensor or context ranks."""
 
     kind: str
     """The kind of collective, as in `Collective`: `all-reduce`, `all-gather`, `reduce-scatter` or `all-to-all`."""
     nbytes: int
     """Bytes of the whole tensor: the reduced one, the gathered one, or the one that is reduced before it is scattered."""
+    ranks: int
 
 
 @dataclass(kw_only=True, slots=True)

@@ -1,0 +1,96 @@
+"""Shares of sequences: what each rank of the context axis has of them, and how ranks exchange it.
+
+A sequence is cut into 2 C pieces of equal length for C ranks, and rank r has the pieces r and 2 C - 1 - r, so that under a causal
+mask all ranks have equally many pairs of tokens (zigzag, as in Llama 3: Grattafiori et al. 2024, section 3.3.2). Attention needs all
+keys and values. Either they are gathered, in backward again, so that they exist for one layer at a time; or ranks swap their shares
+of all heads for whole sequences of some heads (Ulysses: Jacobs et al. 2023).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.errors import LayoutError
+from zeromesh.intervals import Interval
+from zeromesh.tensor.autograd_collectives import apply_collective
+
+Method = Literal["gather", "heads"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Context:
+    """The ranks that share sequences. Tensors are shares along a dim, or whole, in order; lengths are multiples of 2 x ranks."""
+
+    exchange: Exchange
+    method: Literal["gather", "heads", "auto"] = "auto"
+
+    def spans(self, length: int) -> tuple[Interval, ...]:
+        """Return the two intervals that this rank has of a sequence of `length` tokens, in order."""
+        piece, ranks = length // (2 * self.exchange.size), self.exchange.size
+        return tuple(
+            Interval(start=n * piece, end=(n + 1) * piece)
+            for n in (self.exchange.index, 2 * ranks - 1 - self.exchange.index)
+        )
+
+    def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's share of a tensor along `dim`, a copy."""
+        return torch.cat([whole.narrow(dim, each.start, each.length) for each in self.spans(whole.shape[dim])], dim)
+
+    def gather(self, share: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the whole tensor of which each rank gives its share along `dim`; nothing is recorded for autograd."""
+        return self._ordered(self.exchange.all_gather_async(share, dim).wait(), dim)
+
+    def scatter_sum(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Sum the ranks' tensors, and return this rank's share of the sum along `dim`."""
+        return self.exchange.reduce_scatter_async(self._dealt(whole, dim), dim).wait()
+
+    def gather_with_gradient(self, share: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return the whole tensor; the gradient of a share is the sum of what all ranks make of it."""
+        return apply_collective(
+            share, None, lambda share: self.gather(share, dim), lambda grad: self.scatter_sum(grad, dim)
+        )
+
+    def to_heads(self, share: torch.Tensor) -> torch.Tensor:
+        """Return `[batch, heads / ranks, sequence, width]` for this rank's share of all heads, `[batch, heads, share, width]`.
+        Raises `LayoutError` if the ranks cannot have equally many heads."""
+        return apply_collective(share, None, self._to_heads, self._to_shares)
+
+    def to_shares(self, heads: torch.Tensor) -> torch.Tensor:
+        """Undo `to_heads`."""
+        return apply_collective(heads, None, self._to_shares, self._to_heads)
+
+    def method_for(self, heads: int, key_heads: int) -> Method:
+        """Return the method that receives fewer bytes for attention with these numbers of heads of queries and of keys."""
+        ranks = self.exchange.size
+        if self.method != "auto":
+            return self.method
+        # Heads that do not divide are given to several ranks, so these are as many as queries then.
+        moved = key_heads if key_heads % ranks == 0 else heads
+        return "gather" if heads % ranks or key_heads * ranks <= heads + moved else "heads"
+
+    def _places(self, length: int) -> list[int]:
+        """Return where each piece of a sequence, in order, lies in shares that are one behind the other."""
+        ranks = self.exchange.size
+        if length % (2 * ranks):
+            raise LayoutError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} equal pieces")
+        return [2 * n if n < ranks else 2 * (2 * ranks - 1 - n) + 1 for n in range(2 * ranks)]
+
+    def _ordered(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
+        """Put pieces of shares that are one behind the other in the order of the sequence."""
+        places = self._places(shares.shape[dim])
+        pieces = shares.chunk(len(places), dim)
+        return torch.cat([pieces[each] for each in places], dim)
+
+    def _dealt(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Undo `_ordered`."""
+        places = self._places(whole.shape[dim])
+        pieces = dict(zip(places, whole.chunk(len(places), dim), strict=True))
+        return torch.cat([pieces[place] for place in range(len(places))], dim)
+
+    def _to_heads(self, share: torch.Tensor) -> torch.Tensor:
+        return self._ordered(torch.cat(list(self.exchange.all_to_all_async(share, 1).wait()), 2), 2)
+
+    def _to_shares(self, heads: torch.Tensor) -> torch.Tensor:
+        return torch.cat(list(self.exchange.all_to_all_async(self._dealt(heads, 2), 2).wait()), 1)
