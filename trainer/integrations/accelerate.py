@@ -283,12 +283,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
 
     def gather_of_data(self, tensor: Any) -> Any:
-        """Gather tensors of all data-parallel ranks; those of ranks that compute a batch together, which are equal, are gathered once."""
+        """Gather tensors of all data-parallel ranks, once from those that compute a batch together."""
         ranks = self.num_processes
         return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self.together]), super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather the results of every sample once. Raises `ConfigError` for objects that are no tensors where ranks compute a batch together."""
+        """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""
         if self.together > 1 and use_gather_object:
             raise ConfigError(
                 "gather_for_metrics gathers tensors alone where parallel.tensor or parallel.context is more than 1"

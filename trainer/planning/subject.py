@@ -108,7 +108,7 @@ class Subject:
         """True if blocks support sequence or context parallelism or activation checkpointing, as the options of a trace say."""
         return not _refusal_of(lambda: self.trace(tensor, 1, sequence, recompute, context))[0]
 
-    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int) -> Trace:
+    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int = 1) -> Trace:
         if micro in _TRACED_SAMPLES:
             how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute, "context": context}
             return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens or 0, **how)

@@ -93,11 +93,12 @@ class ProcessMesh:
                 self._mesh_groups.watch = self.watch
             self.world = self._axes_set("world", AXES)
             self.data = self._axes_set("data", axes_of("batch"))
-            self.shard = self.group(*axes_of("states"))
+            beside = [name for name in axes_of("states", but=["batch"]) if getattr(shape, name) > 1]
+            self.shard = self._axes_set(" x ".join(["shard", *beside]), axes_of("states"))
             """The ranks over which states are sharded."""
             self.replicate = self.group(*axes_of("batch", but=["states"]))
             """The ranks that hold the same shards and see different samples."""
-            self.peers = self.group(*axes_of("batch", "states"))
+            self.peers = self._axes_set(" x ".join(["data", *beside]), axes_of("batch", "states"))
             """The ranks that hold the same parameters, whose gradients are summed."""
             self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
             self.context = self.group(*axes_of("sequence", but=["layers"]))

@@ -109,9 +109,10 @@ class StepRecorder:
         self._interval_begin, self._waited_before = now, waited
 
     def account(self, axis: str, ranks: int) -> "CommAccount":
-        """Open the account of an axis or process set of `ranks` ranks; an existing one of that name is replaced."""
-        account = self._accounts[axis] = CommAccount(self, axis, ranks)
-        return account
+        """Open the account of an axis or process set; an existing one of that name is replaced unless it has as many `ranks`."""
+        if axis not in self._accounts or self._accounts[axis].ranks != ranks:
+            self._accounts[axis] = CommAccount(self, axis, ranks)
+        return self._accounts[axis]
 
     def close_account(self, axis: str) -> None:
         """Remove the account of an axis, with its traffic since the last `take_traffic`."""
@@ -191,7 +192,7 @@ class CommAccount:
     """The traffic of this rank on one axis of `ranks` ranks. Timed collectives also count as communication and as ranges."""
 
     def __init__(self, recorder: StepRecorder, axis: str, ranks: int) -> None:
-        share = (ranks - 1) / ranks
+        self.ranks, share = ranks, (ranks - 1) / ranks
         self._recorder = recorder
         self._factors = dict.fromkeys(Collective, share)
         self._factors |= {Collective.ALL_REDUCE: 2 * share, Collective.POINT_TO_POINT: 1.0}

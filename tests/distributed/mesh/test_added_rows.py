@@ -116,7 +116,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any
 
 def test_an_axis_of_states_is_one_row(found: Mapping[str, Any]) -> None:
     island, shard = found["island"], found["shard"]
-    assert island["mesh"] == "pipeline 1 x replicate 1 x shard 1 x island 2 x tensor 1"
+    assert island["mesh"] == "pipeline 1 x replicate 1 x shard 1 x context 1 x island 2 x tensor 1"
     assert island["shares"] == shard["shares"], "states are divided over it"
     assert island["weights"] == shard["weights"]
 

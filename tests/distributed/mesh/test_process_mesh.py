@@ -46,7 +46,7 @@ def axes(mesh: Mesh) -> None:
     assert mesh["tensor"] is mesh.tensor
     assert mesh["replicate", "shard"] is mesh.data
     assert mesh["pipeline"] is mesh.pipeline
-    assert mesh.coordinate == {"pipeline": stage, "replicate": 0, "shard": 0, "tensor": column}
+    assert mesh.coordinate == {"pipeline": stage, "replicate": 0, "shard": 0, "context": 0, "tensor": column}
     assert mesh.neighbour("pipeline", 1) == (None if stage else mesh.rank + 2)
     assert mesh.neighbour("pipeline", 1, wrap=True) == (mesh.rank + 2) % 4
     assert mesh.neighbour("tensor", -1) == (mesh.rank - 1 if column else None)
@@ -54,7 +54,7 @@ def axes(mesh: Mesh) -> None:
     assert both is mesh["pipeline", "tensor"]
     assert (both.ranks, both.name) == ((0, 1, 2, 3), "pipeline x tensor")
     assert both.gather_integers([mesh.rank]) == [[0], [1], [2], [3]]
-    with pytest.raises(LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, tensor\)"):
+    with pytest.raises(LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, context, tensor\)"):
         mesh.group("tensor", "elsewhere")
     (here,) = [line for line in str(mesh).splitlines() if "<- here" in line]
     assert here.split()[1] == str(mesh.rank)
@@ -68,9 +68,9 @@ def torch_mesh(mesh: Mesh) -> None:
         made = other.device_mesh
         total = torch.tensor([mesh.rank])
         dist.all_reduce(total, group=made.get_group("tensor"))
-        assert made.mesh_dim_names == ("pipeline", "replicate", "shard", "tensor")
-        assert made.mesh.shape == (2, 1, 1, 2)
-        assert [*(made.get_coordinate() or ())] == [mesh.rank // 2, 0, 0, mesh.rank % 2]
+        assert made.mesh_dim_names == ("pipeline", "replicate", "shard", "context", "tensor")
+        assert made.mesh.shape == (2, 1, 1, 1, 2)
+        assert [*(made.get_coordinate() or ())] == [mesh.rank // 2, 0, 0, 0, mesh.rank % 2]
         assert (made["tensor"].mesh.tolist(), total.item()) == (pair, sum(pair))
         del made
         other.close()

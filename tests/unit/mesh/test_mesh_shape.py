@@ -46,8 +46,9 @@ def test_groups_hold_every_rank_once(shape: MeshShape, axes: tuple[Axis, ...]) -
 
 def test_what_axes_divide_says_who_sums_what() -> None:
     assert axes_of("batch") == ("replicate", "shard")
-    assert axes_of("states") == ("shard",)
+    assert axes_of("states") == ("shard", "context")
     assert axes_of("batch", but=["states"]) == ("replicate",)
+    assert axes_of("sequence", but=["layers"]) == ("context",)
     assert axes_of("blocks", "layers") == ("pipeline", "tensor")
     shape = MeshShape(pipeline=2, shard=2)
     assert [shape.divides(what) for what in ("blocks", "layers", "states", "batch")] == [True, False, True, True]
@@ -81,14 +82,14 @@ def test_the_tensor_axis_is_innermost() -> None:
     assert shape.groups("shard") == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert shape.groups("pipeline") == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert shape.groups() == tuple((rank,) for rank in range(8))
-    assert shape.coordinate(5) == {"pipeline": 1, "replicate": 0, "shard": 0, "tensor": 1}
+    assert shape.coordinate(5) == {"pipeline": 1, "replicate": 0, "shard": 0, "context": 0, "tensor": 1}
 
 
 def test_a_misfit_names_the_product_and_what_to_change() -> None:
     with pytest.raises(LayoutError) as caught:
         MeshShape.resolve(6, replicate=2, shard=4)
     assert str(caught.value) == (
-        "pipeline 1 x replicate 2 x shard 4 x tensor 1 = 8, but the world has 6 ranks; "
+        "pipeline 1 x replicate 2 x shard 4 x context 1 x tensor 1 = 8, but the world has 6 ranks; "
         "set parallel.shard to 3 or auto, or start 8 ranks"
     )
     with pytest.raises(LayoutError) as caught:
@@ -184,7 +185,7 @@ def test_a_small_mesh_is_drawn_whole() -> None:
     places = [ProcessLocation(host=each, name=each) for each in ("node-a", "node-a", "node-b", "node-b")]
     shape = MeshShape(pipeline=2, tensor=2)
     assert mesh_picture(shape, places, here=2, processes=(0, 2, 1, 3)).splitlines() == [
-        "pipeline 2 x replicate 1 x shard 1 x tensor 2: 4 ranks on 2 hosts",
+        "pipeline 2 x replicate 1 x shard 1 x context 1 x tensor 2: 4 ranks on 2 hosts",
         "  node-a",
         "    rank 0   pipeline 0  tensor 0",
         "    rank 1   pipeline 0  tensor 1  (launched as 2)",
