@@ -95,7 +95,7 @@ def test_a_misfit_names_the_product_and_what_to_change() -> None:
     with pytest.raises(LayoutError) as caught:
         MeshShape.resolve(4, replicate=3)
     assert str(caught.value) == (
-        "pipeline 1 x replicate 3 x tensor 1 = 3, which does not divide the world of 4 ranks; "
+        "pipeline 1 x replicate 3 x context 1 x tensor 1 = 3, which does not divide the world of 4 ranks; "
         "start 6 ranks, or change parallel.replicate"
     )
     with pytest.raises(LayoutError, match=r"tensor 8 = 8, but the world has 1 rank; .*parallel\.tensor"):
