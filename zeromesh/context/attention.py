@@ -6,7 +6,7 @@ with `l = log sum exp l_i` the result is `sum exp(l_i - l) out_i` (FlashAttentio
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,16 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 CAUSAL = Pattern()
 
 
+class Shares(Protocol):
+    """What ranks that share sequences have of them; see `Context`."""
+
+    def spans(self, length: int) -> Sequence[tuple[int, int]]: ...
+
+    def gather(self, share: Tensor, dim: int) -> Tensor: ...
+
+    def scatter_sum(self, whole: Tensor, dim: int) -> Tensor: ...
+
+
 def document_attention(
     query: Tensor,
     key: Tensor,
@@ -27,39 +37,42 @@ def document_attention(
     documents: Documents,
     pattern: Pattern = CAUSAL,
     *,
-    queries: Sequence[tuple[int, int]] | None = None,
     scale: float | None = None,
     sinks: Tensor | None = None,
+    shares: Shares | None = None,
 ) -> Tensor:
     """Return attention of `query` `[rows, heads, tokens, width]` over `key` `[rows, key heads, length, width]` and `value` `[rows,
     key heads, length, value width]` of whole sequences on the CPU, `[rows, heads, tokens, value width]`; heads are a multiple of
     key heads. `documents` say which tokens are together, and `pattern` what a query sees of its document.
 
-    `queries` are the intervals of the sequence whose tokens `query` has, one after another; None: all. `scale` multiplies scores,
-    `width ** -0.5` by default. `sinks` `[heads]` are scores that each query also has, without a value. Sums are in fp32 at least.
-    Queries that see nothing get zeros. Raises `ValueError` for shapes that do not fit together."""
-    intervals = ((0, documents.length),) if queries is None else tuple(queries)
+    With `shares`, `query`, `key` and `value` are of this rank's tokens, and keys and values of all are gathered, in backward again.
+    `scale` multiplies scores, `width ** -0.5` by default. `sinks` `[heads]` are scores that each query also has, without a value.
+    Sums are in fp32 at least. Queries that see nothing get zeros. Raises `ValueError` for shapes that do not fit together."""
+    intervals = ((0, documents.length),) if shares is None else tuple(shares.spans(documents.length))
     tokens = sum(end - begin for begin, end in intervals)
-    wanted = (documents.rows, tokens, documents.length)
+    wanted = (documents.rows, tokens, tokens)
     if (given := (query.shape[0], query.shape[2], key.shape[2])) != wanted:
-        raise ValueError(f"{given} rows, queries and keys were given, and documents and intervals have {wanted}")
+        raise ValueError(f"{given} rows, queries and keys were given, and documents and shares have {wanted}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    width, values = query.shape[-1], value.shape[-1]
-    # The kernel wants values as wide as keys; zeros change no score and no other value.
-    if values < width:
-        value = pad(value, (0, width - values))
-    elif width < values:
-        query, key = pad(query, (0, values - width)), pad(key, (0, values - width))
     plan = blocks(documents, pattern, intervals)
-    out: Tensor = _Attention.apply(query, key, value, sinks, plan, scale)  # type: ignore[no-untyped-call]
-    return out[..., :values]
+    out: Tensor = _Attention.apply(query, key, value, sinks, plan, scale, shares)  # type: ignore[no-untyped-call]
+    return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Sequence[Block], scale: float
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        plan: Sequence[Block],
+        scale: float,
+        shares: Shares | None,
     ) -> Tensor:
+        given = query, key, value
+        query, key, value = _whole(*given, shares)
         rows, heads, tokens, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(rows, tokens, heads, width).transpose(1, 2)  # as the projection behind it reads it
@@ -79,17 +92,19 @@ class _Attention(torch.autograd.Function):
                 result = reduce(torch.add, (each * (log - total).exp().unsqueeze(-1) for each, log in results))
             out[own, :, asked] = result
             sums[own, :, asked] = total
-        ctx.save_for_backward(query, key, value, sinks, out, sums)
-        ctx.plan, ctx.scale = plan, scale
-        return out
+        ctx.save_for_backward(*given, sinks, out, sums)
+        ctx.plan, ctx.scale, ctx.shares = plan, scale, shares
+        return out[..., : given[2].shape[-1]]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        query, key, value, sinks, out, sums = ctx.saved_tensors
+        *given, sinks, out, sums = ctx.saved_tensors
+        query, key, value = _whole(*given, ctx.shares)
+        gradient = _padded(gradients[0], out.shape[-1])
         totals = [torch.zeros_like(each, dtype=sums.dtype) for each in (query, key, value)]
         for block in ctx.plan:
             own, asked = _slices(block)
-            of_queries = [each[own, :, asked] for each in (gradients[0], query, out, sums)]
+            of_queries = [each[own, :, asked] for each in (gradient, query, out, sums)]
             for part in block.parts:
                 seen = slice(part.begin, part.end)
                 keys, values = key[own, :, seen], value[own, :, seen]
@@ -101,10 +116,26 @@ class _Attention(torch.autograd.Function):
         to_sinks = None
         if sinks is not None:
             # A sink's probability takes away from the others, whose mean gradient is `sum(gradient * out)`.
-            mean = (gradients[0] * out).sum(-1, dtype=sums.dtype)
+            mean = (gradient * out).sum(-1, dtype=sums.dtype)
             share = (sinks.to(sums.dtype).view(1, -1, 1) - sums).exp()
             to_sinks = -torch.where(sums.isfinite(), share * mean, 0.0).sum((0, 2)).to(sinks.dtype)
-        return *(each.to(query.dtype) for each in totals), to_sinks, None, None
+        found = [total[..., : before.shape[-1]] for total, before in zip(totals, given, strict=True)]
+        if ctx.shares is not None:
+            found[1:] = [ctx.shares.scatter_sum(each, 2) for each in found[1:]]
+        return *(each.to(query.dtype) for each in found), to_sinks, None, None, None
+
+
+def _whole(query: Tensor, key: Tensor, value: Tensor, shares: Shares | None) -> tuple[Tensor, ...]:
+    """Return the queries, and keys and values of whole sequences. The kernel wants values as wide as keys; zeros change no scores
+    and no other values."""
+    width = max(query.shape[-1], value.shape[-1])
+    if shares is not None:
+        key, value = shares.gather(key, 2), shares.gather(value, 2)
+    return _padded(query, width), _padded(key, width), _padded(value, width)
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _slices(block: Block) -> tuple[slice, slice]:

@@ -13,7 +13,6 @@ import torch
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
-from zeromesh.intervals import Interval
 from zeromesh.tensor.autograd_collectives import apply_collective
 
 Method = Literal["gather", "heads"]
@@ -26,17 +25,15 @@ class Context:
     exchange: Exchange
     method: Literal["gather", "heads", "auto"] = "auto"
 
-    def spans(self, length: int) -> tuple[Interval, ...]:
-        """Return the two intervals that this rank has of a sequence of `length` tokens, in order."""
-        piece, ranks = length // (2 * self.exchange.size), self.exchange.size
-        return tuple(
-            Interval(start=n * piece, end=(n + 1) * piece)
-            for n in (self.exchange.index, 2 * ranks - 1 - self.exchange.index)
-        )
+    def spans(self, length: int) -> tuple[tuple[int, int], ...]:
+        """Return begin and end of the two pieces that this rank has of a sequence of `length` tokens."""
+        ranks, index = self.exchange.size, self.exchange.index
+        piece = length // (2 * ranks)
+        return tuple((number * piece, (number + 1) * piece) for number in (index, 2 * ranks - 1 - index))
 
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a tensor along `dim`, a copy."""
-        return torch.cat([whole.narrow(dim, each.start, each.length) for each in self.spans(whole.shape[dim])], dim)
+        return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in self.spans(whole.shape[dim])], dim)
 
     def gather(self, share: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the whole tensor of which each rank gives its share along `dim`; nothing is recorded for autograd."""

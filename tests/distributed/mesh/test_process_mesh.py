@@ -54,7 +54,9 @@ def axes(mesh: Mesh) -> None:
     assert both is mesh["pipeline", "tensor"]
     assert (both.ranks, both.name) == ((0, 1, 2, 3), "pipeline x tensor")
     assert both.gather_integers([mesh.rank]) == [[0], [1], [2], [3]]
-    with pytest.raises(LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, context, tensor\)"):
+    with pytest.raises(
+        LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, context, tensor\)"
+    ):
         mesh.group("tensor", "elsewhere")
     (here,) = [line for line in str(mesh).splitlines() if "<- here" in line]
     assert here.split()[1] == str(mesh.rank)

@@ -1,6 +1,7 @@
 """Attention within documents equals a plain softmax with a mask, in float64, gradients included."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -85,23 +86,44 @@ def made(documents: Documents, key_heads: int, width: int, values: int, *, sinks
 @pytest.mark.parametrize(
     ("key_heads", "width", "values", "sinks"), [(4, 8, 8, False), (1, 8, 8, True), (2, 12, 8, False), (2, 8, 12, True)]
 )
-@pytest.mark.parametrize("queries", [None, ((0, 9), (30, 42), (60, 80))], ids=["all", "intervals"])
+@pytest.mark.parametrize("spans", [None, ((0, 9), (30, 42), (60, 80))], ids=["all", "intervals"])
 def test_attention_is_the_plain_softmax(
-    pattern: Pattern, documents: Documents, key_heads: int, width: int, values: int, sinks: bool, queries: Any
+    pattern: Pattern, documents: Documents, key_heads: int, width: int, values: int, sinks: bool, spans: Any
 ) -> None:
     inputs = made(documents, key_heads, width, values, sinks=sinks)
     query, key, value, sink = (*inputs, None)[:4]
-    chosen = torch.cat([torch.arange(*each) for each in queries or ((0, LENGTH),)])
+    chosen = torch.cat([torch.arange(*each) for each in spans or ((0, LENGTH),)])
     wanted = plain(query[:, :, chosen], key, value, seen(documents, pattern)[:, chosen], 0.3, sink)
-    found = document_attention(
-        query[:, :, chosen], key, value, documents, pattern, queries=queries, scale=0.3, sinks=sink
-    )
+    shares = None if spans is None else OneShare(spans, chosen, [key.detach(), value.detach()] * 2)
+    parts = (each[:, :, chosen] for each in (query, key, value))
+    found = document_attention(*parts, documents, pattern, scale=0.3, sinks=sink, shares=shares)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     gradient = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for ours, theirs in zip(
         torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(wanted, inputs, gradient), strict=True
     ):
+        if theirs.dim() > 1:  # The keys of others get their gradients there.
+            ours, theirs = ours[:, :, chosen], theirs[:, :, chosen]
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@dataclass
+class OneShare:
+    """The tokens `chosen` of sequences, and what a gather of keys and values gives, in forward and in backward."""
+
+    own: Any
+    chosen: Tensor
+    whole: list[Tensor]
+
+    def spans(self, length: int) -> Any:
+        return self.own
+
+    def gather(self, share: Tensor, dim: int) -> Tensor:
+        assert torch.equal(share, self.whole[0][:, :, self.chosen])
+        return self.whole.pop(0)
+
+    def scatter_sum(self, whole: Tensor, dim: int) -> Tensor:
+        return whole[:, :, self.chosen]
 
 
 def test_memory_and_work_are_those_of_documents() -> None:
