@@ -133,6 +133,11 @@ def count_targets(labels: Tensor, *, causal: bool, ignored: int = IGNORED_LABEL)
     return int((labels != ignored).sum())
 
 
+def shifted(labels: Tensor) -> Tensor:
+    """Return labels `[batch, sequence]` shifted left, so that position i holds the label of i + 1, and the last -100."""
+    return torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchRules:
     collate: Collate | None = None

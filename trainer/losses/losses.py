@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets
+from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets, shifted
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, LigerLoss
-from zeromesh.trainer.losses.trial import Verdict, examine, shifted
+from zeromesh.trainer.losses.trial import Verdict, examine
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names
 from zeromesh.trainer.weights.safetensors_source import quiet_library
@@ -184,19 +184,26 @@ def _label_loss(
 
     def compute(model: Any, batch: Batch, found: int, seed: float | None) -> _Computed:
         inputs, labels = {**fixed, **batch}, batch["labels"]
+        targets = batch.get("shift_labels")  # Of a share of sequences, whose labels were shifted before they were cut.
         if head is not None and seed is not None:
-            targets = shifted(labels) if causal else labels
+            inputs.pop("shift_labels", None)
+            targets = targets if targets is not None else shifted(labels) if causal else labels
             return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
         if smoothing:
+            inputs.pop("shift_labels", None)
             outputs = model(**inputs)
             logits = outputs.logits
-            if causal:
+            if targets is not None:
+                labels = targets
+            elif causal:
                 logits, labels = logits[..., :-1, :], labels[..., 1:]
             # Logits are widened to 32 bits at least, as in the model's own loss.
             wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
             total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing)
             return total, outputs, found, {}
-        if not found:
+        if targets is not None:
+            inputs["num_items_in_batch"] = max(1, found)  # The mean over targets of all ranks.
+        elif not found:
             # A mean over no target is NaN, even times 0. With valid labels it is finite, and is multiplied by 0.
             inputs["labels"] = torch.zeros_like(labels)
         outputs = model(**inputs)

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from zeromesh.errors import ConfigError, PhaseError, summary
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
 from zeromesh.trainer.attention.packed_attention import PackedAttention
-from zeromesh.trainer.data.collate import count_targets
+from zeromesh.trainer.data.collate import count_targets, shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
@@ -114,11 +114,6 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         if not small_copy.deviation(found[name], gradient, rounding) <= _TOLERANCE:
             return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
     return change
-
-
-def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """Return labels `[batch, sequence]` shifted left, so that position i holds the label of i + 1, and the last -100."""
-    return nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:

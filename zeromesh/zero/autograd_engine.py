@@ -144,7 +144,7 @@ class AutogradPasses(Passes):
         # Tensor-parallel ranks need equal random numbers, from a stream; other ranks draw from the global generators.
         shared = self._mesh.shape.divides("layers")
         where = self.generation << 20 | self.step.backwards
-        streams = Streams(self._options.seed, where, self._mesh.data_index) if shared else None
+        streams = Streams(self._options.seed, where, self._mesh.peers.index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
         self._open_graph = _Graph(self._progress, self.generation)
         self._graph = weakref.ref(self._open_graph)
