@@ -1,4 +1,4 @@
-"""Divides a model in place over the tensor and pipeline axes of a mesh, before its parameters are sharded over the data axes.
+"""Divides a model in place over the axes of a mesh that divide models, before its parameters are sharded over the data axes.
 Layers are divided before other ranks' stages are removed: the cut into stages does not depend on how layers are divided."""
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from zeromesh.settings.keys import ParallelOptions
 from zeromesh.units.plan import ModelCuts
 
 if TYPE_CHECKING:
+    from zeromesh.context.shares import Context
     from zeromesh.tensor.parallelize_module import Parallelized
 
 
@@ -28,6 +29,8 @@ class Divided:
     tensor: Parallelized | None = None
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
+    context: Context | None = None
+    """What the ranks of a context axis have of sequences; None: this rank has all of them."""
 
     def restore(self) -> None:
         """Restore the model's own modules; divided parameters are then whole and on the meta device."""
@@ -62,9 +65,16 @@ def divide(
         exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
         plan = plan_tensor(model, mesh.tensor.size, options.plan)
         tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
+    context: Context | None = None
+    if mesh.context.size > 1:
+        from zeromesh.context.shares import Context
+
+        exchange = open_exchange(mesh.context, mesh.device, options.transport)
+        pieces = mesh.tensor.size if options.sequence else 1
+        context = Context(exchange=exchange, method=options.context_method, sequence=pieces)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
-        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes)
+        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes, context=context)
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
@@ -80,4 +90,5 @@ def divide(
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     listed = " + ".join(map(str, cut))
-    return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=(*notes, f"pipeline: stages of {listed} blocks"))
+    notes = (*notes, f"pipeline: stages of {listed} blocks")
+    return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=notes, context=context)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, reduce, wraps
 from inspect import Parameter, signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,36 +20,48 @@ from transformers.modeling_utils import AttentionInterface
 
 from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Pattern
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.overrides import override, replaced
 from zeromesh.trainer.models.adapters import pretrained_of
+
+if TYPE_CHECKING:  # It imports torch's compiler, which takes two seconds that other runs save.
+    from zeromesh.context.shares import Context
 
 _Function = Callable[..., Any]
 
 
 class DocumentMask(Tensor):
-    """Who sees whom in a packed batch, by its documents and the pattern inside them. To any code but ours it is the mask `[rows, 1,
-    length, length]` that `make` returns, which is made when it is first needed."""
+    """Who sees whom in a packed batch, by its documents and the pattern inside them (None: `make` alone knows it). To any code but
+    ours it is the mask `[rows, 1, queries, length]` that `make` returns, which is made when it is first needed. With `shares`,
+    queries are those of this rank, and `whole` returns the mask of all."""
 
     documents: Documents
-    pattern: Pattern
+    pattern: Pattern | None
     make: Callable[[], Tensor]
+    shares: "Context | None" = None
+    whole: Callable[[], Any]
 
     @staticmethod
-    def __new__(cls, documents: Documents, pattern: Pattern, dtype: torch.dtype, make: Callable[[], Tensor]) -> Any:
-        shape = documents.rows, 1, documents.length, documents.length
-        found = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+    def __new__(
+        cls, documents: Documents, pattern: Pattern | None, dtype: torch.dtype, make: Callable[[], Tensor], **shape: Any
+    ) -> Any:
+        """Make the mask, of the `device` and the number of `queries` that `shape` may have, else on the CPU and of all."""
+        sizes = documents.rows, 1, shape.get("queries", documents.length), documents.length
+        device = torch.device(shape.get("device", "cpu"))
+        found = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, device=device)
         found.documents, found.pattern, found.make = documents, pattern, cache(make)
         return found
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # It would be compiled for the documents of each batch.
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return document_attention(query, key, value, self.documents, self.pattern, **options)
+        assert self.pattern is not None
+        return document_attention(query, key, value, self.documents, self.pattern, shares=self.shares, **options)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mask = (kwargs := kwargs or {}).get("attn_mask")
-        if func is scaled_dot_product_attention and isinstance(mask, cls) and not kwargs.get("dropout_p"):
+        known = isinstance(mask, cls) and mask.pattern is not None
+        if func is scaled_dot_product_attention and known and not kwargs.get("dropout_p"):
             return mask.attend(*args, scale=kwargs.get("scale"))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -63,9 +75,12 @@ class DocumentMask(Tensor):
 class PackedAttention:
     """What the host knows of a batch's masks before it is copied to a device: its documents, and where padding pads nothing."""
 
-    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False) -> None:
-        """Read a `batch`, which is on the CPU and will be copied to a device if `on_device`. A document begins where position ids
-        `[rows, length]` restart."""
+    fused_on = ("cpu",)  # The devices whose masks have an attention of ours.
+
+    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, shares: "Context | None" = None) -> None:
+        """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,
+        length]` restart. With `shares` it is whole, and models get this rank's share of it. Raises `DataError` for such a batch
+        with padding inside of sequences."""
         of_rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.dim() == 2}
         positions, padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
         found = None if positions is None else Documents.of(positions.cpu(), None if padding is None else padding.cpu())
@@ -75,7 +90,16 @@ class PackedAttention:
         for name, each in of_rows.items() if on_device else ():
             if name.endswith("attention_mask"):
                 self._full[each.shape] = self._full.get(each.shape, True) and bool(each.all())
-        self._on_device = on_device
+        self._on_device, self._padding, self._shares = on_device, padding, shares
+        if shares is not None:
+            rows, length = next(iter(of_rows.values())).shape
+            self._queries = sum(end - begin for begin, end in shares.spans(length))
+            if self.documents is None:
+                self.documents = Documents.whole(rows, length) if padding is None else Documents.of(None, padding)
+            if self.documents is None:
+                raise DataError("a sequence has padding inside, which parallel.context does not take; pad at an end")
+        elif self.documents is not None:
+            self._queries = self.documents.length
 
     def told(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a packed batch as `model` takes it: for flash attention with `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of
@@ -120,14 +144,34 @@ class PackedAttention:
         full = None if attention_mask is None else self._full.get(attention_mask.shape)
         if full:
             attention_mask = None
-        documents, device = self.documents, torch.device(call.get("device", "cpu"))
+        documents, shares = self.documents, self._shares
         sizes = call["batch_size"], call["q_length"], call["kv_length"]
-        if documents is not None and sizes != (documents.rows, documents.length, documents.length):
+        if documents is not None and sizes != (documents.rows, *[self._queries] * 2):
             documents = None
         if full is False or documents is not None:  # Else it would look for padding on the device.
             call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         if documents is None:
             return own(attention_mask=attention_mask, **call)
+        if shares is None:
+            return self._within(own, documents, attention_mask, call, fused=fused)
+        padding = None if self._padding is None else self._padding.bool().to(call.get("device", "cpu"))
+        call |= {"q_length": documents.length, "kv_length": documents.length}
+        return self._within(own, documents, padding, call, fused=fused, shares=shares)
+
+    def _within(
+        self,
+        own: _Function,
+        documents: Documents,
+        attention_mask: Tensor | None,
+        given: Mapping[str, Any],
+        *,
+        fused: bool,
+        shares: "Context | None" = None,
+    ) -> Any:
+        """Return the mask of whole sequences, within documents; with `shares`, of this rank's queries."""
+        call, device = dict(given), torch.device(given.get("device", "cpu"))
+        if not documents.packed and attention_mask is None and shares is None:
+            return own(**{**call, "allow_is_causal_skip": True})  # Whole sequences may need no mask.
         function = call.get("mask_function", masking_utils.causal_mask_function)
         numbers, places = documents.tokens(device)
         if (pattern := _pattern(function)) is not None:
@@ -135,9 +179,17 @@ class PackedAttention:
         apart = masking_utils.packed_sequence_mask_function(numbers)
         call["mask_function"] = masking_utils.and_masks(apart, function)
         make = partial(own, attention_mask=attention_mask, **call)
-        if pattern is None or not fused or device.type != "cpu":
-            return make()
-        return DocumentMask(documents, pattern, call["dtype"] if own is masking_utils.eager_mask else torch.bool, make)
+        if not fused or device.type not in self.fused_on:
+            pattern = None
+        dtype = call["dtype"] if own is masking_utils.eager_mask else torch.bool
+        if shares is None:
+            return make() if pattern is None else DocumentMask(documents, pattern, dtype, make)
+        pieces = [partial(make, q_length=end - begin, q_offset=begin) for begin, end in shares.spans(documents.length)]
+        rows = lambda: torch.cat([piece() for piece in pieces], 2)  # noqa: E731
+        found = DocumentMask(documents, pattern, dtype, rows, queries=self._queries, device=device)
+        found.shares = shares
+        found.whole = partial(self._within, own, documents, attention_mask, given, fused=fused)
+        return found
 
 
 def _pattern(function: _Function) -> Pattern | None:
@@ -181,10 +233,25 @@ def _attend(
 ) -> Any:
     """Call `own`, an attention function of transformers, or ours for a `DocumentMask` where ours can; the result is `[rows, length,
     heads, width]`. A trial (`losses/trial.py`) has shown that they agree."""
+    mask, sinks = attention_mask, named.get("s_aux")
+    if not isinstance(mask, DocumentMask):
+        return own(module, query, key, value, attention_mask, **named)
+    heads, key_heads = query.shape[1], key.shape[1]
+    if (shares := mask.shares) is not None and shares.method_for(heads, key_heads) == "heads":
+        if key_heads % shares.exchange.size:
+            key, value = (each.repeat_interleave(heads // key_heads, 1) for each in (key, value))
+        if sinks is not None:
+            named["s_aux"] = sinks.chunk(shares.exchange.size)[shares.exchange.index]
+        query, key, value = map(shares.to_heads, (query, key, value))
+        out, _ = _attend(own, module, query, key, value, mask.whole(), **named)
+        return shares.to_shares(out.transpose(1, 2)).transpose(1, 2), None
     beyond = named.get("position_bias") is not None or any(
         named.get(name) for name in ("softcap", "dropout", "output_attentions")
     )
-    if beyond or not isinstance(attention_mask, DocumentMask):
+    if beyond or mask.pattern is None:
+        if shares is not None:
+            key, value = (shares.gather_with_gradient(each, 2) for each in (key, value))
+            attention_mask = mask.make()
         return own(module, query, key, value, attention_mask, **named)
-    found = attention_mask.attend(query, key, value, scale=named.get("scaling"), sinks=named.get("s_aux"))
+    found = mask.attend(query, key, value, scale=named.get("scaling"), sinks=sinks)
     return found.transpose(1, 2).contiguous(), None

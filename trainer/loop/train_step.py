@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from zeromesh.rng import Streams
 from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.attention.packed_attention import PackedAttention
+from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.data.feed import require_same_batches, require_same_blocks
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
@@ -39,6 +40,9 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
+
+if TYPE_CHECKING:  # It imports torch's compiler, which takes two seconds that other runs save.
+    from zeromesh.context.shares import Context
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
@@ -108,6 +112,7 @@ class Stepper:
     compute: torch.dtype
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
+    context: "Context | None" = None  # What this rank has of sequences that ranks share.
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
@@ -180,7 +185,8 @@ class Stepper:
                 self._restore_training_flags()
 
         moved = self._to_device(batches, counts)
-        streams = [Streams(engine.options.seed, step, each.first_sample) for each in microbatches]
+        share = mesh.context.index
+        streams = [Streams(engine.options.seed, step, each.first_sample, share) for each in microbatches]
         work = [
             MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
             for each, own, drawn in zip(moved, seeds, streams, strict=True)
@@ -194,7 +200,9 @@ class Stepper:
         asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
         for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], checked_count(targets), _count_inputs(batches[number])[1]]
+            own = [loss * shares[number], 0, 0]
+            if share == 0:  # Losses are of shares of sequences, and what is counted is of all.
+                own[1:] = checked_count(targets), _count_inputs(batches[number])[1]
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             self.scalars.add(scalars)
         loss_finite = math.isfinite(sums[0])
@@ -243,6 +251,7 @@ class Stepper:
         require_same_blocks(feed.plan, 0, self.mesh)
         at_once = self._driver.evaluation_microbatches
         computed: list[tuple[Tensor, int | Tensor]] = []
+        share, whole = self.mesh.context.index, collector is not None or self.engine is None
         with in_evaluation_mode(self.model):
             for start in range(0, rounds, at_once):
                 done = min(start + at_once, rounds)
@@ -252,7 +261,7 @@ class Stepper:
                     require_same_batches(fetched, self.mesh)
                 # Collecting outputs synchronizes the host anyway, so counting in forward costs nothing.
                 counts = [None if collector is not None else self.loss.count(batch) for batch in fetched]
-                batches = self._to_device(fetched, counts)
+                batches = self._to_device(fetched, counts, whole=whole)
                 parts: list[Any] = []
                 streams = [Streams(feed.order.seed, "evaluation", each.first_sample) for each in group]
                 generation = collector.generation if collector is not None else None
@@ -268,9 +277,9 @@ class Stepper:
                     ]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
                 for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
-                    counted = bool(each.weight) and self._counts_loss
+                    counted = bool(each.weight) and self._counts_loss and not (whole and share)
                     if counted:
-                        computed.append((loss, count))
+                        computed.append((loss, 0 if share else count))
                     parts.append(collector.part_of(outputs, batch) if collector is not None and counted else None)
                 if collector is not None:
                     collector.add(parts)
@@ -359,12 +368,20 @@ class Stepper:
         ]
         return int(targets), shares
 
-    def _to_device(self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None]) -> list[DeviceBatch]:
+    def _to_device(
+        self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None], *, whole: bool = False
+    ) -> list[DeviceBatch]:
+        """Return batches that go to the device, of this rank's shares of their sequences or `whole` ones."""
         coming: list[DeviceBatch] = []
+        on_device = self._copies is not None
         for batch, targets in zip(batches, counts, strict=True):
-            attention = PackedAttention(batch, on_device=self._copies is not None)
+            if self.context is None or whole:
+                attention = PackedAttention(batch, on_device=on_device)
+            else:
+                attention = SharedAttention(self.model, batch, self.context, on_device=on_device)
             if attention.documents is not None:
-                require_separate_documents(self.model)
+                if attention.documents.packed:
+                    require_separate_documents(self.model)
                 batch = attention.told(self.model, batch)
             if not self._takes_positions:  # They told the documents.
                 batch = {name: each for name, each in batch.items() if name != "position_ids"}

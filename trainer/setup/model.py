@@ -111,7 +111,7 @@ def build_trained_model(
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline),
+        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
@@ -400,6 +400,8 @@ def _check_first_batches(
 def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> None:
     """Raise `DataError` for sequences that tensor ranks cannot divide, before a single pipeline stage fails."""
     parallel, ids = config.parallel, batch.get("input_ids")
+    if parallel.context > 1:  # Its ranks pad sequences.
+        return
     if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
         raise DataError(
             f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks "

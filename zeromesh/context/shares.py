@@ -24,6 +24,13 @@ class Context:
 
     exchange: Exchange
     method: Literal["gather", "heads", "auto"] = "auto"
+    sequence: int = 1
+    """The number of tensor ranks that divide a share further between their layers."""
+
+    @property
+    def multiple(self) -> int:
+        """The number of which lengths of sequences are multiples."""
+        return 2 * self.exchange.size * self.sequence
 
     def spans(self, length: int) -> tuple[tuple[int, int], ...]:
         """Return begin and end of the two pieces that this rank has of a sequence of `length` tokens."""

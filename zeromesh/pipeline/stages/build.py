@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from zeromesh.tensor.shared_input import SequenceShares
 
 
-_BALANCE = "load_balancing_loss_func"
+BALANCE = "load_balancing_loss_func"
+"""The function of transformers' modules that balances experts by the router logits of all layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,7 +143,7 @@ class Stages:
         computes from the router logits of all layers: those of earlier stages travel with the hidden state."""
         if self.count > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
             self._balance = inspect.unwrap(type(without_adapters(model)[0]).forward).__globals__
-            if _BALANCE not in self._balance:
+            if BALANCE not in self._balance:
                 cure = "set output_router_logits to false to train without"
                 raise refusal(model, f"it is not known how it balances its experts; {cure}")
         self._sites = [self._site(name, outside) for name in self._stages]
@@ -194,7 +195,7 @@ class Stages:
         (none for the first one). `balance`: compute the experts' load-balancing loss, if the model has one."""
         stage = self.own[chunk]
         names = self._balance if balance and stage + 1 == self.count else None
-        function = None if names is None else names[_BALANCE]
+        function = None if names is None else names[BALANCE]
         slot, blocks = self._slot, self.ranges[stage]
         slot.inject_at = blocks.start - 1
         slot.capture_at = blocks.stop if stage + 1 < self.count else -1
@@ -204,11 +205,11 @@ class Stages:
                 self._install_modules([stage])
             if names is not None and function is not None:
                 # The router logits of earlier stages count in the model's balance loss.
-                names[_BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
+                names[BALANCE] = lambda logits, *args, **kwargs: function((*received[1], *logits), *args, **kwargs)
             yield
         finally:
             if names is not None:
-                names[_BALANCE] = function
+                names[BALANCE] = function
             slot.received = slot.captured = None
             if len(self.own) > 1:
                 self._install_modules(self.own)
