@@ -154,6 +154,20 @@ _SEPARATE: WeakSet[nn.Module] = WeakSet()
 """Models whose documents were found to stay apart."""
 
 
+def separates_documents(model: nn.Module) -> bool:
+    """Return True if a small copy of a model separates packed documents. Each model is tried once."""
+    return not _tried(weakref.ref(model))
+
+
+def packed_batch(small: Any) -> dict[str, torch.Tensor]:
+    """Return token ids and positions of the packed documents of trials, `[2, tokens]`."""
+    vocabulary = small.get_input_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
+    positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
+    return {"input_ids": ids, "position_ids": positions}
+
+
 def require_separate_documents(model: nn.Module) -> None:
     """Raise `ConfigError` with the module that mixes tokens of packed documents in a small copy, or if that cannot be tried."""
     if model not in _SEPARATE and (found := _difference(pretrained_of(model))):

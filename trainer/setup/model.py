@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,12 @@ def build_trained_model(
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
+        if divided.context is not None:
+            from zeromesh.trainer.attention.share_trial import require_divisible_sequences
+
+            console.status("trying shares of sequences")
+            chosen = {"mode": config.model.loss_mode, "smoothing": config.run.label_smoothing}
+            require_divisible_sequences(model, loss, mesh, divided.context, partial(make_loss, **chosen))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(

@@ -30,6 +30,15 @@ AXES: dict[str, tuple[int, dict[str, Any]]] = {
     "data 2 x tensor 2": (4, {"tensor": 2}),
     "data 2 x pipeline 2": (4, {"pipeline": 2}),
     "pipeline 4": (4, {"pipeline": 4}),
+    "context 2": (2, {"context": 2}),
+    "heads 2": (2, {"context": 2, "context_method": "heads"}),
+    "context 3": (3, {"context": 3}),
+    "context 4": (4, {"context": 4}),
+    "context 2 x data 2": (4, {"context": 2}),
+    "context 2 x replicate 2": (4, {"context": 2, "replicate": 2}),
+    "context 2 x tensor 2": (4, {"context": 2, "tensor": 2}),
+    "context 2 x sequence 2": (4, {"context": 2, "tensor": 2, "sequence": True}),
+    "context 2 x pipeline 2": (4, {"context": 2, "pipeline": 2}),
 }
 MANY = ("tensor 2", "pipeline 2", "interleaved", "zero bubble", "pipeline 2 x tensor 2", "data 2 x pipeline 2")
 
@@ -69,6 +78,10 @@ STAGES = (
     *(("by hand", 3), ("pipeline 2 x tensor 2", 3), ("data 2 x tensor 2", 3), ("data 2 x tensor 2", 1)),
     *(("data 2 x pipeline 2", stage) for stage in (0, 1, 2, 3)),
     ("pipeline 4", 3),
+    *(("context 2", stage) for stage in (0, 1, 2, 3)),
+    *((each, 3) for each in ("heads 2", "context 3", "context 4", "context 2 x replicate 2")),
+    *(("context 2 x data 2", stage) for stage in (0, 1, 2, 3)),
+    *((each, 2) for each in ("context 2 x tensor 2", "context 2 x sequence 2", "context 2 x pipeline 2")),
 )
 CASES = [
     *(("", axes, stage) for axes, stage in STAGES),

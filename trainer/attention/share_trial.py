@@ -1,0 +1,123 @@
+"""A trial before training with a context axis: a small copy in float64 on shares of sequences, on the run's own ranks."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.context.shares import Context
+from zeromesh.errors import ConfigError, summary
+from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.attention.packed_attention import PackedAttention
+from zeromesh.trainer.attention.shared_batch import SharedAttention
+from zeromesh.trainer.data.collate import IGNORED_LABEL
+from zeromesh.trainer.losses.losses import Loss
+from zeromesh.trainer.losses.trial import packed_batch, separates_documents
+from zeromesh.trainer.models import small_copy
+from zeromesh.trainer.models.adapters import pretrained_of
+
+_TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
+_Result = tuple[Tensor, dict[str, Tensor], small_copy.Outputs]
+"""The loss of a batch, the gradients of trained parameters, and the outputs of modules."""
+
+
+def require_divisible_sequences(
+    model: nn.Module, loss: Loss, mesh: Mesh, context: Context, make_loss: Callable[[nn.Module], Loss]
+) -> None:
+    """Try a small copy of a whole model on shares of sequences: the loss, which `make_loss` makes, and every gradient must be those
+    of whole sequences, ragged ones and, where the model separates them, documents. All ranks call it. Raises `ConfigError` with the
+    module that differs, and for a loss that is not of next tokens."""
+    inside, ranks = pretrained_of(model), context.exchange.size
+
+    def refused(reason: str) -> ConfigError:
+        name = type(model if inside is None else inside).__name__
+        return ConfigError(f"{name} {reason}; set parallel.context: 1, or take another model", where="parallel.context")
+
+    if loss.kind == "user":
+        raise refused("is trained by compute_loss, which would shift the labels of each share by itself")
+    if loss.kind != "labels" or not loss.causal or inside is None:
+        raise refused("has no loss of next tokens, whose labels could be shifted before sequences are shared out")
+    heads = getattr(inside.config.get_text_config(), "num_attention_heads", 0) // mesh.tensor.size
+    if context.method == "heads" and heads % ranks:
+        raise ConfigError(
+            f"heads: {ranks} ranks (parallel.context) cannot have equally many of {heads} query heads; set gather or auto",
+            where="parallel.context_method",
+        )
+    made: list[Loss] = []
+
+    def run(small: nn.Module) -> Tensor:
+        small_copy.perturb(small)
+        made[:] = [make_loss(small)]
+        return _results(small, made[0], mesh.device, None, 1)[0][0]
+
+    small = small_copy.small_copy(inside, run)
+    if isinstance(small, str):
+        raise refused(f"cannot be tried on shares of sequences, as no small copy of it runs ({small})")
+    small.to(mesh.device)
+    count = 2 if separates_documents(model) else 1
+    heads = getattr(small.config.get_text_config(), "num_attention_heads", ranks)
+    tried = replace(context, method="auto") if heads % ranks else context  # The whole model has more heads.
+    with small_copy.InFloat64():
+        wanted = _results(small, made[0], mesh.device, None, count)
+        try:
+            found, reason = _results(small, made[0], mesh.device, tried, count), ""
+        except small_copy.ERRORS as error:
+            found, reason = [], f"does not run on shares of sequences ({summary(error)})"
+    for (loss_found, *rest), (loss_wanted, *others) in zip(found, wanted, strict=False):
+        reason = reason or _difference(mesh, tried, (loss_found, *rest), (loss_wanted, *others), small)
+    reasons = [each for each in mesh.world.gather_json(reason, "trial of shared sequences") if each]
+    if reasons:
+        raise refused(reasons[0])
+
+
+def _results(
+    small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int
+) -> list[_Result]:
+    found = []
+    packed = packed_batch(small)
+    ragged = {"input_ids": packed["input_ids"], "attention_mask": torch.ones_like(packed["input_ids"])}
+    ragged["attention_mask"][0, -7:] = 0
+    for batch in (ragged, packed)[:count]:
+        padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
+        batch = {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)}
+        attention = (
+            PackedAttention(batch)
+            if shares is None
+            else SharedAttention(small, batch, shares, on_device=False, separates=True)
+        )
+        given = {name: each.to(device) for name, each in attention.told(small, batch).items()}
+        call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
+        with attention.in_force():
+            total, outputs = small_copy.record_outputs(small, call)
+            found.append((total.detach(), small_copy.gradients_of(small, [total]), outputs))
+    return found
+
+
+def _difference(mesh: Mesh, context: Context, found: _Result, wanted: _Result, small: nn.Module) -> str:
+    """Return what differs between shares, summed over their ranks, and the whole; empty if nothing does. All ranks call it."""
+    (loss, gradients, outputs), (whole_loss, whole_gradients, whole_outputs) = found, wanted
+    sums = torch.cat([loss.reshape(1), *(each.flatten() for each in gradients.values())]).cpu()
+    mesh.context.all_reduce(sums, "trial of shared sequences")
+    ours = dict(zip(("", *gradients), sums.split([1, *(each.numel() for each in gradients.values())]), strict=True))
+    scale = 1e-4 * max(float(each.norm()) for each in whole_gradients.values())
+    differing = [
+        name
+        for name, value in {"": whole_loss.reshape(1), **whole_gradients}.items()
+        if not small_copy.deviation(ours[name], value.flatten().cpu(), scale) <= _TOLERANCE
+    ]
+    if not differing:
+        return ""
+
+    def differs(share: Tensor, whole: Tensor) -> bool:
+        dims = [dim for dim, sizes in enumerate(zip(share.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
+        if len(dims) != 1 or whole.shape[dims[0]] != context.exchange.size * share.shape[dims[0]]:
+            return False
+        return not small_copy.deviation(share, context.share(whole, dims[0]), 1.0) <= 1e-8
+
+    name = small_copy.first_difference(outputs, whole_outputs, differs)
+    if name is not None:
+        return f"computes something else on shares of sequences, first in {small_copy.module_label(small, name)}, in a trial"
+    what = f"gradient of {differing[-1]}" if differing[-1] else "loss"
+    return f"computes another {what} on shares of sequences, in a trial on a small copy"
