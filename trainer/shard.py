@@ -75,6 +75,8 @@ class ShardedModel(PlacedModel):
     """The codes of bitsandbytes' layers by the names of their weights, if the model was partitioned without an optimizer."""
     source: FrozenWeights
     """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
+    undo: Callable[[], None] = lambda: None
+    """Undoes that calls compute this rank's share of their sequences."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -156,6 +158,14 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     hub_form, divided = HubForm(model), divide_model(model, mesh, config)
     if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
+    undo: Callable[[], None] = lambda: None
+    if divided.context is not None:
+        from zeromesh.trainer.attention.share_trial import require_divisible_sequences
+        from zeromesh.trainer.attention.shared_calls import share_calls
+
+        own_loss = partial(make_loss, mode="native")
+        require_divisible_sequences(model, own_loss(model), mesh, divided.context, own_loss)
+        undo = share_calls(model, divided.context)
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = ShardedModel(
         config=config,
@@ -169,6 +179,7 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         frozen=trained,
         codes=codes,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
+        undo=undo,
     )
     vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
     if pretrained_of(model) is not None and not hasattr(model.forward, "in_documents"):
@@ -347,6 +358,7 @@ def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
         stand_for(values, model.get_parameter(name))
     for parameter in placed.frozen:
         parameter.requires_grad_(True)
+    placed.undo()
     for name in (_SHARDING, "no_sync", *_MODEL_METHODS):
         vars(model).pop(name, None)
 

@@ -93,6 +93,12 @@ CASES = [
         and not (WAYS[way].get("kind") in TWO_BLOCKS and axes == "interleaved")
         and not (way == "dropout" and "tensor" in axes)  # a tensor group draws numbers of its own
     ),
+    *(
+        (way, axes, 3)
+        for way in WAYS
+        for axes in ("context 2", "heads 2", "context 2 x tensor 2", "context 2 x pipeline 2")
+        if way not in ("a loss of one's own", "classifier", "dropout")  # refused, or of a share's own numbers
+    ),
 ]
 QUICK = {
     ("", "sequence 2", 2), ("", "pipeline 2 x tensor 2", 3), ("ragged", "pipeline 2", 3),
