@@ -39,6 +39,7 @@ from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
+from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.adapters import pretrained_of
@@ -158,14 +159,14 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     hub_form, divided = HubForm(model), divide_model(model, mesh, config)
     if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
-    undo: Callable[[], None] = lambda: None
+    shared: dict[str, Any] = {}
     if divided.context is not None:
         from zeromesh.trainer.attention.share_trial import require_divisible_sequences
         from zeromesh.trainer.attention.shared_calls import share_calls
 
         own_loss = partial(make_loss, mode="native")
         require_divisible_sequences(model, own_loss(model), mesh, divided.context, own_loss)
-        undo = share_calls(model, divided.context)
+        shared["undo"] = share_calls(model, divided.context)
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = ShardedModel(
         config=config,
@@ -179,10 +180,10 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         frozen=trained,
         codes=codes,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
-        undo=undo,
+        **shared,
     )
     vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
-    if pretrained_of(model) is not None and not hasattr(model.forward, "in_documents"):
+    if divided.context is None and pretrained_of(model) is not None and not hasattr(model.forward, "in_documents"):
         vars(model)["forward"] = MethodType(_in_documents(model.forward), model)
     for name, method in _MODEL_METHODS.items():
         if callable(getattr(model, name, None)):
@@ -199,7 +200,8 @@ def _in_documents(method: Any) -> Callable[..., Any]:
 
     @wraps(function)
     def forward(model: Any, /, *arguments: Any, **named: Any) -> Any:
-        attention = PackedAttention(named if is_sharded(model) else {})
+        alone = is_sharded(model) and placed_of(model).divided.context is None  # Positions of a share jump.
+        attention = PackedAttention(named if alone else {})
         if attention.documents is None:
             return function(model, *arguments, **named)
         require_separate_documents(model)

@@ -72,9 +72,7 @@ def require_divisible_sequences(
         raise refused(reasons[0])
 
 
-def _results(
-    small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int
-) -> list[_Result]:
+def _results(small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int) -> list[_Result]:
     found = []
     packed = packed_batch(small)
     ragged = {"input_ids": packed["input_ids"], "attention_mask": torch.ones_like(packed["input_ids"])}
@@ -118,6 +116,6 @@ def _difference(mesh: Mesh, context: Context, found: _Result, wanted: _Result, s
 
     name = small_copy.first_difference(outputs, whole_outputs, differs)
     if name is not None:
-        return f"computes something else on shares of sequences, first in {small_copy.module_label(small, name)}, in a trial"
+        return f"computes something else on shares of sequences, first in {small_copy.mixer_label(small, name)}, in a trial"
     what = f"gradient of {differing[-1]}" if differing[-1] else "loss"
     return f"computes another {what} on shares of sequences, in a trial on a small copy"

@@ -18,7 +18,7 @@ from zeromesh.trainer.models.adapters import pretrained_of
 
 
 def share_calls(model: nn.Module, context: Context) -> Callable[[], None]:
-    """Let calls of a Hugging Face `model` that record gradients compute this rank's share of their sequences, which all ranks of the
+    """Let calls of a Hugging Face `model` that record gradients compute this rank's share of their sequences, which ranks of the
     context axis pass whole. The loss is that of the whole; its backward gives each rank its share of the gradients. With labels
     there are no logits, as they would be of the share alone; without them logits are gathered. Returns a call that undoes it."""
     forward, names, within = model.forward, signature(type(pretrained_of(model)).forward), False

@@ -118,6 +118,14 @@ def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, 
     return None
 
 
+def mixer_label(model: nn.Module, name: str) -> str:
+    """Return the label of the module that mixes tokens where the module `name` is the first whose output differs."""
+    module = model.get_submodule(name)
+    if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
+        name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
+    return module_label(model, name)
+
+
 def module_label(model: nn.Module, name: str) -> str:
     return f"{name or 'the model'}, a {type(model.get_submodule(name)).__name__}"
 
