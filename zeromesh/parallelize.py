@@ -71,7 +71,8 @@ def divide(
 
         exchange = open_exchange(mesh.context, mesh.device, options.transport)
         pieces = mesh.tensor.size if options.sequence else 1
-        context = Context(exchange=exchange, method=options.context_method, sequence=pieces)
+        fused = mesh.device.type != "cpu"
+        context = Context(exchange=exchange, method=options.context_method, heads_first=fused, sequence=pieces)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes, context=context)

@@ -60,8 +60,8 @@ class DocumentMask(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         mask = (kwargs := kwargs or {}).get("attn_mask")
-        known = isinstance(mask, cls) and mask.pattern is not None
-        if func is scaled_dot_product_attention and known and not kwargs.get("dropout_p"):
+        known = func is scaled_dot_product_attention and not kwargs.get("dropout_p")
+        if known and isinstance(mask, cls) and mask.pattern is not None:
             return mask.attend(*args, scale=kwargs.get("scale"))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -75,7 +75,7 @@ class DocumentMask(Tensor):
 class PackedAttention:
     """What the host knows of a batch's masks before it is copied to a device: its documents, and where padding pads nothing."""
 
-    fused_on = ("cpu",)  # The devices whose masks have an attention of ours.
+    fused_on: tuple[str, ...] = ("cpu",)  # The devices whose masks have an attention of ours.
 
     def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, shares: "Context | None" = None) -> None:
         """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,

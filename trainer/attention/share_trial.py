@@ -14,7 +14,7 @@ from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.losses.losses import Loss
-from zeromesh.trainer.losses.trial import packed_batch, separates_documents
+from zeromesh.trainer.losses.trial import packed_batch, require_separate_documents
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import pretrained_of
 
@@ -56,7 +56,11 @@ def require_divisible_sequences(
     if isinstance(small, str):
         raise refused(f"cannot be tried on shares of sequences, as no small copy of it runs ({small})")
     small.to(mesh.device)
-    count = 2 if separates_documents(model) else 1
+    try:
+        require_separate_documents(model)
+        count = 2
+    except ConfigError:  # A run with packed documents is refused by itself.
+        count = 1
     heads = getattr(small.config.get_text_config(), "num_attention_heads", ranks)
     tried = replace(context, method="auto") if heads % ranks else context  # The whole model has more heads.
     with small_copy.InFloat64():
@@ -65,8 +69,8 @@ def require_divisible_sequences(
             found, reason = _results(small, made[0], mesh.device, tried, count), ""
         except small_copy.ERRORS as error:
             found, reason = [], f"does not run on shares of sequences ({summary(error)})"
-    for (loss_found, *rest), (loss_wanted, *others) in zip(found, wanted, strict=False):
-        reason = reason or _difference(mesh, tried, (loss_found, *rest), (loss_wanted, *others), small)
+    for shares, whole in zip(found, wanted, strict=False):
+        reason = reason or _difference(mesh, tried, shares, whole, small)
     reasons = [each for each in mesh.world.gather_json(reason, "trial of shared sequences") if each]
     if reasons:
         raise refused(reasons[0])
@@ -80,11 +84,7 @@ def _results(small: nn.Module, loss: Loss, device: torch.device, shares: Context
     for batch in (ragged, packed)[:count]:
         padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
         batch = {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)}
-        attention = (
-            PackedAttention(batch)
-            if shares is None
-            else SharedAttention(small, batch, shares, on_device=False, separates=True)
-        )
+        attention = PackedAttention(batch) if shares is None else SharedAttention(small, batch, shares)
         given = {name: each.to(device) for name, each in attention.told(small, batch).items()}
         call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
         with attention.in_force():
@@ -96,14 +96,14 @@ def _results(small: nn.Module, loss: Loss, device: torch.device, shares: Context
 def _difference(mesh: Mesh, context: Context, found: _Result, wanted: _Result, small: nn.Module) -> str:
     """Return what differs between shares, summed over their ranks, and the whole; empty if nothing does. All ranks call it."""
     (loss, gradients, outputs), (whole_loss, whole_gradients, whole_outputs) = found, wanted
-    sums = torch.cat([loss.reshape(1), *(each.flatten() for each in gradients.values())]).cpu()
-    mesh.context.all_reduce(sums, "trial of shared sequences")
-    ours = dict(zip(("", *gradients), sums.split([1, *(each.numel() for each in gradients.values())]), strict=True))
+    sums = {
+        name: mesh.context.all_reduce(each.cpu().reshape(-1).clone(), "trial")
+        for name, each in {"": loss, **gradients}.items()
+    }
     scale = 1e-4 * max(float(each.norm()) for each in whole_gradients.values())
+    wholes = {"": whole_loss, **whole_gradients}.items()
     differing = [
-        name
-        for name, value in {"": whole_loss.reshape(1), **whole_gradients}.items()
-        if not small_copy.deviation(ours[name], value.flatten().cpu(), scale) <= _TOLERANCE
+        n for n, whole in wholes if not small_copy.deviation(sums[n], whole.cpu().reshape(-1), scale) <= _TOLERANCE
     ]
     if not differing:
         return ""

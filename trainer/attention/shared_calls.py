@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError
@@ -21,23 +23,19 @@ def share_calls(model: nn.Module, context: Context) -> Callable[[], None]:
     """Let calls of a Hugging Face `model` that record gradients compute this rank's share of their sequences, which ranks of the
     context axis pass whole. The loss is that of the whole; its backward gives each rank its share of the gradients. With labels
     there are no logits, as they would be of the share alone; without them logits are gathered. Returns a call that undoes it."""
-    forward, names, within = model.forward, signature(type(pretrained_of(model)).forward), False
+    inside = pretrained_of(model) or model
+    forward, names, within = model.forward, [*signature(type(inside).forward).parameters][1:], False
 
     def call(*arguments: Any, **named: Any) -> Any:
         nonlocal within
         if not torch.is_grad_enabled():
             return forward(*arguments, **named)
-        batch = {**dict(zip(list(names.parameters)[1:], arguments, strict=False)), **named}
-        items = batch.pop("num_items_in_batch", None)
+        batch = {**dict(zip(names, arguments, strict=False)), **named}
+        items, device = batch.pop("num_items_in_batch", None), next(inside.parameters()).device
         whole = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in batch.items()}
-        attention = SharedAttention(model, whole, context, on_device=False, separates=True)
-        device = next(each.device for each in batch.values() if isinstance(each, Tensor))
-        shared = {
-            name: each.to(device) if isinstance(each, Tensor) else each
-            for name, each in attention.told(model, whole).items()
-        }
-        labelled = isinstance(labels := whole.get("labels"), Tensor)
-        if labelled and isinstance(labels, Tensor):
+        attention = SharedAttention(model, whole, context)
+        shared = tree_map_only(Tensor, lambda each: each.to(device), dict(attention.told(model, whole)))
+        if (labels := whole.get("labels")) is not None:
             shared["num_items_in_batch"] = max(1, count_targets(labels, causal=True)) if items is None else items
         within = True
         try:
@@ -45,16 +43,15 @@ def share_calls(model: nn.Module, context: Context) -> Callable[[], None]:
                 out = forward(**{**shared, "return_dict": True})
         finally:
             within = False
-        if labelled:
+        if labels is not None:
             out.loss, out.logits = all_reduce_output(out.loss, None, context.exchange), None
-        else:
-            length = next(each.shape[1] for each in whole.values() if isinstance(each, Tensor))
-            gather, share = context.gather, context.share
-            whole_logits = apply_collective(out.logits, None, lambda x: gather(x, 1), lambda grad: share(grad, 1))
-            out.logits = whole_logits[:, :length]
+        else:  # The loss of logits is the same on all ranks, of whose gradient each has its share.
+            gather, share = (lambda x: context.gather(x, 1)), (lambda grad: context.share(grad, 1))
+            logits = apply_collective(out.logits, None, gather, share)
+            out.logits = logits[:, : next(each.shape[1] for each in whole.values() if isinstance(each, Tensor))]
         return out
 
-    def inner(own: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def part(own: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and not within:
             raise ConfigError(
                 f"{type(model).__name__} was called by a part of it, and ranks share the sequences of whole calls alone; call the "
@@ -65,8 +62,6 @@ def share_calls(model: nn.Module, context: Context) -> Callable[[], None]:
 
     undone = ExitStack()
     undone.callback(override(model, "forward", call))
-    base = pretrained_of(model).base_model
-    if base is not pretrained_of(model):
-        own = base.forward
-        undone.callback(override(base, "forward", lambda *arguments, **named: inner(own, *arguments, **named)))
+    if (base := getattr(inside, "base_model", inside)) is not inside:
+        undone.callback(override(base, "forward", partial(part, base.forward)))
     return undone.close

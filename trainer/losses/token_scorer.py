@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
 from zeromesh.kernels.chunked_log_probs import TokenScores
+from zeromesh.trainer.data.collate import shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
-from zeromesh.trainer.losses.trial import examine, shifted
+from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 

@@ -154,11 +154,6 @@ _SEPARATE: WeakSet[nn.Module] = WeakSet()
 """Models whose documents were found to stay apart."""
 
 
-def separates_documents(model: nn.Module) -> bool:
-    """Return True if a small copy of a model separates packed documents. Each model is tried once."""
-    return not _tried(weakref.ref(model))
-
-
 def packed_batch(small: Any) -> dict[str, torch.Tensor]:
     """Return token ids and positions of the packed documents of trials, `[2, tokens]`."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
@@ -205,24 +200,19 @@ def _difference(model: Any | None) -> str:
         return ""
     names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
     name = next(filter(None, names), "")
-    module = small.get_submodule(name)
-    if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
-        name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
-    return f"gives a document other values {trial.format(f'by {small_copy.module_label(small, name)}')}"
+    return f"gives a document other values {trial.format(f'by {small_copy.mixer_label(small, name)}')}"
 
 
 def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Outputs, dict[str, torch.Tensor]]:
     """Run one document alone, as a user would, or all of them packed. Returns outputs, of which the last entry is the logits or,
     without a head, the hidden states, and the gradients of a weighted sum of the latter."""
-    vocabulary = small.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
+    packed = packed_batch(small)
+    ids, positions = packed["input_ids"], packed["position_ids"]
     takes = inspect.signature(type(small).forward).parameters
     given: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
     context: AbstractContextManager[None] = nullcontext()
     place = slice(None), slice(None)
     if document is None:
-        positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
         context = PackedAttention({"position_ids": positions}).in_force()
         given |= {"position_ids": positions} if "position_ids" in takes else {}
     else:
@@ -232,6 +222,7 @@ def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Output
         found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids[place], **given))
     logits = getattr(found, "logits", None)
     result = found[0] if logits is None else logits
+    generator = torch.Generator().manual_seed(1)
     weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[place]
     kept = torch.where(result.abs() < 1e30, result, 0.0)  # Logits of tokens that are none are the lowest finite number.
     return [*outputs, ("", [result.detach()])], small_copy.gradients_of(small, [(kept * weights).sum()])

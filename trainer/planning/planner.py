@@ -26,7 +26,7 @@ _FRAGMENTATION = 0.05  # The fraction of an accelerator's memory lost to fragmen
 _ENOUGH_FITTING = 12
 """The number of fitting layouts with offload, faster than all remaining candidates, after which the search ends."""
 _FRACTIONS = (0.25, 0.5, 0.75, 1.0)  # The candidate fractions of states that are offloaded.
-_LEAST_PIECE = 1024  # The fewest tokens of a piece of a sequence that context ranks share.
+_LEAST_PIECE = 4096  # The fewest tokens of a piece of a sequence that context ranks share.
 _MICROS = (1, 2, 4, 8, 16, 32, 64)  # The candidate microbatch sizes, in samples.
 GIB = 1 << 30
 _DISK_BYTES = 1 << 42  # of a machine whose file has a disk, but not its size

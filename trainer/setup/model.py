@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -100,8 +99,9 @@ def build_trained_model(
             from zeromesh.trainer.attention.share_trial import require_divisible_sequences
 
             console.status("trying shares of sequences")
-            chosen = {"mode": config.model.loss_mode, "smoothing": config.run.label_smoothing}
-            require_divisible_sequences(model, loss, mesh, divided.context, partial(make_loss, **chosen))
+            mode, smoothing = config.model.loss_mode, config.run.label_smoothing
+            loss_of = lambda small: make_loss(small, mode=mode, smoothing=smoothing)  # noqa: E731
+            require_divisible_sequences(model, loss, mesh, divided.context, loss_of)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(

@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
         shares: Shares | None,
     ) -> Tensor:
         given = query, key, value
-        query, key, value = _whole(*given, shares)
+        query, key, value = _whole(given, shares)
         rows, heads, tokens, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
         out = query.new_zeros(rows, tokens, heads, width).transpose(1, 2)  # as the projection behind it reads it
@@ -99,7 +99,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         *given, sinks, out, sums = ctx.saved_tensors
-        query, key, value = _whole(*given, ctx.shares)
+        query, key, value = _whole(given, ctx.shares)
         gradient = _padded(gradients[0], out.shape[-1])
         totals = [torch.zeros_like(each, dtype=sums.dtype) for each in (query, key, value)]
         for block in ctx.plan:
@@ -125,9 +125,10 @@ class _Attention(torch.autograd.Function):
         return *(each.to(query.dtype) for each in found), to_sinks, None, None, None
 
 
-def _whole(query: Tensor, key: Tensor, value: Tensor, shares: Shares | None) -> tuple[Tensor, ...]:
+def _whole(given: Sequence[Tensor], shares: Shares | None) -> tuple[Tensor, ...]:
     """Return the queries, and keys and values of whole sequences. The kernel wants values as wide as keys; zeros change no scores
     and no other values."""
+    query, key, value = given
     width = max(query.shape[-1], value.shape[-1])
     if shares is not None:
         key, value = shares.gather(key, 2), shares.gather(value, 2)

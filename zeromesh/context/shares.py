@@ -24,6 +24,8 @@ class Context:
 
     exchange: Exchange
     method: Literal["gather", "heads", "auto"] = "auto"
+    heads_first: bool = False
+    """True if `auto` takes heads wherever ranks can divide them, since the device has fused kernels for whole sequences alone."""
     sequence: int = 1
     """The number of tensor ranks that divide a share further between their layers."""
 
@@ -66,13 +68,13 @@ class Context:
         return apply_collective(heads, None, self._to_shares, self._to_heads)
 
     def method_for(self, heads: int, key_heads: int) -> Method:
-        """Return the method that receives fewer bytes for attention with these numbers of heads of queries and of keys."""
+        """Return the method for attention with these numbers of heads of queries and of keys; auto: that receives fewer bytes."""
         ranks = self.exchange.size
-        if self.method != "auto":
-            return self.method
-        # Heads that do not divide are given to several ranks, so these are as many as queries then.
+        if self.method != "auto" or heads % ranks:
+            return "gather" if self.method == "auto" else self.method
+        # Key heads that do not divide are repeated for all heads of queries.
         moved = key_heads if key_heads % ranks == 0 else heads
-        return "gather" if heads % ranks or key_heads * ranks <= heads + moved else "heads"
+        return "heads" if self.heads_first or key_heads * ranks > heads + moved else "gather"
 
     def _places(self, length: int) -> list[int]:
         """Return where each piece of a sequence, in order, lies in shares that are one behind the other."""

@@ -23,6 +23,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
+from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
@@ -72,9 +73,16 @@ class Tracer:
         self._undo.close()
 
     def trace(
-        self, batch: Batch, *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none", tiles: int = 0
+        self,
+        batch: Batch,
+        *,
+        tensor: int = 1,
+        sequence: bool = False,
+        recompute: Mode = "none",
+        tiles: int = 0,
+        context: int = 1,
     ) -> Trace:
-        """Trace a microbatch on one of `tensor` tensor ranks, in `tiles` of so many tokens, if any. `batch` holds real integers; of
+        """Trace a microbatch on one of `tensor` x `context` ranks, in `tiles` of so many tokens (0: none). `batch` has real integers; of
         other tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles, and
         `LayoutError` for one that is indivisible."""
         exchange = TracedExchange(tensor)
@@ -84,7 +92,7 @@ class Tracer:
                 self._divide(exchange, sequence, undo)
                 if tiles:
                     use_tiles(self.model, tiles, self._token_wise())
-                meter = self._run(batch, exchange, recompute, undo)
+                meter = self._run(batch, exchange, recompute, context, undo)
             except ZeromeshError:
                 raise
             except Exception as error:
@@ -121,7 +129,7 @@ class Tracer:
         undo.callback(divided.restore)
         return divided
 
-    def _run(self, batch: Batch, exchange: TracedExchange, recompute: Mode, undo: ExitStack) -> Meter:
+    def _run(self, batch: Batch, exchange: TracedExchange, recompute: Mode, context: int, undo: ExitStack) -> Meter:
         model = self.model.train()
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
@@ -135,6 +143,15 @@ class Tracer:
                 undo.callback(hook_before(parameter, free_gradient).remove)
         for tensor in (*model.parameters(), *model.buffers()):
             meter.register_state(tensor)
+        if context > 1:
+            from zeromesh.context.shares import Context
+
+            among = TracedExchange(context)
+            among.meter, on_cpu = meter, self._device == "cpu"
+            attention = SharedAttention(model, batch, Context(exchange=among, heads_first=not on_cpu))
+            attention.fused_on = ("cpu", "meta") if on_cpu else ()
+            batch = attention.told(model, batch)
+            undo.enter_context(attention.in_force())
         with meter, kernels_of(self._device):
             total = self.loss(model, dict(batch), seed=1.0)
             meter.begin(AFTER, backward=True)
