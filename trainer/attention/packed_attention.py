@@ -36,7 +36,7 @@ class DocumentMask(Tensor):
     queries are those of this rank, and `whole` returns the mask of all."""
 
     documents: Documents
-    pattern: Pattern | None
+    pattern: Any  # A `Pattern` or None.
     make: Callable[[], Tensor]
     shares: "Context | None" = None
     whole: Callable[[], Any]
@@ -54,7 +54,6 @@ class DocumentMask(Tensor):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # It would be compiled for the documents of each batch.
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        assert self.pattern is not None
         return document_attention(query, key, value, self.documents, self.pattern, shares=self.shares, **options)
 
     @classmethod

@@ -47,7 +47,7 @@ class SharedAttention(PackedAttention):
                 undone.callback(override(names, BALANCE, partial(self._balance, own)))
             yield
 
-    def _balance(self, own: Callable[..., Any], logits: Any, *arguments: Any, **named: Any) -> Any:
+    def _balance(self, own: Callable[..., Any], logits: Any, /, *arguments: Any, **named: Any) -> Any:
         """Return this rank's part of the balance loss, from the router logits `[rows x tokens, experts]` of its tokens."""
         if not isinstance(logits, tuple):
             return own(logits, *arguments, **named)

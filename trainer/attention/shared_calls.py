@@ -51,7 +51,7 @@ def share_calls(model: nn.Module, context: Context) -> Callable[[], None]:
             out.logits = logits[:, : next(each.shape[1] for each in whole.values() if isinstance(each, Tensor))]
         return out
 
-    def part(own: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def part(own: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
         if torch.is_grad_enabled() and not within:
             raise ConfigError(
                 f"{type(model).__name__} was called by a part of it, and ranks share the sequences of whole calls alone; call the "

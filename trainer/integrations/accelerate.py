@@ -94,7 +94,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self.scaler = None  # The engine scales the loss.
         if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
-        parallel = self._config.parallel
+        self.layout = parallel = self._config.parallel
         self.together = parallel.tensor * parallel.context
         """The number of ranks that compute one batch together."""
         if self.together > 1:

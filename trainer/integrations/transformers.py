@@ -72,7 +72,9 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
             return
         models = [each for each in (self.model, getattr(self, "ref_model", None)) if each is not None]
         fused = all(_score_by_our_kernel(each) for each in models)
-        if self.accelerator.tensor > 1:
+        if self.accelerator.layout.context > 1:
+            raise ConfigError(f"{type(self).__name__} scores whole sequences; set parallel.context: 1")
+        if self.accelerator.layout.tensor > 1:
             if not (fused and any(each.__name__ in _TENSOR_PARALLEL for each in type(self).__mro__)):
                 raise ConfigError(
                     f"{type(self).__name__} is not shown to be exact over tensor ranks, as {' and '.join(_TENSOR_PARALLEL)} of TRL "

@@ -96,7 +96,7 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
         if divided.context is not None:
-            from zeromesh.trainer.attention.share_trial import require_divisible_sequences
+            from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 
             console.status("trying shares of sequences")
             mode, smoothing = config.model.loss_mode, config.run.label_smoothing

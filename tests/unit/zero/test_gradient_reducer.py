@@ -88,7 +88,7 @@ def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientRed
     posted: list[tuple[Any, ...]] = []
     watch = SimpleNamespace(posted=posted, event=lambda *event, known_order: posted.append((*event, known_order)))
     data = SimpleNamespace(size=ranks, ranks=range(ranks), all_reduce=lambda sums, what: sums[1:2].add_(1.0))
-    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=ranks), data=data, recorder=StepRecorder(), watch=watch)
+    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=ranks), peers=data, recorder=StepRecorder(), watch=watch)
     shards: Any = Shards()
     reduced: list[str] = []
     replicas: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
