@@ -161,8 +161,8 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         use_float8_linear(model, mesh.device)
     shared: dict[str, Any] = {}
     if divided.context is not None:
-        from zeromesh.trainer.losses.share_trial import require_divisible_sequences
         from zeromesh.trainer.attention.shared_calls import share_calls
+        from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 
         own_loss = partial(make_loss, mode="native")
         require_divisible_sequences(model, own_loss(model), mesh, divided.context, own_loss)
