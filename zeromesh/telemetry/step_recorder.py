@@ -226,12 +226,8 @@ class CommAccount:
         return found
 
 
-def added(total: Figures, more: Figures) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the sum of two results of `StepRecorder.take_traffic`."""
-    out = {axis: {name: dict(row) for name, row in rows.items()} for axis, rows in total.items()}
-    for axis, rows in more.items():
-        for name, row in rows.items():
-            sums = out.setdefault(axis, {}).setdefault(name, {})
-            for key, value in row.items():
-                sums[key] = sums.get(key, 0) + value
-    return out
+def added(total: Any, more: Any) -> Any:
+    """Return the sum of two results of `StepRecorder.take_traffic`, nested mappings of numbers."""
+    if not isinstance(total, Mapping):
+        return total + more
+    return {**total, **more, **{name: added(total[name], more[name]) for name in total.keys() & more.keys()}}

@@ -27,6 +27,7 @@ from zeromesh.pipeline.executor import Executor, timelines
 from zeromesh.pipeline.schedule import make_schedule
 from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
+from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 
@@ -230,6 +231,9 @@ def test_a_stage_holds_its_own_parameters_alone_until_it_is_restored() -> None:
     with torch.no_grad():
         (sent,) = stages.forward(0, batches(1)[0], [torch.zeros(1, 4, 32, dtype=torch.float64)])
     assert sent.isfinite().all()
+    with stubs_removed(model):
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
     stages.restore()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in whole.named_parameters()]
     assert model.lm_head.weight is model.transformer.wte.weight

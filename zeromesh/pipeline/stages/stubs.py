@@ -10,7 +10,7 @@ tensor ranks hold shares of the sequence between blocks, inject and capture have
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import PhaseError
+from zeromesh.overrides import override
 from zeromesh.pipeline.stages.model_anatomy import HIDDEN, Anatomy, WithoutValues
 
 if TYPE_CHECKING:
@@ -59,19 +60,12 @@ class Stub(nn.Module):
 @contextmanager
 def stubs_removed(model: nn.Module) -> Iterator[None]:
     """Inside the block the model has the modules of other stages, with meta parameters, in place of their stubs."""
-    stubs = [
-        (parent._modules, leaf, child)
-        for parent in model.modules()
-        for leaf, child in parent.named_children()
-        if isinstance(child, Stub)
-    ]
-    for children, leaf, stub in stubs:
-        children[leaf] = stub._foreign[0]
-    try:
+    with ExitStack() as undone:
+        for parent in list(model.modules()):
+            for leaf, child in list(parent.named_children()):
+                if isinstance(child, Stub):
+                    undone.callback(override(parent._modules, leaf, child._foreign[0]))
         yield
-    finally:
-        for children, leaf, stub in stubs:
-            children[leaf] = stub
 
 
 class BlockStub(Stub):
