@@ -54,10 +54,8 @@ def parse_prompts(content: bytes, where: str) -> list[PromptLine]:
 def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
     form, text = f"a prompt is an object with one of {', '.join(KEYS)}", _shorten(line.decode(errors="replace"))
     row = json_object(line, lambda why: DataError(f"{where}: {form}; it {why}: {text}"))
-    try:
+    with errors_as(DataError, f"{where}: it has half of a character, which is no text: ", UnicodeEncodeError):
         json.dumps(row, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: it has half of a character (\\ud800 to \\udfff), which is no text") from error
     name = row.pop("id", number)
     if not isinstance(name, str | int):
         raise DataError(f"{where}: id is text or a number, not {_shorten(json.dumps(name))}")

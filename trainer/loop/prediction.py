@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers import EvalPrediction
 
-from zeromesh.errors import DataError, some
+from zeromesh.errors import DataError, errors_as, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import Blocks
 from zeromesh.trainer.generation.evaluation_prompts import BatchGeneration
@@ -69,7 +69,8 @@ class Collector:
         """Return `predictions`, as the model returned them without loss, and `label_ids`. Raises `DataError` if kinds differ."""
         whole: dict[str, Tree] = {}
         tokens = PADDING if self.generation is None else self.generation.padding
-        try:
+        unlike = "what the model returned for two microbatches cannot be put together: "
+        with errors_as(DataError, unlike, ValueError, KeyError, TypeError):
             for name, padding in (("predictions", tokens), ("label_ids", PADDING)):
                 flat = [pytree.tree_flatten(each.pop(name)) for each in self._parts]
                 structure = flat[0][1]
@@ -78,8 +79,6 @@ class Collector:
                 columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
                 del flat  # Each piece is released once it is copied.
                 whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"what the model returned for two microbatches cannot be put together: {error}") from error
         if self.blocks is not None:
             places = np.argsort(np.concatenate(self.blocks))
             whole = pytree.tree_map_only(

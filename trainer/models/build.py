@@ -21,7 +21,7 @@ from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
-from zeromesh.errors import ConfigError, library_errors, summary
+from zeromesh.errors import ConfigError, library_errors
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.settings.keys import int_if_whole
@@ -130,19 +130,15 @@ def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where:
     if path.is_file() or not REPOSITORY.fullmatch(source):
         problem = f"{path} is not a directory on this machine, and cannot be the name of a model on the Hub"
         raise ConfigError(problem, where=where)
-    try:
-        found = huggingface_hub.snapshot_download(
-            source, revision=revision, allow_patterns=[*files], ignore_patterns=["*/*"], local_files_only=not download
-        )
-    except Exception as error:
-        at = f" at {revision}" if revision else ""
-        offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
-        raise ConfigError(
-            f"{source!r} is neither a directory here ({path.absolute()}) nor a model{at} that can be had from "
-            f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: {summary(error)}",
-            where=where,
-        ) from error
-    return Path(found)
+    at = f" at {revision}" if revision else ""
+    offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
+    absent = (
+        f"{source!r} is neither a directory here ({path.absolute()}) nor a model{at} that can be had from "
+        f"the cache {constants.HF_HUB_CACHE} or from the Hub{offline}: "
+    )
+    which: dict[str, Any] = {"revision": revision, "allow_patterns": [*files], "ignore_patterns": ["*/*"]}
+    with library_errors(where, absent):
+        return Path(huggingface_hub.snapshot_download(source, **which, local_files_only=not download))
 
 
 def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:

@@ -14,7 +14,7 @@ from safetensors.torch import save
 from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
 from zeromesh.checkpoint.format.safetensors_layout import read_header
 from zeromesh.environment import setting
-from zeromesh.errors import CheckpointError, ConfigError, StorageError
+from zeromesh.errors import CheckpointError, ConfigError, StorageError, errors_as
 from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import ZeroOptions
@@ -66,10 +66,9 @@ def keep_encoded(
     headers = {_file(name): read_header(folder / _file(name)) for name in names}
     records = {file: FileRecord(nbytes=(folder / file).stat().st_size, pieces=()) for file in headers}
     tensors = tuple(spec for header in headers.values() for spec in header.values())
-    try:
+    damaged = f"{str(folder)!r} is damaged; remove it, and the weights are encoded anew: "
+    with errors_as(StorageError, damaged, ConfigError):
         source.kept = QuantizedFiles(folder, Manifest(step=0, files=records, tensors=tensors))
-    except ConfigError as error:
-        raise StorageError(f"{str(folder)!r} is damaged; remove it, and the weights are encoded anew") from error
     size, what = human_bytes(sum(each.nbytes for each in records.values())), f"{len(names)} matrices in {codec.name}"
     return [f"{what}, {size}: {'encoded now and kept' if encoded else 'read'} in {folder}"]
 

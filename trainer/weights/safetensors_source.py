@@ -29,6 +29,7 @@ from zeromesh.trainer.weights.quantized_files import QuantizedFiles
 from zeromesh.weight_init import weight_sources
 
 _SHOWN = 20
+_UNFIT = "model.source: the files do not fit the model"
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 
 
@@ -106,7 +107,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
         if shape != tuple(state[name].shape):
             problems.append(f"{name} has shape {list(shape)}, the model has {list(state[name].shape)}")
     if problems:
-        raise ConfigError(first_lines(problems, _SHOWN), where="model.source: the files do not fit the model")
+        raise ConfigError(first_lines(problems, _SHOWN), where=_UNFIT)
     shown = [name for name in unused if not _ignored(model, name)]
     return Matched(direct=direct, converted=converted, new=tuple(new), unused=tuple(shown))
 
@@ -149,14 +150,9 @@ def _run_on_meta(conversion: Conversion, entries: Mapping[str, TensorSpec], mode
     def empty(name: str) -> torch.Tensor:
         return torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
 
-    try:
+    names, count = ", ".join(name for _, name in conversion.sources[:4]), counted(len(conversion.sources), "tensor")
+    with library_errors(_UNFIT, f"{conversion.target} cannot be made from {names} ({count}): "):
         return conversion.run(empty, model)
-    except weight_sources.INITIALISER_ERRORS as error:
-        names = ", ".join(name for _, name in conversion.sources[:4])
-        raise ConfigError(
-            f"{conversion.target} cannot be made from {names} ({counted(len(conversion.sources), 'tensor')}): {error}",
-            where="model.source: the files do not fit the model",
-        ) from error
 
 
 def _ignored(model: Any, name: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import CheckpointError
+from zeromesh.errors import CheckpointError, errors_as
 from zeromesh.files import json_object
 from zeromesh.intervals import round_up
 from zeromesh.offload.io.direct_io import BLOCK
@@ -148,10 +148,9 @@ def read_header(path: Path) -> dict[str, TensorSpec]:
 
 
 def _entry(path: Path, name: str, fields: Any, origin: int) -> TensorSpec:
-    try:
+    absent = f"{path} has no dtype, shape and two data_offsets for {name}: "
+    with errors_as(CheckpointError, absent, KeyError, TypeError, ValueError):
         code, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(f"{path} has no dtype, shape and two data_offsets for {name}") from None
     if not isinstance(code, str) or code not in DTYPES:
         hint = "; quantized weights are dequantized first" if str(code).startswith(("F8", "F4", "F6")) else ""
         raise CheckpointError(f"{path} holds {name} as {code!r:.50}; known are {', '.join(DTYPES)}{hint}")
