@@ -24,9 +24,6 @@ _LABEL_NAMES = ("label", "label_ids")
 """Field names of labels in samples, beside `labels`, which collators rename to it."""
 _LABELS = frozenset({"labels", *_LABEL_NAMES})
 
-TOKEN_FIELDS = ("input_ids", "labels", "decoder_input_ids")
-"""Fields of a text batch that are `[batch, sequence]`, of which `batch.tokens` limits the size."""
-
 
 class MapDataset(Protocol):
     """A map-style dataset, such as `torch.utils.data.Dataset`, `datasets.Dataset` or a list."""

@@ -1,27 +1,21 @@
 """The datasets of a run, and the feeds of them."""
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from torch.utils.data import ConcatDataset, Subset
-
-from zeromesh.errors import ConfigError, DataError, counted, plural
+from zeromesh.errors import DataError, counted, plural
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import TOKEN_FIELDS, BatchRules, MapDataset
+from zeromesh.trainer.data.collate import BatchRules, MapDataset
 from zeromesh.trainer.data.loader import MOST_PREFETCHED, Feed
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
-from zeromesh.trainer.data.sampler import BatchPlan, Blocks, SampleOrder, blocks_of_tokens
+from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SAME_SAMPLES = "datasets and collators must give the same samples for the same index on every rank"
-_LENGTH = "length"  # The column of the number of tokens, by the name that transformers gives it.
 _COMPARED_ELEMENTS = 65536
 """The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
 
@@ -115,65 +109,10 @@ class Feeds:
         for part in parts:
             if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:
                 part.check_vocabulary(self.rules.vocab_size)
-            if isinstance(part, TokenDataset) and plan.tokens is not None:
-                self._require_ragged(part, plan.tokens)
         feed = Feed(dataset=dataset, order=order, plan=plan, rules=self.rules)
-        return feed if plan.tokens is None else _cut_by_tokens(feed, plan.tokens)
-
-    def _require_ragged(self, dataset: TokenDataset, tokens: int) -> None:
-        """Raise `ConfigError` for sequences that are all as long as each other."""
-        packed, length = self.config.data.packing and dataset.labels is None, dataset.sequence_length
-        if not dataset.marked or packed or self.rules.length_multiple is None:
-            raise ConfigError(
-                f"{tokens} tokens are for samples of different lengths, and text that is joined, packed or masked has "
-                f"{length} in each (data.sequence_length); set batch.micro_size: {max(1, tokens // length)} instead",
-                where="batch.tokens",
-            )
-
-
-def _cut_by_tokens(feed: Feed, tokens: int) -> Feed:
-    """Return the feed with blocks of `tokens`, which raise `DataError` for a sample that is longer."""
-    source: Any = feed.dataset
-    if _LENGTH in (getattr(source, "column_names", None) or ()):
-        source = source.select_columns(_LENGTH).with_format(None)
-    multiple = feed.rules.length_multiple or getattr(feed.rules.collate, "pad_to_multiple_of", None) or 1
-
-    @lru_cache(maxsize=MOST_PREFETCHED + 2)
-    def blocks(step: int) -> Blocks:
-        samples, padded = feed.plan.samples_of(step), list[int]()
-        with data_randomness(feed.order.seed, samples.start):
-            for index in map(feed.order.dataset_index, samples):
-                length = _length_of(source, index)
-                padded.append(-(-max(1, length) // multiple) * multiple)
-                if padded[-1] > tokens:
-                    raise DataError(
-                        f"sample {index} has {length} tokens ({padded[-1]} with padding), more than batch.tokens {tokens}; raise "
-                        "batch.tokens, or cut the sample or leave it out"
-                    )
-        return blocks_of_tokens(samples, padded, tokens)
-
-    return replace(feed, plan=replace(feed.plan, blocks=blocks))
-
-
-def _length_of(dataset: Any, index: int) -> int:
-    """Return the number of tokens of a sample, which is read only where they are not known. Raises `DataError` if it has none."""
-    if isinstance(dataset, Subset):
-        return _length_of(dataset.dataset, dataset.indices[index])
-    if isinstance(dataset, ConcatDataset):
-        part = bisect_right(ends := dataset.cumulative_sizes, index)
-        return _length_of(dataset.datasets[part], index - (ends[part - 1] if part else 0))
-    if isinstance(dataset, TokenDataset):
-        piece = dataset.cuts[index]
-        return int(dataset.ends[piece] - dataset.begins[piece])
-    sample = dataset[index]
-    fields = sample if isinstance(sample, Mapping) else {}
-    sizes = [size for name in TOKEN_FIELDS if name in fields for size in np.shape(fields[name])[-1:]]
-    if not (sizes := [fields[_LENGTH]] if _LENGTH in fields else sizes):
-        raise DataError(
-            f"sample {index} has neither {_LENGTH} nor input_ids, by which batch.tokens makes microbatches; give samples one of "
-            "them, or set batch.micro_size instead"
-        )
-    return int(max(sizes))
+        if plan.tokens is None:
+            return feed
+        return replace(feed, plan=replace(plan, blocks=lru_cache(maxsize=MOST_PREFETCHED + 2)(feed.blocks)))
 
 
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:

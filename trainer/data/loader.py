@@ -37,8 +37,8 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import states_hidden_from_children
 from zeromesh.rng import data_randomness
 from zeromesh.trainer.config.sections.training import DataSection
-from zeromesh.trainer.data.collate import IGNORED_LABEL, TOKEN_FIELDS, BatchRules, MapDataset, count_targets
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder
+from zeromesh.trainer.data.collate import IGNORED_LABEL, BatchRules, MapDataset, count_targets
+from zeromesh.trainer.data.sampler import BatchPlan, Blocks, Microbatch, SampleOrder, blocks_of_tokens
 from zeromesh.trainer.data.streaming import StreamedDataset
 
 _MOST_WORKERS = 4  # of a rank that `auto` starts, enough for most tokenizers and images
@@ -50,6 +50,8 @@ _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/
 
 _SEARCHED_BATCHES = 100
 """The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
+
+_TOKEN_FIELDS = ("input_ids", "labels", "decoder_input_ids")  # `[batch, sequence]` in text, limited by `batch.tokens`
 
 Batch = dict[str, Any]
 
@@ -68,14 +70,20 @@ class Feed:
         more tokens than `batch.tokens`."""
         with data_randomness(self.order.seed, microbatch.first_sample):
             batch = self.rules.accepted(self._make_batch(microbatch))
-        sizes = [batch[name].shape for name in TOKEN_FIELDS if name in batch]
-        if self.plan.tokens is not None and any(size.numel() > self.plan.tokens for size in sizes):
+        if self.plan.tokens is not None and not 0 < (size := _tokens_of(batch)) <= self.plan.tokens:
+            indices = [self.order.dataset_index(each) for each in microbatch.samples]
             raise DataError(
-                f"the batch of global samples {some(microbatch.samples, 8)} has {list(max(sizes))} tokens, more than batch.tokens "
-                f"{self.plan.tokens}: the data_collator pads it further than to its longest sample, or a column `length` says "
-                "less than there is; correct that, or set batch.micro_size instead"
+                f"a batch of the samples {some(indices, 8)} of the dataset has {size} tokens ({', '.join(_TOKEN_FIELDS)}), and "
+                f"batch.tokens allows 1 to {self.plan.tokens}; raise it, cut the samples or leave them out, have the data_collator "
+                "pad to the longest sample, or set batch.micro_size instead"
             )
         return batch
+
+    def blocks(self, step: int) -> Blocks:
+        """Return the blocks of a step by `batch.tokens`, from the tokens of each sample in a batch of its own."""
+        samples = self.plan.samples_of(step)
+        alone = (Microbatch(first_sample=each, samples=(each,), weight=1) for each in samples)
+        return blocks_of_tokens(samples, [_tokens_of(self.fetch(each)) for each in alone], self.plan.tokens or 0)
 
     def _make_batch(self, microbatch: Microbatch) -> dict[str, Any]:
         return self.rules.make_batch(self.dataset, [self.order.dataset_index(each) for each in microbatch.samples])
@@ -97,6 +105,10 @@ class Feed:
             f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
             "mean of nothing; check how the dataset or the data_collator masks labels"
         )
+
+
+def _tokens_of(batch: Batch) -> int:
+    return max((batch[name].numel() for name in _TOKEN_FIELDS if name in batch), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

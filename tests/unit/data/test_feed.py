@@ -1,19 +1,22 @@
 """The datasets of a run in words, and the feeds of them: their batches, orders and seeds, and what ranks have to share."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 from torch.utils.data import ConcatDataset, Subset
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds, RunData, require_same_batches
+from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.packing import MixedDataset, TokenDataset
-from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.token_cache import BEGINS, ID_SHIFT, StoredText, TextAmount
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
@@ -107,30 +110,24 @@ def test_an_evaluation_is_one_global_batch_in_order(batch: dict[str, int], count
     assert [found.order.dataset_index(sample) for sample in range(count)] == list(range(count))
 
 
-class Unread:
-    """Rows with a column of their lengths, which alone may be read before a batch is made."""
-
-    column_names = ("input_ids", "length")
-
-    def select_columns(self, name: str) -> Any:
-        return SimpleNamespace(with_format=lambda kind: [{name: len(row["input_ids"])} for row in IDS])
-
-    def __len__(self) -> int:
-        return len(IDS)
-
-    def __getitem__(self, index: int) -> Any:
-        raise AssertionError("a sample was read")
-
-
 LENGTHS = (5, 2, 7, 3, 4, 1)
 IDS = [{"input_ids": list(range(length)), "labels": index % 2} for index, length in enumerate(LENGTHS)]
 
 
-def cut(data: Any, tokens: int, multiple: int | None = None, **section: Any) -> Any:
+def padded(samples: Any, multiple: int = 1) -> dict[str, Any]:
+    """`input_ids` with padding to the longest sample."""
+    longest = -(-max(len(each["input_ids"]) for each in samples) // multiple) * multiple
+    rows = [
+        functional.pad(torch.as_tensor(each["input_ids"]), (0, longest - len(each["input_ids"]))) for each in samples
+    ]
+    return {"input_ids": torch.stack(rows)}
+
+
+def cut(data: Any, tokens: int, multiple: int | None = None, collate: Any = None, **section: Any) -> Any:
     """The blocks of the first step, as positions in the dataset."""
     keys: dict[str, Any] = {"batch": {"global_size": 6, "tokens": tokens}, "data": {"shuffle": False, **section}}
     plan = BatchPlan(global_size=6, micro_size=1, tokens=tokens, data_ranks=2)
-    rules = BatchRules(length_multiple=multiple)
+    rules = BatchRules(length_multiple=multiple, collate=collate)
     feed = Feeds(config=load_config(keys), data=RunData(train=data), plan=plan, rules=rules).train()
     assert feed is not None
     assert feed.plan.blocks is not None
@@ -141,45 +138,29 @@ def test_microbatches_by_a_budget_of_tokens() -> None:
     wanted = ((0, 2), (1, 3, 4), (5,))
     mixed = ConcatDataset([Subset(IDS, [0, 1]), IDS[2:]])  # type: ignore[arg-type,list-item]
     arrays = [{"input_ids": torch.arange(each)} for each in LENGTHS]
-    for data in (IDS, arrays, mixed, Unread(), [{"length": each} for each in LENGTHS]):
-        assert cut(data, 14) == wanted
+    for data in (IDS, arrays, mixed):
+        assert cut(data, 14, collate=padded) == wanted
+    # What a collator pads to is counted too.
+    assert cut(IDS, 16, collate=partial(padded, multiple=4)) == ((0, 2), (1, 3, 4, 5))
     text = {"format": "chat", "packing": False}
     assert cut(documents(*LENGTHS), 14, 1, **text) == wanted
     assert cut(documents(*LENGTHS), 16, 4, **text) == ((0, 2), (1, 3, 4, 5))
-    assert cut(Subset(documents(9, *LENGTHS), range(1, 7)), 14, 1, **text) == wanted
-    # What a collator pads to is counted too.
-    padding = BatchRules(collate=SimpleNamespace(pad_to_multiple_of=4))  # type: ignore[arg-type]
-    plan = BatchPlan(global_size=6, micro_size=1, tokens=16, data_ranks=1)
-    config = load_config({"data": {"shuffle": False}, "batch": {"tokens": 16}})
-    feed: Any = Feeds(config=config, data=RunData(train=IDS), plan=plan, rules=padding).train()
-    assert feed.plan.blocks(0) == ((0, 2), (1, 3, 4, 5))
+    # Without raggedness, as many as fit.
+    assert cut(tokens(*range(1, 13)), 4) == ((0, 1), (2, 3), (4, 5))
 
 
 def test_what_a_budget_of_tokens_refuses() -> None:
-    with pytest.raises(
-        DataError, match=r"sample 2 has 7 tokens.* more than batch\.tokens 6; raise batch\.tokens, or cut"
-    ):
-        cut(IDS, 6)
-    with pytest.raises(DataError, match=r"sample 2 has 7 tokens \(8 with padding\)"):
-        cut(documents(3, 2, 7), 7, 4, format="chat", packing=False)
-    with pytest.raises(DataError, match="sample 0 has neither length nor input_ids"):
+    with pytest.raises(DataError, match=r"samples 2 of the dataset has 7 tokens .* batch\.tokens allows 1 to 6; raise"):
+        cut(IDS, 6, collate=padded)
+    with pytest.raises(DataError, match=r"samples 2 of the dataset has 8 tokens"):
+        cut(documents(3, 2, 7, 1, 1, 1), 7, 4, format="chat", packing=False)
+    with pytest.raises(DataError, match=r"samples 0 of the dataset has 0 tokens \(input_ids, .* set batch\.micro_size"):
         cut([{"x": 1.0}] * 6, 14)
-    for data, multiple, section in (
-        (tokens(1, 2, 3, 4), 1, {}),
-        (documents(*LENGTHS), 1, {"format": "chat", "packing": True}),
-        (documents(*LENGTHS), None, {"format": "chat", "packing": False}),
-    ):
-        with pytest.raises(ConfigError, match=r"batch\.tokens: 14 tokens .* set batch\.micro_size: [71] instead"):
-            cut(data, 14, multiple, **section)
-    plan = BatchPlan(global_size=2, micro_size=1, tokens=4, data_ranks=1)
-    rows = [{"input_ids": [1, 2, 3], "length": 2}] * 2
-    feed: Any = Feeds(
-        config=load_config({"batch": {"tokens": 4}}), data=RunData(train=rows), plan=plan, rules=BatchRules()
-    ).train()
-    with pytest.raises(
-        DataError, match=r"samples 0, 1 has \[2, 3\] tokens, more than batch\.tokens 4: the data_collator"
-    ):
-        feed.fetch(feed.plan.microbatch(0, 0, 0))
+    plan = BatchPlan(global_size=2, micro_size=1, tokens=4, data_ranks=1, blocks=lambda step: ((0, 1),))
+    order = SampleOrder(length=2, seed=0, shuffle=False)
+    feed = Feed(dataset=IDS[1:3], order=order, plan=plan, rules=BatchRules(collate=padded))  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"samples 0, 1 of the dataset has 14 tokens .* have the data_collator pad"):
+        feed.fetch(plan.microbatch(0, 0, 0))
 
 
 def test_a_stream_has_no_budget_of_tokens() -> None:
@@ -190,9 +171,9 @@ def test_a_stream_has_no_budget_of_tokens() -> None:
 
 def test_an_evaluation_has_the_budget_of_tokens_unless_it_has_a_size() -> None:
     budget = {"global_size": 6, "tokens": 14}
-    found = feeds(RunData(train=IDS), batch=budget).evaluation(IDS)
+    found = feeds(RunData(train=IDS), batch=budget).evaluation(documents(*LENGTHS))
     assert found.plan.blocks is not None
-    assert found.plan.blocks(0) == ((0, 2), (1, 3, 4), (5,))
+    assert found.plan.blocks(0) == ((0,), (1,), (2,), (3,), (4,), (5,))  # of 8 tokens with their padding
     assert feeds(RunData(train=IDS), batch={**budget, "eval_micro_size": 2}).evaluation(IDS).plan.blocks is None
 
 
