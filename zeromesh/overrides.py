@@ -2,7 +2,7 @@
 replaced function of a library; `tests/unit/test_library_patches.py` fails where another version of it is installed."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -28,12 +28,10 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
     """Replace names of a library inside the block; they must be among `PATCHES`."""
     if unknown := [name for name in values if f"{library.__name__}.{name}" not in PATCHES]:
         raise RuntimeError(f"{library.__name__}: {', '.join(unknown)} is not among PATCHES of {__name__}")
-    before = {name: vars(library)[name] for name in values}
-    vars(library).update(values)
-    try:
+    with ExitStack() as undo:
+        for name, value in values.items():
+            undo.callback(override(vars(library), name, value))
         yield
-    finally:
-        vars(library).update(before)
 
 
 def override(instance: object, name: str, value: Any) -> Callable[[], None]:
