@@ -148,14 +148,6 @@ class _Result(NamedTuple):
     failure: ZeromeshError | None = None
 
 
-class _Place(NamedTuple):
-    """A microbatch of a step, and whether it is the step's last one of this rank."""
-
-    step: int
-    microbatch: Microbatch
-    ends: bool
-
-
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """Loader of the batches of one data rank, a context manager that ends its workers. Nothing is prefetched beyond the exclusive
     step `last`. A stream resumes from the saved `state`. `waiting` is called a few times a second while the loader waits."""
@@ -214,7 +206,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         """Return the batch of microbatch `index` of a step. Raises `DataError` for a sample that cannot be read, a batch that
         cannot be trained on, and a worker that died or hangs."""
         if not self._workers.count:
-            made = self._maker.make(self._place(step, index))
+            made = self._maker.make(*self._place(step, index))
         else:
             if self._results is None or self._next_position != (step, index):
                 self.close()
@@ -236,9 +228,11 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._state = self._stream.state(self.feed.plan.samples_of(step).start)
         return self._state or {}
 
-    def _place(self, step: int, index: int) -> _Place:
+    def _place(self, step: int, index: int) -> tuple[Microbatch, int | None]:
+        """Return a microbatch and, if it is this rank's last one of the step, the sample that follows the step."""
         plan = self.feed.plan
-        return _Place(step, plan.microbatch(step, self._data_rank, index), index + 1 == plan.rounds_of(step))
+        after = plan.samples_of(step + 1).start if index + 1 == plan.rounds_of(step) else None
+        return plan.microbatch(step, self._data_rank, index), after
 
     def _start(self, step: int, index: int) -> None:
         """Start workers that make all microbatches from microbatch `index` of `step` on, in order."""
@@ -328,17 +322,17 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
 
 class _BatchMaker(Dataset[_Result]):
-    """Dataset of microbatches, by their places. A worker returns errors by their text, as not every one can be pickled."""
+    """Dataset of microbatches, by `BatchLoader._place`. A worker returns errors by their text, as not every one can be pickled."""
 
     def __init__(self, feed: Feed, state: Mapping[str, Any] | None) -> None:
         self.feed = feed
         self._state = state
         self._begun = False
 
-    def __getitem__(self, place: _Place) -> _Result:
+    def __getitem__(self, place: tuple[Microbatch, int | None]) -> _Result:
         try:
-            made = self.make(place)
-            _require_sendable(made.batch, place.microbatch)
+            made = self.make(*place)
+            _require_sendable(made.batch, place[0])
             return made
         except ZeromeshError as error:
             return _Result({}, failure=type(error)(str(error)))
@@ -347,7 +341,7 @@ class _BatchMaker(Dataset[_Result]):
             shown = "".join(traceback.format_exception(error)).rstrip()
             return _Result({}, failure=DataError(f"a data worker: {summary(error)}{where}\n{shown}"))
 
-    def make(self, place: _Place) -> _Result:
+    def make(self, microbatch: Microbatch, after: int | None) -> _Result:
         """Return the batch of a microbatch and, for the last one of a step, the state of the stream after it."""
         stream = self.feed.dataset if isinstance(self.feed.dataset, StreamedDataset) else None
         if stream is not None and not self._begun:
@@ -357,10 +351,8 @@ class _BatchMaker(Dataset[_Result]):
                 else:
                     stream.begin_again()
         self._begun = False  # If this raises, the next call restores the stream first.
-        batch = self.feed.fetch(place.microbatch)
-        state = None
-        if stream is not None and place.ends:
-            state = stream.state(self.feed.plan.samples_of(place.step + 1).start)
+        batch = self.feed.fetch(microbatch)
+        state = None if stream is None or after is None else stream.state(after)
         self._begun = True
         return _Result(batch, state)
 
