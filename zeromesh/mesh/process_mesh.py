@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
-from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, MeshShape, axes_of
+from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, Divided, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
@@ -93,16 +93,14 @@ class ProcessMesh:
                 self._mesh_groups.watch = self.watch
             self.world = self._axes_set("world", AXES)
             self.data = self._axes_set("data", axes_of("batch"))
-            beside = [name for name in axes_of("states", but=["batch"]) if getattr(shape, name) > 1]
-            self.shard = self._axes_set(" x ".join(["shard", *beside]), axes_of("states"))
+            self.shard = self._with_states("shard", "states")
             """The ranks over which states are sharded."""
             self.replicate = self.group(*axes_of("batch", but=["states"]))
             """The ranks that hold the same shards and see different samples."""
-            self.peers = self._axes_set(" x ".join(["data", *beside]), axes_of("batch", "states"))
+            self.peers = self._with_states("data", "batch", "states")
             """The ranks that hold the same parameters, whose gradients are summed."""
             self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
             self.context = self.group(*axes_of("sequence", but=["layers"]))
-            """The ranks that have shares of the same sequences."""
         except ZeromeshError:
             self._mesh_groups.leave()
             raise
@@ -196,6 +194,11 @@ class ProcessMesh:
 
     def __getitem__(self, names: str | tuple[str, ...]) -> ProcessSet:
         return self.group(*((names,) if isinstance(names, str) else names))
+
+    def _with_states(self, name: str, *divided: Divided) -> ProcessSet:
+        """Return the set over the axes of these things, named after axes of the states alone too that have several ranks."""
+        more = [axis for axis in axes_of("states", but=["batch"]) if getattr(self.shape, axis) > 1]
+        return self._axes_set(" x ".join([name, *more]), axes_of(*divided))
 
     def _axes_set(self, name: str, axes: Sequence[Axis]) -> ProcessSet:
         key = frozenset(axes)
