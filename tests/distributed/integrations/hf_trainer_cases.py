@@ -1,7 +1,7 @@
 """Trainers of transformers over the engine, beside the same trainers alone, and what people do with them on one process."""
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from pathlib import Path
@@ -429,3 +429,10 @@ def alike(mesh: Mesh, folder: str, stage: int) -> None:
                 with fresh_state():
                     found.append(probe(make))
             like(found[1], found[0], rel=2e-5, abs_=2e-5, where=probe.__name__)
+
+
+def shared(mesh: Mesh, folder: str, config: Mapping[str, Any]) -> list[list[Any]]:
+    """What a trainer has logged whose ranks, if there are several, share sequences."""
+    with trainer_of(tf.Trainer, seeded(llama).double(), Path(folder), {**config, "precision": WIDE}) as trainer:
+        trainer.train()
+        return history(trainer)

@@ -146,3 +146,10 @@ def test_methods_of_the_accelerator_take_what_those_of_accelerate_take() -> None
             for function in (method, getattr(ours, name))
         )
         assert name.startswith("_") or taken == theirs, name
+
+
+def test_transformers_trainer_shares_sequences(workers: Workers, tmp_path: Path) -> None:
+    wanted, *_ = workers.run(1, "hf_trainer_cases:shared", folder=str(tmp_path / "one"), config={})
+    for found in workers.run(2, "hf_trainer_cases:shared", folder=str(tmp_path), config={"parallel": {"context": 2}}):
+        assert [name for name, _ in found] == [name for name, _ in wanted]
+        assert [value for _, value in found] == pytest.approx([value for _, value in wanted], rel=1e-6)
