@@ -160,7 +160,9 @@ class Observer(Recorder):
         indices, plain = rank_microbatches(trainer.config, trainer.mesh), self.plain.steps[self.step - 1]
         # A wrong loss is attributed to the last module, since it may have correct outputs of all modules.
         head = next(reversed(self.plain.forward_order), "")
-        for (total, count), index in zip(self._sums, indices, strict=False):
+        totals = torch.tensor([total for total, _ in self._sums], dtype=torch.float64)
+        trainer.mesh.context.all_reduce(totals, "sums of shares of sequences")
+        for total, (_, count), index in zip(totals.tolist(), self._sums, indices, strict=False):
             plain_total, plain_count = plain.sums[index]
             size = float("inf") if count != plain_count else relative(total, plain_total)
             self._note("loss", head, size, index)
@@ -299,6 +301,8 @@ def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor
     divided: Divided = trainer.run.model.divided
     if divided.pipeline is not None and bool(local.isnan().all()):
         return None
+    if (context := divided.context) is not None and whole.dim() > 2 and whole.shape[1] % context.multiple == 0:
+        whole = context.share(whole, 1)
     if local.shape == whole.shape:
         return whole
     dims = [dim for dim, sizes in enumerate(zip(local.shape, whole.shape, strict=False)) if len({*sizes}) > 1]

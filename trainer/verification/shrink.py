@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, counted
+from zeromesh.intervals import round_up
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -65,7 +66,7 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
         rows = (data[index] for index in range(len(data))) if hasattr(data, "__len__") else data
         given = list(islice(rows, count))
         return SmallRun(model=model, config=small, samples=given, collate=inputs.collate, notes=("its own data", *off))
-    length = _LENGTH + -_LENGTH % mesh.tensor.size
+    length = round_up(_LENGTH, mesh.tensor.size * (2 * mesh.context.size if mesh.context.size > 1 else 1))
     samples = _make_samples(model, small, count, length)
     data_note = f"{counted(len(samples), 'sample')} of {length} random tokens, with other numbers of targets in each"
     return SmallRun(model=model, config=small, samples=samples, collate=None, notes=(*notes, data_note, *off))

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "qwen3": {"parallel": DIVIDED, "zero": {"stage": 3}},
     "gemma": {"parallel": DIVIDED, "zero": {"stage": 2}},
     "mistral": {"parallel": STAGED, "zero": {"stage": 1}},
-    "phi": {"parallel": DIVIDED, "zero": {"stage": 1}},
+    "phi": {"parallel": {"context": 2}, "zero": {"stage": 1}},
     "gpt2": {"parallel": {"tensor": 2, "pipeline": 2, "schedule": "zero_bubble"}, "zero": {"stage": 1}},
     "gpt-neox": {"parallel": STAGED, "zero": {"stage": 2}},
     "opt": {"parallel": {"replicate": 2}, "zero": {"stage": 3}},
