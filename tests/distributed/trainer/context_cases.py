@@ -60,7 +60,26 @@ def _adapted() -> Any:
     )
 
 
-KINDS = {"llama": llama, "sinks": _sinks, "windows": _windows, "capped": _capped, "latent": _latent, "lora": _adapted}
+class Keywords(tf.LlamaForCausalLM):  # type: ignore[misc]  # transformers' types are skipped.
+    """A model that names no positions, and hands on those among its further keywords."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, **named: Any) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels, **named)
+
+
+def _keywords() -> Any:
+    return Keywords(tf.LlamaConfig(**{**LLAMA, "use_cache": False}))
+
+
+KINDS = {
+    "llama": llama,
+    "keywords": _keywords,
+    "sinks": _sinks,
+    "windows": _windows,
+    "capped": _capped,
+    "latent": _latent,
+    "lora": _adapted,
+}
 
 
 def packed(count: int = 23) -> list[dict[str, torch.Tensor]]:
