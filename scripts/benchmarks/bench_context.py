@@ -13,12 +13,22 @@ tiles of 1,024 tokens and without, for 16,384 tokens and two blocks with an MLP 
 attention: forward and backward of one attention layer (8 heads of 64, 2 key-value heads) in fp32 over the same documents, of 64 to
 512 tokens: packed into one sequence, by attention within documents and by sdpa with a mask, and padded to the longest; CPU seconds,
 the median of 3, and the mask's MiB. Takes a minute.
+
+context: a step of one sequence of 8,192 tokens at stage 3 on 1, 2 and 4 ranks that share it, with a Llama of 4 blocks: the highest
+sum of activations and gradients by PyTorch's allocator, and the CPU seconds of a rank's step. Takes three minutes.
+
+long: a step of one sequence of 131,072 tokens on one rank, blocks recomputed with inputs on file, MLPs in tiles of 4,096, with a
+Llama of 98 million parameters: the resident memory above that before the model's first step. `--tokens` takes fewer. Takes half an
+hour and 10 GiB; not among those that run by default.
 """
 
 import argparse
 import contextlib
 import io
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -38,6 +48,7 @@ from torch.profiler import ProfilerActivity, profile
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.activations import forget, running
+from bench.contexts import RESULT
 from bench.report import MEBIBYTE
 
 from zeromesh import Callback, Trainer
@@ -172,11 +183,68 @@ def _median_seconds(attend: Callable[..., Tensor], inputs: Sequence[Tensor]) -> 
     return statistics.median(took)
 
 
-PARTS: dict[str, Callable[[], None]] = {"tokens": tokens, "tiles": tiles, "attention": attention}
+def _run(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Run `bench/contexts.py` on so many ranks; returns what rank 0 has found."""
+    scripts = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable,
+            "-m",
+            "zeromesh",
+            "run",
+            "--nproc",
+            str(ranks),
+            str(scripts / "bench" / "contexts.py"),
+        ]
+        environment = {**os.environ, "PYTHONPATH": f"{scripts}:{os.environ.get('PYTHONPATH', '')}"}
+        told = json.dumps({**given, "folder": folder})
+        done = subprocess.run([*command, told], env=environment, capture_output=True, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if RESULT in line]
+    if not lines:
+        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
+    found: dict[str, Any] = json.loads(lines[-1].partition(RESULT)[2])
+    return found
+
+
+def context() -> None:
+    """Compare a rank's part of a step on whole sequences and on shares of them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    model, first = {**sizes, "num_key_value_heads": 2}, (0.0, 0.0)
+    print("ranks     MiB  of one  CPU seconds  of one  loss")
+    for ranks in (1, 2, 4):
+        sections = {
+            "parallel": {"context": ranks},
+            "precision": {"compute": "float32"},
+            "checkpoint": {"every_steps": 0},
+        }
+        found = _run(ranks, {"tokens": 8192, "steps": 3, "model": model, "sections": sections})
+        peak, seconds = found["peak"] / MEBIBYTE, found["seconds"][0]
+        first = first if ranks > 1 else (peak, seconds)
+        shown = f"{peak:6,.0f}  {peak / first[0]:6.2f}  {seconds:11.2f}  {seconds / first[1]:6.2f}"
+        print(f"{ranks:5}  {shown}  {found['loss']:.6f}", flush=True)
+
+
+def long(length: int) -> None:
+    """Take a step of one long sequence."""
+    sizes = {"hidden_size": 512, "intermediate_size": 20480, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sections = {
+        "model": {"activation_checkpointing": "block", "tile_tokens": 4096},
+        "offload": {"activations": "file"},
+        "checkpoint": {"every_steps": 0},
+    }
+    model = {**sizes, "num_key_value_heads": 2, "vocab_size": 32000}
+    found = _run(1, {"tokens": length, "steps": 1, "model": model, "sections": sections})
+    shown = f"{found['resident'] / MEBIBYTE:,.0f} MiB, loss {found['loss']:.3f}"
+    print(f"{found['parameters'] / 1e6:.0f} million parameters, {length:,} tokens: {shown}", flush=True)
+
+
+PARTS: dict[str, Callable[[], None]] = {"tokens": tokens, "tiles": tiles, "attention": attention, "context": context}
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[], help="parts to measure (default: all)")
-    for part in parser.parse_args().parts or PARTS:
-        PARTS[part]()
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, "long", []], default=[], help="parts to measure")
+    parser.add_argument("--tokens", type=int, default=1 << 17, help="tokens of the long sequence")
+    arguments = parser.parse_args()
+    for part in arguments.parts or PARTS:
+        PARTS.get(part, partial(long, arguments.tokens))()

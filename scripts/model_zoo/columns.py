@@ -21,6 +21,7 @@ from zeromesh.trainer.verification.shrink import without_dropout
 Settings = Mapping[str, Mapping[str, Any]]
 SAVED = "save and load"
 DOCUMENTS = "packed documents"
+SHARED = "shared sequences"
 LORA = "LoRA"
 COLUMNS: Mapping[str, Settings] = {
     "stage 3": {"zero": {"stage": 3}},
@@ -30,6 +31,7 @@ COLUMNS: Mapping[str, Settings] = {
     "pipeline": {"parallel": {"pipeline": 2}},
     LORA: {"zero": {"stage": 3}, "model": {"lora": {"rank": 4, "targets": "all-linear"}}},
     DOCUMENTS: {"zero": {"stage": 3}, "data": {"shuffle": False, "separate_documents": True}},
+    SHARED: {"zero": {"stage": 3}, "parallel": {"context": 2}},
 }
 """Each column of the page, tried for every type on two ranks, with the trainer's settings for it."""
 
@@ -63,7 +65,7 @@ def outcomes(small: SmallModel, columns: Sequence[str], folder: Path, rank: int)
 
 def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[Outcome, Outcome | None]:
     """The outcome of a column, and that of the directory that stage 3 has saved."""
-    if column in (DOCUMENTS, "sequence") and small.head != "causal_lm":
+    if column in (DOCUMENTS, SHARED, "sequence") and small.head != "causal_lm":
         return Outcome(outcome=ABSENT, reason="its task is no causal language model"), None
     samples, alone = small.samples, None
     if column == DOCUMENTS:

@@ -29,7 +29,7 @@ python scripts/zoo.py
 transformers does not do right either with its own `save_pretrained`. `differs` and `fails` are defects. Types that are fed with
 pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its saved directory loaded by transformers;
 two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all linear layers at stage 3; documents
-packed into one sequence, beside each document alone.
+packed into one sequence, beside each document alone; sequences that two context ranks share.
 
 
 """
@@ -79,6 +79,8 @@ _KINDS = (
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
     (r".*gives a document other values .*?\(by (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
+    (r".*something else on shares of sequences, first in (.*?), an? (\w+),.*", r"tokens of shares are mixed by \1 (\2)"),
+    (r"parallel\.context: \w+ (.*); set parallel\.context: 1.*", r"\1"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),
     (r"\b[A-Z]\w+(For\w+|LMHeadModel\w*|Model|MTModel)\b", "the model"),
