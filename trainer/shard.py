@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -31,7 +31,7 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
 from zeromesh.offload import prevent_fragmentation
 from zeromesh.options import OptimizerSettings, ZeroOptions
-from zeromesh.trainer.attention.packed_attention import PackedAttention
+from zeromesh.parallelize import Divided
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -39,10 +39,10 @@ from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
+from zeromesh.trainer.loop.calls import attend_in_calls
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.trial import require_separate_documents
+from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 from zeromesh.trainer.model_on_mesh import PlacedModel
-from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
 from zeromesh.trainer.models.quantized_layers import QuantizedLayer, codec_of_layers, codes_of, make_plain, stand_for
@@ -76,8 +76,6 @@ class ShardedModel(PlacedModel):
     """The codes of bitsandbytes' layers by the names of their weights, if the model was partitioned without an optimizer."""
     source: FrozenWeights
     """The frozen weights that checkpoints do not hold, but refer to in the directory of the pretrained model."""
-    undo: Callable[[], None] = lambda: None
-    """Undoes that calls compute this rank's share of their sequences."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
@@ -159,14 +157,9 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     hub_form, divided = HubForm(model), divide_model(model, mesh, config)
     if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
-    shared: dict[str, Any] = {}
     if divided.context is not None:
-        from zeromesh.trainer.attention.shared_calls import share_calls
-        from zeromesh.trainer.losses.share_trial import require_divisible_sequences
-
         own_loss = partial(make_loss, mode="native")
         require_divisible_sequences(model, own_loss(model), mesh, divided.context, own_loss)
-        shared["undo"] = share_calls(model, divided.context)
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = ShardedModel(
         config=config,
@@ -180,36 +173,15 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         frozen=trained,
         codes=codes,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
-        **shared,
     )
     vars(model)["no_sync"] = partial(_no_sync, model)  # DDP's models have it too.
-    if divided.context is None and pretrained_of(model) is not None and not hasattr(model.forward, "in_documents"):
-        vars(model)["forward"] = MethodType(_in_documents(model.forward), model)
+    attend_in_calls(model, _divided)
     for name, method in _MODEL_METHODS.items():
         if callable(getattr(model, name, None)):
             vars(model)[name] = MethodType(method, model)
     if mesh.device.type == "cpu":
         prevent_fragmentation()
     return engine
-
-
-def _in_documents(method: Any) -> Callable[..., Any]:
-    """Return a partitioned model's `forward` in which documents do not see each other where `position_ids` restart. Elsewhere, and
-    in copies of the model, it is `method`. Raises `ConfigError` for a model that mixes them."""
-    function = getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
-
-    @wraps(function)
-    def forward(model: Any, /, *arguments: Any, **named: Any) -> Any:
-        alone = is_sharded(model) and placed_of(model).divided.context is None  # Positions of a share jump.
-        attention = PackedAttention(named if alone else {})
-        if attention.documents is None:
-            return function(model, *arguments, **named)
-        require_separate_documents(model)
-        with attention.in_force():
-            return function(model, *arguments, **attention.told(model, named))
-
-    vars(forward)["in_documents"] = True
-    return forward
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
@@ -304,6 +276,10 @@ def is_sharded(model: nn.Module) -> bool:
     return vars(model).get(_SHARDING) is not None
 
 
+def _divided(model: nn.Module) -> Divided | None:
+    return placed_of(model).divided if is_sharded(model) else None
+
+
 def engine_of(model: nn.Module) -> AutogradEngine:
     """Return the engine of a model that `shard` has partitioned. Raises `ConfigError` for any other."""
     return placed_of(model).engine
@@ -360,7 +336,6 @@ def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
         stand_for(values, model.get_parameter(name))
     for parameter in placed.frozen:
         parameter.requires_grad_(True)
-    placed.undo()
     for name in (_SHARDING, "no_sync", *_MODEL_METHODS):
         vars(model).pop(name, None)
 

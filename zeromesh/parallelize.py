@@ -1,26 +1,23 @@
 """Divides a model in place over the axes of a mesh that divide models, before its parameters are sharded over the data axes.
 Layers are divided before other ranks' stages are removed: the cut into stages does not depend on how layers are divided."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from zeromesh.comm.activation_collectives import open_exchange
+from zeromesh.context.shares import Context
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
 from zeromesh.pipeline.stages.build import Stages, block_costs, copies_outside, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
 from zeromesh.settings.keys import ParallelOptions
+from zeromesh.tensor.parallelize_module import Parallelized
+from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.units.plan import ModelCuts
-
-if TYPE_CHECKING:
-    from zeromesh.context.shares import Context
-    from zeromesh.tensor.parallelize_module import Parallelized
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,17 +55,11 @@ def divide(
     outside = copies_outside(model, anatomy) if anatomy is not None else None
     tensor: Parallelized | None = None
     if mesh.shape.divides("layers"):
-        # Importing torch's compiler, which this module excludes from its exchanges, takes two seconds that other runs save.
-        from zeromesh.tensor.parallelize_module import Parallelized
-        from zeromesh.tensor.plan.planner import plan_tensor
-
         exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
         plan = plan_tensor(model, mesh.tensor.size, options.plan)
         tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
     context: Context | None = None
     if mesh.context.size > 1:
-        from zeromesh.context.shares import Context
-
         exchange = open_exchange(mesh.context, mesh.device, options.transport)
         pieces = mesh.tensor.size if options.sequence else 1
         fused = mesh.device.type != "cpu"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, reduce, wraps
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,11 @@ from transformers.modeling_utils import AttentionInterface
 
 from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Pattern
+from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.overrides import override, replaced
+from zeromesh.tensor.autograd_collectives import uncompiled
 from zeromesh.trainer.models.adapters import pretrained_of
-
-if TYPE_CHECKING:  # It imports torch's compiler, which takes two seconds that other runs save.
-    from zeromesh.context.shares import Context
 
 _Function = Callable[..., Any]
 
@@ -38,7 +37,7 @@ class DocumentMask(Tensor):
     documents: Documents
     pattern: Any  # A `Pattern` or None.
     make: Callable[[], Tensor]
-    shares: "Context | None" = None
+    shares: Context | None = None
     whole: Callable[[], Any]
 
     @staticmethod
@@ -52,7 +51,7 @@ class DocumentMask(Tensor):
         found.documents, found.pattern, found.make = documents, pattern, cache(make)
         return found
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # It would be compiled for the documents of each batch.
+    @uncompiled  # It would be compiled for the documents of each batch.
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return document_attention(query, key, value, self.documents, self.pattern, shares=self.shares, **options)
 
@@ -76,7 +75,7 @@ class PackedAttention:
 
     fused_on: tuple[str, ...] = ("cpu",)  # The devices whose masks have an attention of ours.
 
-    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, shares: "Context | None" = None) -> None:
+    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, shares: Context | None = None) -> None:
         """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,
         length]` restart. With `shares` it is whole, and models get this rank's share of it. Raises `DataError` for such a batch
         with padding inside of sequences."""
@@ -165,7 +164,7 @@ class PackedAttention:
         given: Mapping[str, Any],
         *,
         fused: bool,
-        shares: "Context | None" = None,
+        shares: Context | None = None,
     ) -> Any:
         """Return the mask of whole sequences, within documents; with `shares`, of this rank's queries."""
         call, device = dict(given), torch.device(given.get("device", "cpu"))

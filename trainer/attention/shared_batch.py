@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature, unwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from zeromesh.context.shares import Context
 from zeromesh.errors import DataError
 from zeromesh.intervals import round_up
 from zeromesh.overrides import override
@@ -18,16 +19,11 @@ from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.data.collate import IGNORED_LABEL, shifted
 from zeromesh.units.plan import without_adapters
 
-if TYPE_CHECKING:  # It imports torch's compiler, which takes two seconds that other runs save.
-    from zeromesh.context.shares import Context
-
 
 class SharedAttention(PackedAttention):
     """Attention of ranks that share a batch's sequences."""
 
-    def __init__(
-        self, model: nn.Module, batch: Mapping[str, Any], shares: "Context", *, on_device: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: Mapping[str, Any], shares: Context, *, on_device: bool = False) -> None:
         """Read a whole `batch` on the CPU. Raises `DataError` for one that cannot be shared."""
         self._model, self._unpadded, self._context = model, batch, shares
         self._padded = padded_batch(batch, shares.multiple)
@@ -91,7 +87,7 @@ def padded_batch(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     return found
 
 
-def cut_batch(batch: Mapping[str, Any], context: "Context") -> dict[str, Any]:
+def cut_batch(batch: Mapping[str, Any], context: Context) -> dict[str, Any]:
     """Return this rank's share of a padded batch."""
     return {
         name: context.share(value, _sequence_dim(name, value)) if isinstance(value, Tensor) else value

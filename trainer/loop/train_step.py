@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from inspect import signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
@@ -40,9 +41,6 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
-
-if TYPE_CHECKING:  # It imports torch's compiler, which takes two seconds that other runs save.
-    from zeromesh.context.shares import Context
 
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
@@ -83,7 +81,7 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def present(self) -> Iterator[None]:
-        """X."""
+        """Inside the block the tensors are on the device, and masks are those of the batch; `following` is being copied."""
         self.send()
         if self.following is not None:
             self.following.send()
@@ -112,7 +110,7 @@ class Stepper:
     compute: torch.dtype
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
-    context: "Context | None" = None  # What this rank has of sequences that ranks share.
+    context: Context | None = None  # What this rank has of sequences that ranks share.
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""

@@ -37,6 +37,7 @@ from zeromesh.trainer.loop.context import RunProgress, UserInputs
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import Loss, make_loss
+from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
 from zeromesh.trainer.models.build import build_model
@@ -96,8 +97,6 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example)
         if divided.context is not None:
-            from zeromesh.trainer.losses.share_trial import require_divisible_sequences
-
             console.status("trying shares of sequences")
             mode, smoothing = config.model.loss_mode, config.run.label_smoothing
             loss_of = lambda small: make_loss(small, mode=mode, smoothing=smoothing)  # noqa: E731

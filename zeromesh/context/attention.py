@@ -6,28 +6,19 @@ with `l = log sum exp l_i` the result is `sum exp(l_i - l) out_i` (FlashAttentio
 
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from zeromesh.context.documents import Block, Documents, Part, Pattern, blocks
+from zeromesh.context.shares import Context
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 CAUSAL = Pattern()
-
-
-class Shares(Protocol):
-    """What ranks that share sequences have of them; see `Context`."""
-
-    def spans(self, length: int) -> Sequence[tuple[int, int]]: ...
-
-    def gather(self, share: Tensor, dim: int) -> Tensor: ...
-
-    def scatter_sum(self, whole: Tensor, dim: int) -> Tensor: ...
 
 
 def document_attention(
@@ -39,7 +30,7 @@ def document_attention(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    shares: Shares | None = None,
+    shares: Context | None = None,
 ) -> Tensor:
     """Return attention of `query` `[rows, heads, tokens, width]` over `key` `[rows, key heads, length, width]` and `value` `[rows,
     key heads, length, value width]` of whole sequences on the CPU, `[rows, heads, tokens, value width]`; heads are a multiple of
@@ -48,7 +39,7 @@ def document_attention(
     With `shares`, `query`, `key` and `value` are of this rank's tokens, and keys and values of all are gathered, in backward again.
     `scale` multiplies scores, `width ** -0.5` by default. `sinks` `[heads]` are scores that each query also has, without a value.
     Sums are in fp32 at least. Queries that see nothing get zeros. Raises `ValueError` for shapes that do not fit together."""
-    intervals = ((0, documents.length),) if shares is None else tuple(shares.spans(documents.length))
+    intervals = ((0, documents.length),) if shares is None else shares.spans(documents.length)
     tokens = sum(end - begin for begin, end in intervals)
     wanted = (documents.rows, tokens, tokens)
     if (given := (query.shape[0], query.shape[2], key.shape[2])) != wanted:
@@ -69,7 +60,7 @@ class _Attention(torch.autograd.Function):
         sinks: Tensor | None,
         plan: Sequence[Block],
         scale: float,
-        shares: Shares | None,
+        shares: Context | None,
     ) -> Tensor:
         given = query, key, value
         query, key, value = _whole(given, shares)
@@ -125,7 +116,7 @@ class _Attention(torch.autograd.Function):
         return *(each.to(query.dtype) for each in found), to_sinks, None, None, None
 
 
-def _whole(given: Sequence[Tensor], shares: Shares | None) -> tuple[Tensor, ...]:
+def _whole(given: Sequence[Tensor], shares: Context | None) -> tuple[Tensor, ...]:
     """Return the queries, and keys and values of whole sequences. The kernel wants values as wide as keys; zeros change no scores
     and no other values."""
     query, key, value = given

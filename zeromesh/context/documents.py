@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from zeromesh.errors import DataError
+
 _TILE = 256  # queries of a band at once: a mask of [256, window + 256] elements
 
 
@@ -46,7 +48,8 @@ class Documents:
     def of(cls, position_ids: Tensor | None, attention_mask: Tensor | None = None) -> "Documents | None":
         """Return the documents of a batch on the CPU, from integers `position_ids` and `attention_mask`, both `[rows, length]`; one
         may be None. A document begins where positions do not go up by one, and after padding (a mask of 0). Returns None if
-        positions tell that padding is inside a document."""
+        positions tell that padding is inside of rows that are one document each, and raises `DataError` if it is inside of packed
+        documents."""
         given = position_ids if attention_mask is None else attention_mask
         if given is None:
             raise ValueError("documents are known from position_ids or an attention_mask, and neither was given")
@@ -57,14 +60,18 @@ class Documents:
         restarts = pad(positions.diff(dim=1) != 1, (1, 0))
         begins = (real & (after_padding | restarts)).nonzero().tolist()
         counted = pad(real.flatten().cumsum(0), (1, 0)).tolist()
-        spans: list[Span] = []
+        spans, holes, firsts = list[Span](), 0, {row for row, _ in begins}
         for (row, begin), (next_row, following) in zip(begins, [*begins[1:], [rows, 0]], strict=False):
             stop = following if next_row == row else length
             end = begin + counted[row * length + stop] - counted[row * length + begin]
             spans.append(Span(row, begin, end, stop))
-            if end < stop < length and positions[row, stop] > positions[row, end - 1]:
-                return None
-        return cls(rows=rows, length=length, spans=tuple(spans))
+            holes += int(end < stop < length and positions[row, stop] > positions[row, end - 1])
+        if holes and len(begins) > len(firsts) + holes:
+            raise DataError(
+                "a batch has padding (attention_mask) inside of a document of a packed sequence, by its position_ids; pad at an "
+                "end, or let positions begin at 0 after padding"
+            )
+        return None if holes else cls(rows=rows, length=length, spans=tuple(spans))
 
     @property
     def packed(self) -> bool:

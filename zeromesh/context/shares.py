@@ -76,24 +76,21 @@ class Context:
         moved = key_heads if key_heads % ranks == 0 else heads
         return "heads" if self.heads_first or key_heads * ranks > heads + moved else "gather"
 
-    def _places(self, length: int) -> list[int]:
-        """Return where each piece of a sequence, in order, lies in shares that are one behind the other."""
-        ranks = self.exchange.size
-        if length % (2 * ranks):
-            raise LayoutError(f"a sequence of {length} tokens cannot be cut into {2 * ranks} equal pieces")
-        return [2 * n if n < ranks else 2 * (2 * ranks - 1 - n) + 1 for n in range(2 * ranks)]
+    def _pieces(self, tensor: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
+        count, length = 2 * self.exchange.size, tensor.shape[dim]
+        if length % count:
+            raise LayoutError(f"a sequence of {length} tokens cannot be cut into {count} equal pieces")
+        return tensor.chunk(count, dim)
 
     def _ordered(self, shares: torch.Tensor, dim: int) -> torch.Tensor:
         """Put pieces of shares that are one behind the other in the order of the sequence."""
-        places = self._places(shares.shape[dim])
-        pieces = shares.chunk(len(places), dim)
-        return torch.cat([pieces[each] for each in places], dim)
+        pieces = self._pieces(shares, dim)
+        return torch.cat(pieces[::2] + pieces[::-2], dim)
 
     def _dealt(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Undo `_ordered`."""
-        places = self._places(whole.shape[dim])
-        pieces = dict(zip(places, whole.chunk(len(places), dim), strict=True))
-        return torch.cat([pieces[place] for place in range(len(places))], dim)
+        pieces = self._pieces(whole, dim)
+        return torch.cat([each for pair in zip(pieces, pieces[::-1], strict=True) for each in pair][: len(pieces)], dim)
 
     def _to_heads(self, share: torch.Tensor) -> torch.Tensor:
         return self._ordered(torch.cat(list(self.exchange.all_to_all_async(share, 1).wait()), 2), 2)

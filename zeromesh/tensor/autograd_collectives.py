@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
+from torch._compile import _disable_dynamo
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.kernels.cpu_matmul import linear_grad_bias
@@ -24,8 +25,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Exclude a function from `torch.compile`, which then breaks the graph there: communication cannot be compiled."""
-    return cast(_Function, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    """Exclude a function from `torch.compile`, which then breaks the graph there: communication cannot be compiled. The compiler,
+    which takes two seconds, is imported by the first call, and not by `torch.compiler.disable`."""
+    return cast(_Function, _disable_dynamo(function))
 
 
 def copy_input(x: torch.Tensor, exchange: Exchange) -> torch.Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from zeromesh.context.documents import Documents, Span
+from zeromesh.errors import DataError
 
 
 @pytest.mark.parametrize(
@@ -49,3 +50,13 @@ def test_spans_out_of_order_are_refused(span: Span) -> None:
 def test_neither_positions_nor_a_mask() -> None:
     with pytest.raises(ValueError, match="neither was given"):
         Documents.of(None)
+
+
+def test_padding_inside_of_a_packed_document_is_refused() -> None:
+    positions, mask = torch.tensor([[0, 1, 0, 1, 2, 3]]), torch.tensor([[1, 1, 1, 0, 1, 1]])
+    with pytest.raises(DataError, match=r"padding \(attention_mask\) inside of a document"):
+        Documents.of(positions, mask)
+    mask[0, 3], positions[0, 4:] = 0, torch.tensor([0, 1])  # It begins after the padding.
+    found = Documents.of(positions, mask)
+    assert found is not None
+    assert found.spans == ((0, 0, 2, 2), (0, 2, 3, 4), (0, 4, 6, 6))

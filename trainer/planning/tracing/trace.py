@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, ZeromeshError, summary
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.options import ZeroOptions
@@ -144,8 +145,6 @@ class Tracer:
         for tensor in (*model.parameters(), *model.buffers()):
             meter.register_state(tensor)
         if context > 1:
-            from zeromesh.context.shares import Context
-
             among = TracedExchange(context)
             among.meter, on_cpu = meter, self._device == "cpu"
             attention = SharedAttention(model, batch, Context(exchange=among, heads_first=not on_cpu))
