@@ -72,8 +72,7 @@ _TRANSFORMERS_HOOKS = (
 class Trainer(ModelOnMesh):
     """Trains a model on the ranks of the launch, partitioned by the configuration.
 
-    A plain script or a notebook is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more,
-    and every rank then runs the same calls.
+    A script or notebook is one rank; `torchrun --nproc-per-node N script.py` or `zeromesh train` start more, with equal calls.
 
     Args:
         model: an `nn.Module` (built, or on the meta device), a zero-argument callable that builds one, or None when
@@ -85,16 +84,13 @@ class Trainer(ModelOnMesh):
         train_dataset: mappings of arguments of the model, such as `input_ids` and `labels`, by index or as a stream; None: text
             that `config.data` names. Fields that are no arguments of the model are dropped.
         eval_dataset: samples to evaluate, by index, or a mapping of names to several such datasets.
-        data_collator: converts a list of samples to a batch, a mapping of tensors; None pads them with `processing_class` if
-            given, else stacks them.
+        data_collator: makes a batch, a mapping of tensors, of a list of samples; None: they are padded or stacked.
         compute_loss: `(model, batch) -> (sum, count)`, to replace the model's own loss.
-        compute_metrics: computes metrics of all samples of an evaluation, `EvalPrediction -> mapping of names to numbers`;
-            called on all ranks.
+        compute_metrics: metrics of all samples of an evaluation, `EvalPrediction -> mapping of names to numbers`, on all ranks.
         preprocess_logits_for_metrics: `(logits, labels) -> tensors`, which are gathered instead of all logits.
         callbacks: callbacks, ours or transformers' `TrainerCallback`s.
         processing_class: a tokenizer, used for `config.data` and saved with the model.
-        lr_scheduler: creates a `torch.optim.lr_scheduler` of an optimizer, such as `lambda o: StepLR(o, 30)`, which replaces
-            `config.schedule`.
+        lr_scheduler: makes a `torch.optim.lr_scheduler`, such as `lambda o: StepLR(o, 30)`, which replaces `config.schedule`.
         args: refused, since `TrainingArguments` are for `zeromesh.transformers.Trainer`.
 
     Raises:
@@ -172,8 +168,7 @@ class Trainer(ModelOnMesh):
             DataError: before the first step, for data that cannot be trained on.
             StorageError: for a directory that cannot be written, or where memory is short.
             CollectiveError: when another rank has ended, is late, or makes another collective call.
-            NonFiniteError: when gradients are not finite and the configuration says to stop; and at the end, when more than half of
-                all steps made no update.
+            NonFiniteError: for such gradients, if the configuration says to stop; at the end, if most steps made no update.
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
@@ -230,10 +225,8 @@ class Trainer(ModelOnMesh):
 
         Args:
             eval_dataset: replaces the trainer's; several by name have values called `eval_NAME_loss`.
-            ignore_keys: names of the model's outputs that are not gathered for `compute_metrics`; None: those that its
-                configuration names (`keys_to_ignore_at_inference`).
-            predict_with_generate: pass generated tokens to `compute_metrics`, as `predict` does; None: as
-                `run.predict_with_generate` says.
+            ignore_keys: outputs of the model not gathered for `compute_metrics`; None: its `config.keys_to_ignore_at_inference`.
+            predict_with_generate: pass generated tokens to `compute_metrics`, as `predict` does; None: the run's key.
             generation: fields of transformers' `GenerationConfig`, on top of `run.generation` and the model's own.
 
         Raises:
@@ -285,8 +278,7 @@ class Trainer(ModelOnMesh):
         """Train a small copy of the model for a few steps in this layout and in one plain PyTorch process, and compare every
         value, first in float64 and then in the configured precision. All ranks call it. The trainer and its model do not change.
 
-        A model of transformers with more than two million parameters is made narrower and shorter. `docs/howto/verify.md`
-        lists the compared values.
+        A model of transformers with over two million parameters is made smaller. `docs/howto/verify.md` lists the compared values.
 
         Args:
             checks: further checks: `determinism`, `resume`, `dropout`.

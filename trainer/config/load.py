@@ -363,8 +363,7 @@ def _validate(data: dict[str, Any], unused: frozenset[str]) -> tuple[TrainerConf
     # A section whose keys are all commented out is null in YAML.
     data = {key: {} if value is None and key in messages.known_paths() else value for key, value in data.items()}
     wrong: dict[tuple[str, ...], str] = {}
-    # An invalid key is dropped, so that rules between keys can be checked; if that is not enough, its section, whose defaults are
-    # valid.
+    # An invalid key is dropped, so that rules over keys can be checked; if that is not enough, its section, as defaults are valid.
     for depth in (None, 1, 0):
         try:
             config = TrainerConfig.model_validate(data, context={"rules": False})

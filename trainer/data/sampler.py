@@ -1,6 +1,5 @@
-"""The samples of each step and their order. A global sample index counts samples from the start of training. A step takes
-`global_size` of them, cut into blocks of `micro_size`, which are assigned to data ranks round-robin. So the blocks of a step do not
-depend on the number of ranks:
+"""The samples of each step and their order. A global sample index counts from the start of training. A step takes `global_size`
+samples in blocks of `micro_size`, assigned to data ranks round-robin. So a step's blocks do not depend on the number of ranks:
 
     global 10, micro 2, data-parallel 3     block      0    1    2    3    4    -
                                             samples    01   23   45   67   89   (01, weight 0)

@@ -130,8 +130,7 @@ def generate_in_rounds(
 ) -> None:
     """Generate for requests with equal fields, similar lengths together, on all ranks; note `why` they join no running batch."""
     mesh, has_encoder, first = placed.mesh, placed.module.config.is_encoder_decoder, settings[0]
-    # Padding would change an encoder's result: penalties count it, and a position of padding outside a sliding window attends to
-    # nothing, which gives NaN.
+    # Padding would change an encoder's result: penalties count it, and outside a sliding window it attends to nothing: NaN.
     one_length = not has_encoder or bool(
         getattr(encoder_config(placed.module), "sliding_window", None)
         or first.encoder_repetition_penalty not in (None, 1)

@@ -92,8 +92,7 @@ class Generator(ModelOnMesh):
         source: a Hugging Face directory, the name of a model on the Hub, a run (its newest checkpoint) or a checkpoint of one.
         config: a path, a mapping or a `TrainerConfig`, of which `parallel`, `zero`, `offload`, `precision.compute` and `model`
             are used; None: the defaults. The default of `precision.compute` is the dtype in the model's `config.json`.
-        check: compare replicated weights between ranks at the start, which reads them once; None: compare all except those
-            in files.
+        check: compare replicated weights between ranks at the start, which reads them once; None: all except those in files.
         sections: sections on top of `config`, such as `parallel={"tensor": 2}`.
         overrides: keys on top of all, such as `zero.stage=0`, as on the command line.
 
@@ -173,8 +172,7 @@ class Generator(ModelOnMesh):
                 these as `text`, `input_ids` or `messages`, and for this prompt alone fields of `GenerationConfig`, `seed`, or
                 `adapter`: one of `model.adapters`, or `__base__` for none of them.
             batch: prompts that a replica of the model continues at a time.
-            seed: the seed of sampling for each prompt, independent of its batch; None: derived from `run.seed` and the
-                number of calls so far.
+            seed: the seed of sampling for each prompt, whatever its batch; None: one of `run.seed` and the number of earlier calls.
             on_results: called on every rank with new results, by index of their prompt.
             fields: of transformers' `GenerationConfig`, on top of the model's own; 128 new tokens, or as many as it has positions.
 

@@ -221,9 +221,8 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
 
 @cache
 def on_zeromesh(trainer: _Trainer) -> _Trainer:
-    """Put the engine under a class of trainers: transformers' own, TRL's, or the user's. The class that is returned takes the same
-    arguments, and `zeromesh`, a configuration by file or dict. Raises `ConfigError` for a class that is not built on
-    `transformers.Trainer`."""
+    """Put the engine under a class of trainers: transformers' own, TRL's, or the user's. The result takes the same arguments and
+    `zeromesh`, a configuration by file or dict. Raises `ConfigError` for a class that is not built on `transformers.Trainer`."""
     if not issubclass(trainer, transformers.Trainer):
         raise ConfigError(f"{trainer.__name__} is not built on transformers.Trainer")
     names = {"__module__": trainer.__module__, "__qualname__": trainer.__qualname__, "__doc__": trainer.__doc__}

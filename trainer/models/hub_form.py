@@ -114,8 +114,7 @@ class HubForm:
             if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
                 self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"
         inside = pretrained_of(model)
-        # The list of modules is kept, since pipeline stages lose modules before `hub_names` looks conversions up, which is
-        # slow and thus lazy.
+        # The list of modules is kept: pipeline stages lose modules before `hub_names` looks conversions up, lazily as it is slow.
         submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
         self._library_model = inside and SimpleNamespace(
             config=inside.config,

@@ -306,10 +306,9 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
 def prepare_model(
     model: nn.Module, section: ModelSection, options: ZeroOptions, tiers: Tiers, compile_: Compile | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Change `model` in place as the configuration says; returns the number of recomputed blocks with offloaded inputs, and notes.
-    The blocks of a model that was given compiled are compiled by its compiler `compile_`, since parameters are gathered between
-    them. Raises `ConfigError` if no blocks are known to compile or nothing can run in tiles, and `StorageError` without a directory
-    for inputs on files."""
+    """Change `model` in place as the configuration says; returns how many recomputed blocks have offloaded inputs, and notes. The
+    blocks of a model that was given compiled are compiled by its compiler `compile_`, since parameters are gathered between them.
+    Raises `ConfigError` if no blocks to compile are known or nothing can be tiled, `StorageError` for files without a directory."""
     # Modules in evaluation mode inside a model that trains (frozen statistics) stay so; `from_pretrained` leaves all in that mode.
     evaluating = [module for module in model.modules() if model.training and not module.training]
     model.train()

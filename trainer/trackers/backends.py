@@ -314,8 +314,7 @@ TRACKERS = {
     ),
     "clearml": TrackerKind(_clearml),
     "comet_ml": TrackerKind(_comet_ml),
-    # DVC's experiments commit the whole repository. In a separate directory, `dvc.yaml` would name
-    # each file once more at every step.
+    # DVC's experiments commit the whole repository. Elsewhere, `dvc.yaml` would name each file once more at every step.
     "dvclive": TrackerKind(
         lambda run: (
             {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}

@@ -17,8 +17,7 @@ A checkpoint holds whole tensors: such an interval becomes a list of runs, each 
      12 13  .  . 16 17
      18 19  .  . 22 23
 
-Columns of rows, as in the picture, are moved in whole blocks of rows: for any number of rows, an interval consists of a few tiles,
-each of which is copied in one operation."""
+Columns of rows, as in the picture, are moved in blocks of rows: an interval of any number of rows is a few tiles, each one copy."""
 
 import itertools
 from bisect import bisect_left, bisect_right

@@ -1,7 +1,6 @@
 """The table of functions that start collectives, on CPUs and on devices.
 
-A codec is a row, too: it wraps another row, launches the encoded bytes of `given`, and its `finish` decodes what arrives into
-`out`.
+A codec is a row, too: it wraps another row, launches the encoded bytes of `given`, and its `finish` decodes them into `out`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +22,7 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 @dataclass(slots=True)
 class CollectiveCall:
     """The arguments of one collective of flat, contiguous tensors, which must not change until `Launched.wait` has returned.
-    `ProcessSet.start` sets `ranks`, `index`, `group`, `timed` and `arrive`, and equal numbers for an empty `received` or
-    `sent`."""
+    `ProcessSet.start` sets `ranks`, `index`, `group`, `timed`, `arrive`, and equal numbers for empty `received` or `sent`."""
 
     out: torch.Tensor
     """The tensor that is received: the parts of all ranks one after the other, or their sum."""

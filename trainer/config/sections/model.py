@@ -106,8 +106,7 @@ class ModelSection(Section):
     config: Annotated[dict[str, JsonValue] | None, Allowed("a mapping with model_type, or null")] = Field(
         default_factory=lambda: dict(DEFAULT_MODEL)
     )
-    """Hugging Face configuration of a model with random weights. With `source`: fields that override the source's, such as
-    num_labels."""
+    """Hugging Face configuration of a model with random weights. With `source`: fields to override, such as num_labels."""
     head: Head = "causal_lm"
     """The task, and so the class of the model; base is the model without a head."""
     lora: Annotated[LoraSection | None, Allowed("null, or a mapping such as {rank: 8}")] = None
@@ -131,11 +130,9 @@ class ModelSection(Section):
     """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
     or as the model was given."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
-    """Activations that are recomputed in backward: none, whole blocks (block), or all of a block but its matrix products
-    (selective)."""
+    """Activations recomputed in backward: none, whole blocks (block), or all of a block but its matrix products (selective)."""
     tile_tokens: Count | None = None
-    """Tokens of a sequence that pass through a block's token-wise modules, such as its MLP, at once; these are computed again in
-    backward. null: all."""
+    """Tokens that pass at once through token-wise modules of a block, such as its MLP, which backward computes again. null: all."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
     loss: Literal["auto", "native", "liger"] | Named = "auto"

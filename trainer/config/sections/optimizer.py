@@ -77,8 +77,7 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
     """Parameters with a learning rate or a weight decay of their own, such as `[{match: "*.embed*", lr_factor: 0.1, weight_decay:
     0}]`; the first that matches a parameter counts."""
     in_backward: bool = False
-    """Update each bucket inside backward, so that its gradient is freed at once. Needs clip_norm 0, on_nonfinite stop and no
-    float16."""
+    """Update each bucket inside backward, which frees its gradient at once. Needs clip_norm 0, on_nonfinite stop and no float16."""
 
     @model_validator(mode="before")
     @classmethod

@@ -58,8 +58,7 @@ class OffloadSection(Section, keys.OffloadKeys):  # type: ignore[misc]  # pydant
         Literal["auto"] | Annotated[keys.Whole, keys.ConvertedBy(keys.bytes_from_text), Field(ge=LEAST_STAGING)],
         keys.Allowed("auto, or a number of bytes of 4MiB or more, such as 64MiB"),
     ] = "auto"
-    """Bytes of all staging buffers of a rank between the offload tier and the optimizer. auto: 64MiB on a CPU, a 64th of an
-    accelerator's memory."""
+    """Bytes of a rank's staging buffers between offload tier and optimizer. auto: 64MiB on a CPU, a 64th of accelerator memory."""
 
 
 AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")

@@ -79,8 +79,7 @@ class DataSection(Section):
     Hub: hub:OWNER/NAME, hub:OWNER/NAME/CONFIG, either with :SPLIT (train). `{python: package.module:function}`, or `data.python`,
     is what a function returns: samples of the model's arguments, by index or as a stream; further keys are its arguments."""
     collator: Named | None = None
-    """A function of Python code that makes a batch of a list of samples, or a class of such objects; null: samples are padded or
-    stacked."""
+    """A Python function that makes a batch of a list of samples, or a class of such; null: samples are padded or stacked."""
     encoding: keys.Text = "utf-8"
     """Encoding of text, .jsonl, .csv and .tsv files by Python's names, such as cp1252. A byte order mark takes precedence."""
     mixture: Annotated[
@@ -108,8 +107,7 @@ class DataSection(Section):
     eval: Annotated[
         Source | Sources | None, keys.Allowed("text, a list of at least one text, a mapping of names to those, or null")
     ] = None
-    """The data to evaluate on, or several by names of your choice, evaluated apart; null holds `eval_fraction` of the
-    training documents out."""
+    """The data to evaluate on, or several by names of your choice; null holds `eval_fraction` of the training documents out."""
     eval_fraction: keys.Fraction = 0.05
     """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
     eval_samples: Literal["auto"] | keys.Count | None = "auto"
