@@ -175,9 +175,7 @@ class PlacedModel(ModelOnMesh):
     def require_average(self, ema: bool) -> None:
         """Raise `ConfigError` where averaged weights (`ema`) are requested and the run has none."""
         if ema and not self.config.ema.decay:
-            raise ConfigError(
-                "there are no averaged weights: set ema.decay, such as 0.999, for the run that makes them"
-            )
+            raise ConfigError("there are no averaged weights: set ema.decay, such as 0.999, in the run that makes them")
 
     def state(self, ema: bool = False) -> Any:
         """Return the engine's access to weights, or to their averages (`ema`); None once the model is whole. All ranks call it."""

@@ -276,9 +276,7 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str,
         raise ConfigError(_missing(missing, environ))
     wrong = [name for name in names if not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", environ[name])]
     if wrong:
-        raise ConfigError(
-            [f"environment variable {name}: got {environ[name]!r}; allowed is an integer" for name in wrong]
-        )
+        raise ConfigError([f"environment variable {name}: got {environ[name]!r}, not an integer" for name in wrong])
     return [int(environ[name]) for name in names]
 
 

@@ -235,9 +235,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
-            f"{key} needs run.on_nonfinite: stop: there is no step left to skip": (
-                inside and self.on_nonfinite != "stop"
-            ),
+            f"{key} needs run.on_nonfinite: stop: no step is left to skip": inside and self.on_nonfinite != "stop",
             "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": (
                 self.evaluates_average and self.average is not None and self.average.decay
             ),

@@ -33,9 +33,7 @@ def _open_swap_file(directory: Path, label: str) -> PositionalFile:
     """Create a swap file and unlink it at once: no other process can open it, and the system frees it when this one ends."""
     path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
     cure = "; set offload.directory to one that can be written"
-    with errors_as(
-        StorageError, f"swap files cannot be made in {str(directory)!r}: ", OSError, StorageError, after=cure
-    ):
+    with errors_as(StorageError, f"cannot make swap files in {str(directory)!r}: ", OSError, StorageError, after=cure):
         directory.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         try:

@@ -235,9 +235,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         self._failures += 1
         limit = self._section.max_failures
         if limit and self._failures >= limit:
-            raise StorageError(
-                f"{why} ({self._failures} saves in a row have failed, checkpoint.max_failures is {limit})"
-            )
+            raise StorageError(f"{why} ({self._failures} saves in a row failed, checkpoint.max_failures is {limit})")
         kept = f"the newest is of step {self.latest}" if self.latest is not None else "there is none yet"
         if self._last_attempts == 0:
             raise StorageError(
@@ -377,9 +375,7 @@ def _fill(
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
     unread = {each.kind for each in reader.manifest.tensors}.difference(WEIGHTS, (each.kind for each in tensors))
     if whole and unread:
-        problem = (
-            f"has {some(sorted(unread))}, which would be lost here; go on with the optimizer and precision that it had"
-        )
+        problem = f"has {some(sorted(unread))}, which would be lost; go on with the optimizer and precision that it had"
         raise LayoutError(f"{reader.directory} {problem}")
     with engine.loading(averaged_updates=count if averaged else 0):
         shards = [each for each in engine.checkpoint_state.shards_to_read() if loads(each.spec)]

@@ -179,9 +179,7 @@ def _batch(read: Translation) -> Pairs:
     default = BatchSection()
     if train is None and micro is None:
         if not automatic:
-            read.notes.append(
-                "neither train_batch_size nor train_micro_batch_size_per_gpu is given: zeromesh's defaults stand in"
-            )
+            read.notes.append("without train_batch_size and train_micro_batch_size_per_gpu, zeromesh's defaults apply")
         automatic = list(_BATCH_NAMES)
     if micro is None:
         # Each rank's share of the global batch; if the micro batch is automatic, a divisor of it, such as zeromesh's default.

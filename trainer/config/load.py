@@ -87,9 +87,7 @@ class _Source:
 
 def _merge_base(given: _Source, base: Any, chain: tuple[Path, ...]) -> _Source:
     if not isinstance(base, str) or not base:
-        raise ConfigError(
-            f"base: got {messages.quote('', base)}; allowed is the path of a YAML or JSON file", where=given.where
-        )
+        raise ConfigError(f"base: got {messages.quote('', base)}; allowed is a YAML or JSON file", where=given.where)
     path = Path(*given.folders, Path(base).expanduser())
     if path.resolve() in chain:
         circle = " -> ".join(str(each) for each in [*chain, path.resolve()])
@@ -120,9 +118,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         path = Path(source).expanduser()
         data = read_yaml(path, "no such file; give the path of a YAML or JSON file", where=where)
         if not isinstance(data, dict):
-            problem = (
-                "is empty; write what is to be trained, such as `model: {source: DIRECTORY}`, or {} for all defaults"
-            )
+            problem = "is empty; write what to train, such as `model: {source: DIRECTORY}`, or {} for all defaults"
             if data is not None:
                 sections = ", ".join(TrainerConfig.model_fields)
                 problem = f"holds {messages.quote('', data)}; allowed is a mapping of sections ({sections})"
@@ -145,9 +141,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
         raise ConfigError(foreign, where=where)
     own, deepspeed = (data.pop(OUR_KEY, {}), data) if is_deepspeed(data) else (data, None)
     if not isinstance(own, dict):
-        raise ConfigError(
-            f"{OUR_KEY}: got {messages.quote('', own)}; allowed is a mapping of sections of zeromesh", where=where
-        )
+        raise ConfigError(f"{OUR_KEY}: got {messages.quote('', own)}; allowed is a mapping of sections", where=where)
     given = _Source(where=where, own=own, layers=(("", own),), deepspeed=deepspeed, folders=folders)
     return given if base is None else _merge_base(given, base, chain)
 

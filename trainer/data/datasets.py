@@ -102,9 +102,7 @@ class _DatasetLoader:
             train, evaluation, entropy = MixedDataset(list(trained.values()), weights), held or None, None
             total = sum(train.weights)
             shares = [f"{name} {weight / total:.1%}" for name, weight in zip(trained, train.weights, strict=True)]
-            self.notes.append(
-                f"data.mixture: {', '.join(shares)} of the sequences; an epoch has {len(train):,} of them"
-            )
+            self.notes.append(f"data.mixture: {', '.join(shares)} of sequences; an epoch has {len(train):,} of them")
         if sources:
             found: dict[str, TokenDataset] = {}
             for where, source in sources.items():

@@ -308,9 +308,7 @@ def _json_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
             text = line + lines.read() if line.lstrip().startswith("[") else line
             if not text or text.isspace():
                 continue
-            with errors_as(
-                DataError, f"{str(file.path)!r} cannot be read as json: line {number}: ", json.JSONDecodeError
-            ):
+            with errors_as(DataError, f"{str(file.path)!r} is not valid json: line {number}: ", json.JSONDecodeError):
                 found = json.loads(text)
             if _SURROGATE_ESCAPE.search(text):
                 found = json.loads(json.dumps(found, ensure_ascii=False).encode(errors="replace"))

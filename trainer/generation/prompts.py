@@ -69,17 +69,13 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
         return prompt, {}
     given = [key for key in KEYS if key in prompt]
     if len(given) != 1:
-        raise DataError(
-            f"{where}: a prompt is a mapping with one of {', '.join(KEYS)}; it has {' and '.join(given) or 'none'}"
-        )
+        raise DataError(f"{where}: a prompt has one of {', '.join(KEYS)}; it has {' and '.join(given) or 'none'}")
     problem = problem_of(prompt[given[0]], given[0])
     if problem:
         raise DataError(f"{where}: {given[0]} {problem}, not {_shorten(json.dumps(prompt[given[0]], default=str))}")
     seed = prompt.get("seed", 0)
     if type(seed) is not int or not 0 <= seed < 1 << 63:
-        raise DataError(
-            f"{where}: seed is a whole number from 0 to 2**63 - 1, not {_shorten(json.dumps(seed, default=str))}"
-        )
+        raise DataError(f"{where}: seed is an integer in [0, 2**63 - 1], not {_shorten(json.dumps(seed, default=str))}")
     return prompt[given[0]], {key: value for key, value in prompt.items() if key != given[0]}
 
 
@@ -108,9 +104,7 @@ def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
         return list(prompt)
     if tokenizer is None:
-        raise DataError(
-            f"{where} is text, and the model's directory has no tokenizer; give token ids, or set data.tokenizer"
-        )
+        raise DataError(f"{where} is text, and the model has no tokenizer; give token ids, or set data.tokenizer")
     try:
         json.dumps(prompt, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:

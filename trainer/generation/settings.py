@@ -92,9 +92,7 @@ class ModelSettings:
             config = encoder_config(self._module)
             known = positive(config, "max_encoder_position_embeddings", "max_position_embeddings") or prompt_tokens
             if prompt_tokens > known:
-                raise DataError(
-                    f"the prompt has {prompt_tokens} tokens, and the model's encoder has {known} positions; shorten it"
-                )
+                raise DataError(f"the prompt has {prompt_tokens} tokens, the encoder {known} positions; shorten it")
         elif settings.max_new_tokens is None:
             settings.max_new_tokens, settings.max_length = max(1, settings.max_length - prompt_tokens), None
         check_arguments(self._module, {"generation_config": settings}, self._mesh)
@@ -231,9 +229,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
     """Check the arguments of `generate`, alike on every rank; `mesh` is None for a model that is not partitioned. Raises
     `ConfigError` for the model or arguments that the layout does not allow, `DataError` for prompts padded on the right."""
     if not callable(getattr(model, "generate", None)):
-        raise ConfigError(
-            f"{type(model).__name__} has no generate; it generates where it is a Hugging Face model with a head"
-        )
+        raise ConfigError(f"{type(model).__name__} has no generate; Hugging Face models with a suitable head have")
     if "synced_gpus" in arguments:
         raise ConfigError("generate: synced_gpus is decided here, ranks are kept together; leave it out")
     mask = arguments.get("attention_mask")

@@ -219,9 +219,7 @@ class Generator(ModelOnMesh):
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")
         if why and any((each.fields, each.adapter) != (requests[0].fields, requests[0].adapter) for each in requests):
-            raise ConfigError(
-                f"generate: {why}, so all prompts are generated alike; give all the same fields and adapter"
-            )
+            raise ConfigError(f"generate: {why}, so prompts are generated alike; give all the same fields and adapter")
         try:
             with placed.guarded("generator.generate()"):
                 if why:

@@ -38,9 +38,7 @@ class ResultJournal:
             with refusals(out, "read"):
                 content_there, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""
             if done != self._line({**self._head, "results": xxhash.xxh3_64_hexdigest(content_there)}):
-                raise ConfigError(
-                    f"--out {str(out)!r} has content already, which is kept; name another file, or delete that one"
-                )
+                raise ConfigError(f"--out {str(out)!r} has content; name another file, or delete that one")
             self.rows = dict(enumerate(map(json.loads, content_there.splitlines())))
             return
         with refusals(self.path, "written"):
@@ -48,9 +46,7 @@ class ResultJournal:
             try:
                 # A locked file without a link belonged to a command that has just ended.
                 if not try_lock(self._file.fileno()) or not os.fstat(self._file.fileno()).st_nlink:
-                    raise ConfigError(
-                        f"another command writes its results to {self.path} now; wait for it, or give another --out"
-                    )
+                    raise ConfigError(f"another command is writing {self.path}; wait for it, or give another --out")
                 self._resume()
             except BaseException:
                 self.close()

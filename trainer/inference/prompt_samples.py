@@ -25,9 +25,7 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
     if section.prompts is None:
         return None
     if section.prompts_every is None and run.data.eval is None:
-        raise ConfigError(
-            "are continued at evaluations, and there is no evaluation data; set run.prompts_every", where=_KEY
-        )
+        raise ConfigError("are continued at evaluations, but there are none; set run.prompts_every", where=_KEY)
     if tokenizer is None:
         if run.model.processing_class is None:
             raise ConfigError("need a tokenizer; pass processing_class", where=_KEY)

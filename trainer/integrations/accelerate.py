@@ -215,9 +215,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
         _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
         if self.together > 1 and engine_of(model).mesh.data_index != self.process_index // self.together:
-            raise LayoutError(
-                "the ranks of a batch are not numbered one after the other, as accelerate's loaders take them"
-            )
+            raise LayoutError("ranks of a batch are not numbered one after the other, as accelerate's loaders need")
         if optimizer is not None and sharded is not None:
             self._prepared[id(optimizer)] = PreparedOptimizer(sharded, device_placement=False)
 
@@ -235,9 +233,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         loss = loss / self.gradient_accumulation_steps
         if self._compute == "float16":
             if len(self._optimizers) != 1:
-                raise ConfigError(
-                    f"float16 has a loss scale, and {len(self._optimizers)} optimizers differ; take bfloat16"
-                )
+                raise ConfigError(f"float16 has a loss scale, and {len(self._optimizers)} optimizers differ; use bf16")
             loss = self._optimizers[0].optimizer.scale(loss)
         torch.autograd.backward(loss, **named)
 
@@ -250,9 +246,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks. Raises
         `ConfigError` unless these are all parameters of one model, for other norms, and before the last backward of a step."""
         if not self.sync_gradients:
-            raise ConfigError(
-                "clip_grad_norm_ was called before a step's last backward; call it if accelerator.sync_gradients"
-            )
+            raise ConfigError("clip_grad_norm_ was called before a step's last backward; call it if sync_gradients")
         given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
@@ -274,9 +268,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
         """Run the block, as even batches need no joining. Raises `ConfigError` for uneven ones: all ranks gather together."""
         if self.num_processes > 1 and not (self.even_batches if even_batches is None else even_batches):
-            raise ConfigError(
-                "even_batches is False, and all ranks have to call the model equally often; leave it True"
-            )
+            raise ConfigError("even_batches is False, and all ranks must call the model equally often; leave it True")
         yield
 
     def gather(self, tensor: Any) -> Any:
@@ -290,9 +282,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""
         if self.together > 1 and use_gather_object:
-            raise ConfigError(
-                "gather_for_metrics gathers tensors alone where parallel.tensor or parallel.context is more than 1"
-            )
+            raise ConfigError("gather_for_metrics gathers only tensors if parallel.tensor or parallel.context > 1")
         with ExitStack() as undone:
             undone.callback(override(self, "_gathers_data_alone", self.together > 1))
             return super().gather_for_metrics(input_data, use_gather_object)

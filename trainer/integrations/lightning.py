@@ -56,9 +56,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         """Partition the module with its optimizer. Raises `ConfigError` unless it has exactly one."""
         super().setup_optimizers(trainer)
         if len(self.optimizers) != 1 or not self.optimizers[0].param_groups:
-            raise ConfigError(
-                f"configure_optimizers gave {len(self.optimizers)} optimizers; return one, with parameters"
-            )
+            raise ConfigError(f"configure_optimizers gave {len(self.optimizers)}; return one optimizer with parameters")
         self.optimizers = [self._partition(self.optimizers[0])]
 
     def _partition(self, optimizer: Any) -> Any:
@@ -115,9 +113,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         checkpoint = super().load_checkpoint(Path(checkpoint_path) / state["lightning"], weights_only)
         missing = sorted(self.lightning_module.state_dict(keep_vars=True).keys() - checkpoint["state_dict"].keys())
         if missing and self.lightning_module.strict_loading:
-            raise CheckpointError(
-                f"{checkpoint_path} lacks {some(missing, 4)}; set the module's strict_loading to False"
-            )
+            raise CheckpointError(f"{checkpoint_path} lacks {some(missing, 4)}; set its strict_loading to False")
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -126,8 +122,6 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
 
 def _clip_gradients(optimizer: Any, limit: float = 0.0, algorithm: str = "norm") -> None:
     if algorithm != "norm":
-        raise ConfigError(
-            f"gradient_clip_algorithm is {algorithm}, and gradients are divided among ranks; set it to norm"
-        )
+        raise ConfigError(f"gradient_clip_algorithm is {algorithm}, and gradients are sharded; set it to norm")
     if limit > 0:
         optimizer.clip_grad_norm_(limit)

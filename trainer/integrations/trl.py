@@ -56,9 +56,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     if "batch.global_size" in keys:
         once = config.batch.micro_size * (ranks // (config.parallel.tensor * config.parallel.context))
         if config.batch.global_size % once:
-            problems.append(
-                f"batch.global_size: {config.batch.global_size} is no multiple of {once}, one batch of all ranks"
-            )
+            problems.append(f"batch.global_size: {config.batch.global_size} is no multiple of {once}, all ranks' batch")
         arguments["per_device_train_batch_size"] = config.batch.micro_size
         arguments["gradient_accumulation_steps"] = config.batch.global_size // once
     half = {"bf16": config.precision.compute == "bfloat16", "fp16": config.precision.compute == "float16"}

@@ -162,12 +162,8 @@ class RunProgress:
             table = "\n  ".join(traffic_table(self.communication, steps=len(self.seconds)))
             found.append(Detail(f"communication of this rank in a step:\n  {table}"))
         if self.bubbles:
-            measured, predicted = (
-                median_high(each[name] for each in self.bubbles) for name in ("measured", "predicted")
-            )
-            found.append(
-                f"pipeline: ranks stood still for {measured:.0%} of a step (median; {predicted:.0%} predicted)"
-            )
+            measured, predicted = (median_high(one[name] for one in self.bubbles) for name in ("measured", "predicted"))
+            found.append(f"pipeline: ranks were idle for {measured:.0%} of a step (median; {predicted:.0%} predicted)")
         return found
 
 

@@ -139,9 +139,7 @@ def run_dataset(
 
 def _named_metrics(metrics: Any, prefix: str) -> Values:
     if not isinstance(metrics, Mapping):
-        raise DataError(
-            f"compute_metrics returned a {type(metrics).__name__}; it should return a mapping of names to numbers"
-        )
+        raise DataError(f"compute_metrics returned a {type(metrics).__name__}, not a mapping of names to numbers")
     named = {}
     for name, value in metrics.items():
         # NumPy's and PyTorch's scalars become Python's.

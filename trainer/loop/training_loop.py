@@ -168,9 +168,7 @@ class TrainingLoop:
         run.events.restore(state.callbacks)
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
-            run.console.note(
-                f"run.max_steps: {change}; the learning rate follows the curve of the new one from here on"
-            )
+            run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
         if run.finished:
             evaluates = run.data.eval is not None and (
                 section.eval_at_end or _comes_after(state.step, section.eval_every)
@@ -290,9 +288,7 @@ class TrainingLoop:
         if first:
             run.console.note(Detail(f"start: {sentence(times.parts)}"))
             if unreached := run.model.require_engine().without_gradient:
-                run.console.note(
-                    f"no gradient came to {some(unreached)}: without one, parameters are neither updated nor decayed"
-                )
+                run.console.note(f"no gradient came to {some(unreached)}; so they are neither updated nor decayed")
         events.request(**due)
         self._announce("on_step_end", line)
         events.agree(run.mesh)

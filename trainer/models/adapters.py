@@ -116,9 +116,7 @@ _METHODS = frozenset(
 _SHARED = frozenset("VERA RANDLORA SHIRA TINYLORA UNILORA VBLORA".split())  # noqa: SIM905 - a table of words
 """Methods whose layers share tensors, or keep some where they are not divided among pipeline stages."""
 _ADALORA = "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do"
-_BATCHES = (
-    "it is computed from batches by a function of PEFT; call that in a script, save the adapter, and name its directory"
-)
+_BATCHES = "PEFT computes it from batches; do that in a script, save the adapter, and name its directory"
 _INITIALISATIONS = {
     **dict.fromkeys(("eva", "corda", "lora_ga"), _BATCHES),
     "loftq": "it encodes the base by its own rules; set model.weights: nf4, and another initialisation",
@@ -162,9 +160,7 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
         made = peft.PeftConfig.from_peft_type(**{**settings, "peft_type": method})
     start = getattr(made, "init_lora_weights", None)
     refused = {f"init_lora_weights: {start}": _INITIALISATIONS[start]} if start in _INITIALISATIONS else {}
-    refused |= {
-        each: "it changes more than what is trained; leave it out" for each in _UNTRIED if getattr(made, each, None)
-    }
+    refused |= {each: "it changes more than is trained; leave it out" for each in _UNTRIED if getattr(made, each, None)}
     if refused:
         raise ConfigError([f"{name} is refused, as {why}" for name, why in refused.items()], where=where)
     return made

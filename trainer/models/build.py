@@ -291,8 +291,7 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
         )
     heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
     raise ConfigError(
-        f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'none of the known heads'}",
-        where="model.head",
+        f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known head'}", where="model.head"
     )
 
 
@@ -335,8 +334,7 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
     kind = settings.pop("model_type", stored.model_type)
     if kind != stored.model_type:
         raise ConfigError(
-            f"model_type: {kind!r} differs from {stored.model_type!r} in {directory}; leave it out",
-            where="model.config",
+            f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out", where="model.config"
         )
     _check_fields(type(stored), settings, vars(stored))
     values = stored.to_dict()

@@ -88,9 +88,7 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
     own = {} if pretrained_of(model) is model else {"save_embedding_layers": False}
     with stubs_removed(model):
         shared = {id(each): name for name, each in model.named_buffers()}
-        firsts = canonical_names(model) | {
-            n: shared[id(each)] for n, each in model.named_buffers(remove_duplicate=False)
-        }
+        firsts = canonical_names(model) | {n: shared[id(one)] for n, one in model.named_buffers(remove_duplicate=False)}
         ties = {name: adapter[first] for name, first in firsts.items() if first in adapter}
         with peft_reading(model, tensors := adapter | ties):
             model.save_pretrained(directory, state_dict=tensors, **own)

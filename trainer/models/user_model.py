@@ -26,9 +26,7 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, Compile | None]:
         if _is_compiled(inside):
             compile_, inside = inside.dynamo_ctx, inside._orig_mod
         elif isinstance(inside, DistributedDataParallel):
-            raise ConfigError(
-                "model is a DistributedDataParallel, which reduces gradients itself; give the model inside (.module)"
-            )
+            raise ConfigError("model is a DistributedDataParallel, which reduces gradients itself; give its .module")
         elif isinstance(inside, DataParallel):
             inside = inside.module
         else:

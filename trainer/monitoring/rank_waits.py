@@ -144,9 +144,7 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
         )
     link = next(iter(parts.values()))["link"]
     if link >= least:
-        text = (
-            f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms: so long do all ranks communicate"
-        )
+        text = f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms, when all ranks communicate"
         rows_of_traffic = [
             (row["seconds"], axis, name, row["bytes"])
             for axis, found in (traffic or {}).items()

@@ -120,9 +120,7 @@ def require_free_names(values: Mapping[str, Any], whose: str) -> None:
     """Raise `ConfigError` for names of fields of a step's line."""
     reserved = sorted(values.keys() & STEP_FIELDS)
     if reserved:
-        raise ConfigError(
-            f"{whose}: {', '.join(reserved)} is a field of every step's line already; choose another name"
-        )
+        raise ConfigError(f"{whose}: {', '.join(reserved)} is a field of every step's line; choose another name")
 
 
 def rank_figures(mesh: Mesh, busy: float = 0.0) -> tuple[int, tuple[float, ...]]:

@@ -68,9 +68,7 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
     remarks += [f"rank {rank} has written nothing in the time of the others, and is left out" for rank in sorted(old)]
     latest_rings = sorted((ring for ring in rings if ring.rank not in old and ring.events), key=lambda ring: ring.rank)
     if not latest_rings:
-        raise StorageError(
-            f"there is no trace in {str(folder)!r}: ranks write theirs when a run ends, or when this command asks"
-        )
+        raise StorageError(f"no trace is in {str(folder)!r}: ranks write one when a run ends, or this command asks")
     return latest_rings, remarks
 
 

@@ -108,9 +108,7 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
 def require_trained(section: ModelSection, *, given: bool) -> None:
     """Raise `ConfigError` if the section leaves nothing to train or, for a model that is not `given`, nothing to encode."""
     if section.trains_nothing:
-        raise ConfigError(
-            f"{list(section.train or ())} freezes all parameters; there is nothing to train", where="model.train"
-        )
+        raise ConfigError(f"{list(section.train or ())} freezes all parameters; unfreeze some", where="model.train")
     freezes = any((given, section.named, section.trust_remote_code, section.train is not None, section.wanted_adapters))
     if section.weights is not None and not freezes:
         raise ConfigError(_ALL_TRAINED.format(section.weights.codec), where="model.weights")

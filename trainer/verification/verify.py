@@ -113,9 +113,7 @@ def _layout(config: TrainerConfig, mesh: Mesh) -> dict[str, Any]:
 def _digests(subject: SmallRun) -> dict[str, str]:
     weights = b"".join(name.encode() + bytes_of(each) for name, each in subject.model.named_parameters())
     values = [pair for sample in subject.samples for pair in sorted(sample.items())]
-    data = [
-        name.encode() + (bytes_of(each) if isinstance(each, Tensor) else repr(each).encode()) for name, each in values
-    ]
+    data = [name.encode() + (bytes_of(one) if isinstance(one, Tensor) else repr(one).encode()) for name, one in values]
     run = subject.config.run.model_copy(update={"output_dir": "verify"})
     text = subject.config.model_copy(update={"run": run}).to_yaml()
     parts = {"config": text.encode(), "weights": weights, "data": b"".join(data)}

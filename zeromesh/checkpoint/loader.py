@@ -171,9 +171,7 @@ def merged_manifest(parts: Sequence[Manifest]) -> Manifest:
         nbytes, end = records[0].nbytes, 0
         for begin, stop in [*((piece.begin, piece.end) for piece in pieces), (nbytes, nbytes)]:
             if begin > end:
-                raise CheckpointError(
-                    f"{path}: bytes [{end:,}, {begin:,}) are in no part: the checkpoint was never complete"
-                )
+                raise CheckpointError(f"{path}: bytes [{end:,}, {begin:,}) are in no part: an unfinished checkpoint")
             if begin < end:
                 raise CheckpointError(f"{path}: bytes [{begin:,}, {end:,}) are in two parts")
             end = stop

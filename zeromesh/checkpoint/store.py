@@ -160,9 +160,7 @@ def _write_small(directory: Path, name: str, data: bytes) -> FileRecord:
 def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes + _SPARE_BYTES:
-        raise StorageError(
-            f"{what} takes {nbytes:,} bytes, {_SPARE_BYTES:,} more are kept free, and {free:,} are free; {cure}"
-        )
+        raise StorageError(f"{what} takes {nbytes:,} bytes, and {_SPARE_BYTES:,} stay free; {free:,} are free; {cure}")
 
 
 def publish(temporary: Path, final: Path, set_aside: Callable[[], Path | None] = lambda: None) -> Path | None:

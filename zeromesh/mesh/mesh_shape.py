@@ -66,9 +66,7 @@ class MeshShape:
             advice = f"{start}, or change parallel.{max(AXES, key=lambda name: getattr(shape, name))}"
             if not rest:
                 advice = f"set parallel.shard to {fits} or auto, or {start}"
-            raise LayoutError(
-                f"{shape} = {shape.world_size}, but the world has {counted(world_size, 'rank')}; {advice}"
-            )
+            raise LayoutError(f"{shape} = {shape.world_size}, but the run has {counted(world_size, 'rank')}; {advice}")
         return shape
 
     @property

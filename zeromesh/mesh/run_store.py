@@ -134,9 +134,7 @@ def _receive_descriptors(name: bytes, rank: int, seconds: float) -> tuple[int, i
         with socket.socket(socket.AF_UNIX) as connection, suppress(ConnectionError):
             connection.connect(name)
             if (user := _user_at(connection)) != os.geteuid():
-                raise ConfigError(
-                    f"the name of this run's store is taken by a process of user {user}; set another MASTER_PORT"
-                )
+                raise ConfigError(f"user {user} has taken the name of this run's store; set another MASTER_PORT")
             connection.sendall(str(rank).encode())
             found = socket.recv_fds(connection, 1, 2, socket.MSG_CMSG_CLOEXEC)[1]
             if len(found) == 2:

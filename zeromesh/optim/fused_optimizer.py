@@ -205,9 +205,7 @@ def fused_update(
     with torch.no_grad():
         if name == "sgd":
             if group.get("momentum") and not moments:
-                raise PhaseError(
-                    "SGD has momentum now and had none at first, when its states were made; begin with momentum"
-                )
+                raise PhaseError("SGD has momentum now and had none when its states were made; begin with momentum")
             common |= {each: group.get(each, 0.0) for each in ("momentum", "dampening")}
             common["nesterov"] = group.get("nesterov", False)
             sgd([master], [grad], list(moments) or [None], fused=True, **common)

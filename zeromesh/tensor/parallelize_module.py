@@ -218,9 +218,7 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
     known = (*plan.whole_sequence_modules(), *(layer.module for layer in plan.layers if layer.style not in WHOLE))
     for block in (name for stack in plan.stacks for name in stack):
         if not any(inside(reader, (block,)) for reader in plan.whole_sequence_modules()):
-            raise LayoutError(
-                f"{block} has no attention that is divided among ranks, so it needs the whole sequence; {off}"
-            )
+            raise LayoutError(f"{block} has no attention divided among ranks, so it needs the whole sequence; {off}")
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             is_known = plan.in_experts(name) or inside(f"{name}.", known)
             if not is_known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):

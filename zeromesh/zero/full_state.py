@@ -301,9 +301,7 @@ class FullState:
             for bucket in all_buckets(units)
             for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
         ]
-        specs = [
-            TensorSpec(kind=MODEL, name=spec.name, dtype=dtype, shape=spec.region.shape) for spec, dtype, _ in slots
-        ]
+        specs = [TensorSpec(kind=MODEL, name=one.name, dtype=dtype, shape=one.region.shape) for one, dtype, _ in slots]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
         self._names: dict[str, tuple[str, ...]] = {}  # all names of each parameter, its canonical name first

@@ -410,9 +410,7 @@ class Passes:
     def before_backward(self, unit: Unit, call: int) -> None:
         """Gather a unit when backward reaches the outputs of call number `call` in forward, and release units of later calls."""
         if self.mode is PassMode.IDLE:
-            raise PhaseError(
-                f"backward reached unit {unit.name} outside a training step; let the trainer call backward"
-            )
+            raise PhaseError(f"backward reached unit {unit.name} outside a training step; let the trainer call it")
         if self.mode is not PassMode.BACKWARD:
             self._keep_live(unit)  # A user's `autograd.grad`, whose graph may be part of the loss.
             return

@@ -191,9 +191,7 @@ def settings_of(
     if name is None or by_class or decoupled:
         own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)
         if has_modes and own_class.whole:
-            raise ConfigError(
-                f"optimizer {kind} has train() and eval(), and does not work element by element; take another"
-            )
+            raise ConfigError(f"optimizer {kind} has train() and eval(), and is not elementwise; take another")
         return OptimizerSettings(own_class=own_class, groups=values, members=members)
     momentum = max((group.get("momentum", 0.0) for group in groups), default=0.0)
     return OptimizerSettings(name=name, groups=values, members=members, momentum=momentum)

@@ -33,7 +33,7 @@ COMMANDS = table("""
 unknown key: optimizer.learning_rate=0.1 -> optimizer.learning_rate: unknown key & did you mean optimizer.lr?
 wrong type: run.max_steps=ten -> run.max_steps: got 'ten'; allowed is an integer >= 1
 stage: zero.stage=5 -> zero.stage: got 5; allowed is an integer >= 0 and <= 3
-mesh: parallel.shard=3 -> shard 3 & = 3, but the world has 1 rank; set parallel.shard to 1 or auto
+mesh: parallel.shard=3 -> shard 3 & = 3, but the run has 1 rank; set parallel.shard to 1 or auto
 microbatch: batch.micro_size=8 -> batch.micro_size: 8 is more than batch.global_size 4
 nan: optimizer.lr=.nan -> optimizer.lr: got nan; allowed is a number >= 0
 budget: zero.gathered_budget=-5 -> zero.gathered_budget: got -5 & such as 268435456 or 256MiB

@@ -331,7 +331,7 @@ def refuses(mesh: Mesh, folder: str) -> None:
     """What is refused, which the generator outlives; and what it draws by a seed."""
     asked: dict[str, tuple[Any, dict[str, Any]]] = {
         "DataError: there are no prompts": ([], {}),
-        "DataError: prompt 0 is text, and the model's directory has no tokenizer": (["Once"], {}),
+        "DataError: prompt 0 is text, and the model has no tokenizer": (["Once"], {}),
         "DataError: prompt 0 is text, a list of token ids": ([[]], {}),
         "DataError: prompt 1 has token 64, and the model knows 64": ([[1], [VOCABULARY]], {}),
         "DataError: prompt 0: the prompt has 30 tokens, which with the new ones become 35": (

@@ -269,7 +269,7 @@ def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention that is divided among ranks"),
+        ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention divided among ranks"),
         ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
         (
             {"*.self_attn.*": "replicate", "*.mlp.*": "replicate"},

@@ -402,7 +402,7 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         ({"peft_type": "ADALORA"}, r"peft_type ADALORA: its ranks are chosen anew after each step"),
         ({"peft_type": "XLORA"}, r"peft_type XLORA: nothing shows that .* there are BEFT, BOFT"),
         ({"peft_type": "LORRA"}, r"peft_type LORRA"),
-        ({"init_lora_weights": "eva"}, r"init_lora_weights: eva is refused, as it is computed from batches"),
+        ({"init_lora_weights": "eva"}, r"init_lora_weights: eva is refused, as PEFT computes it from batches"),
         ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication is refused, as it changes more"),
         ({"init_lora_weights": "corda"}, r"init_lora_weights: corda is refused"),
         ({"peft_type": "IA3", "target_modules": ["x"], "feedforward_modules": ["y"]}, "feedforward_modules"),

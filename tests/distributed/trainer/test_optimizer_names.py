@@ -110,8 +110,8 @@ def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
-        ("kahan", "float32", "has master_compensation, which would be lost here"),
-        pytest.param("kahan", "none", "has master_compensation, which would be lost here", marks=FULL),
+        ("kahan", "float32", "has master_compensation, which would be lost"),
+        pytest.param("kahan", "none", "has master_compensation, which would be lost", marks=FULL),
         pytest.param("none", "kahan", "has no master_compensation in it", marks=FULL),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_disk_that_is_full_or_refuses_is_found_before_writes(tmp_path: Path, m
     with pytest.raises(StorageError, match=r"step-00000001\.tmp.*Not a directory"):
         CheckpointStore(tmp_path / "file").create(1, files)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1 << 20))
-    said = r"takes 1,052,672 bytes, 16,777,216 more are kept free, and 1,048,576 are free; make room"
+    said = r"takes 1,052,672 bytes, and 16,777,216 stay free; 1,048,576 are free; make room"
     with pytest.raises(StorageError, match=said):
         CheckpointStore(tmp_path).create(1, files)
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["file"]

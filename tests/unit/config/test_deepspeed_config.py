@@ -284,7 +284,7 @@ def test_a_report_says_of_every_setting_what_becomes_of_it() -> None:
     assert done == "DeepSpeed: amp: what is done here anyway"
     names = "zero_optimization.reduce_bucket_size, zero_optimization.allgather_bucket_size"
     assert idle.startswith(f"DeepSpeed: {names}: no effect: ")
-    assert batch.startswith("DeepSpeed: neither train_batch_size nor train_micro_batch_size_per_gpu is given")
+    assert batch.startswith("DeepSpeed: without train_batch_size and train_micro_batch_size_per_gpu")
     assert optimizer == "DeepSpeed: no optimizer is given: zeromesh's default replaces it"
     assert schedule == "DeepSpeed: no scheduler is given: the learning rate is constant"
 

@@ -116,7 +116,7 @@ def test_a_whole_number_in_any_spelling_is_an_integer(tmp_path: Path, name: str)
 
 def test_braces_are_all_defaults(tmp_path: Path) -> None:
     assert load_config(write(tmp_path, "a.yaml", "{}")) == load_config(write(tmp_path, "a.json", "{}"))
-    assert "is empty; write what is to be trained" in message(write(tmp_path, "a.json", ""))
+    assert "is empty; write what to train" in message(write(tmp_path, "a.json", ""))
 
 
 # A file that a configuration inherits, whose keys are known by their file
@@ -172,7 +172,7 @@ def test_another_kind_replaces_what_was_of_the_first(tmp_path: Path) -> None:
             r"root.yaml: base: 'top.yaml' inherits itself: .*top.yaml -> .*root.yaml -> .*top",
         ),
         ({"root_yaml": "base: none.yaml"}, r"root.yaml: base: '.*none.yaml' does not exist"),
-        ({"root_yaml": "base: [a, b]"}, r"root.yaml: base: got \['a', 'b'\]; allowed is the path"),
+        ({"root_yaml": "base: [a, b]"}, r"root.yaml: base: got \['a', 'b'\]; allowed is a YAML"),
         ({"root_yaml": "run: {max_steps: ${NOT_SET_HERE}}"}, "root.yaml"),
     ],
 )

@@ -165,7 +165,7 @@ def test_parts_of_a_mixture_are_read_by_their_own_keys(tmp_path: Path) -> None:
         f"data.mixture.pairs.train {pairs!r}",
         "data.mixture",
     ]
-    assert data.notes[2] == "data.mixture: long_text 25.0%, pairs 75.0% of the sequences; an epoch has 10 of them"
+    assert data.notes[2] == "data.mixture: long_text 25.0%, pairs 75.0% of sequences; an epoch has 10 of them"
     alone = load(mixture=mixture, sequence_length=8, packing=False)
     for each in samples(alone.train):
         assert each["attention_mask"] == [1] * 8 if each["input_ids"][0] < 97 else [1] * 6 + [0] * 2

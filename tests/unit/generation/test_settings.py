@@ -73,7 +73,7 @@ def test_lengths(model: Any, fields: dict[str, Any], prompt: int, lengths: tuple
         (long_llama(), {"max_new_tokens": 254}, 3, "3 tokens, which .* become 257, .*; shorten it, or lower max_new_t"),
         (long_llama(), {"max_length": 257}, 3, "which with the new ones become 257, .* lower max_length"),
         (bart(), {"max_new_tokens": 33}, 9, "the prompt has 0 tokens, which with the new ones become 33"),
-        (bart(), {}, 33, "the prompt has 33 tokens, and the model's encoder has 32 positions; shorten it"),
+        (bart(), {}, 33, "the prompt has 33 tokens, the encoder 32 positions; shorten it"),
     ],
 )
 def test_a_prompt_that_is_too_long(model: Any, fields: dict[str, Any], prompt: int, message: str) -> None:

@@ -238,7 +238,7 @@ def test_results_and_options_of_a_prompt(generator: Generator) -> None:
         ([[300]], {}, "prompt 0 has token 300, and the model knows 300"),
         ([[299], [300]], {}, "prompt 1 has token 300"),
         ([[1] * 40], {}, "prompt 0: the prompt has 40 tokens, which with the new ones become 41"),
-        ([{"text": "a", "top_k": 3}, "b"], {"num_beams": 2}, "beam_search .* so all prompts are generated alike"),
+        ([{"text": "a", "top_k": 3}, "b"], {"num_beams": 2}, "beam_search .* so prompts are generated alike"),
         ([{"text": "a", "max_tokens": 3}], {}, "max_tokens is no field"),
     ],
 )
@@ -319,7 +319,7 @@ def test_an_adapter_that_is_not_there(folder: Path, tmp_path: Path) -> None:
     with Generator(folder, overrides=[f"model.adapters.style={tmp_path / 'style'}"]) as made:
         with pytest.raises(ConfigError, match="prompt 1: no adapter 'other'; there are style, __base__"):
             made.generate([[5], {"input_ids": [5], "adapter": "other"}])
-        with pytest.raises(ConfigError, match="all prompts are generated alike; give all the same fields and adapter"):
+        with pytest.raises(ConfigError, match="prompts are generated alike; give all the same fields and adapter"):
             made.generate([{"input_ids": [5], "adapter": BASE}, [5]], num_beams=2)
         with pytest.raises(ConfigError, match="the request: no adapter 'other'; there are style, __base__"):
             made.check_request([5], {}, "other")

@@ -46,10 +46,10 @@ def test_results_are_in_order_and_the_journal_is_gone(tmp_path: Path) -> None:
     again.finish()
     again.close()
     assert out.read_bytes() == content
-    with pytest.raises(ConfigError, match="has content already"):
+    with pytest.raises(ConfigError, match="has content; name"):
         ResultJournal(out, "of other prompts", 3)
     out.write_bytes(content + b"{}\n")
-    with pytest.raises(ConfigError, match="has content already"):
+    with pytest.raises(ConfigError, match="has content; name"):
         _journal(out, 3)
 
 
@@ -77,7 +77,7 @@ def test_a_journal_that_is_cut_anywhere_goes_on(tmp_path: Path) -> None:
 def test_results_of_others_and_places_that_are_no_files_are_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "out"
     journal = _journal(out, 1)
-    with pytest.raises(ConfigError, match=r"another command writes its results to .*out\.part now"):
+    with pytest.raises(ConfigError, match=r"another command is writing .*out\.part"):
         _journal(out, 1)
     journal.close()
     _journal(out, 1).close()
@@ -107,7 +107,7 @@ def test_an_empty_file_and_one_beside_a_journal_are_written_over(tmp_path: Path)
     assert [json.loads(line) for line in out.read_text().splitlines()] == [_row(0), _row(1)]
     assert _journal(out, 2).rows == {0: _row(0), 1: _row(1)}
     (tmp_path / ".out.done").unlink()
-    with pytest.raises(ConfigError, match="has content already, which is kept"):
+    with pytest.raises(ConfigError, match="has content; name another"):
         _journal(out, 2)
 
 
@@ -242,7 +242,7 @@ def test_samples_are_drawn_anew_at_each_step_and_for_each_prompt(tmp_path: Path)
 def test_without_evaluations_somebody_has_to_say_when(tmp_path: Path) -> None:
     config = configured(tmp_path, {"prompts": ["x"]})
     config["data"]["eval_fraction"] = 0.0
-    with pytest.raises(ConfigError, match=r"run.prompts: .*no evaluation data; set run.prompts_every"):
+    with pytest.raises(ConfigError, match=r"run.prompts: .*there are none; set run.prompts_every"):
         Trainer(config=config).fit()
 
 

@@ -163,7 +163,7 @@ def test_half_an_environment_names_what_is_missing(environ: dict[str, str], miss
         (TORCHRUN | {"LOCAL_RANK": "2"}, "local rank 2 is not below 2"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}, "8 processes on this host, but 4 in the world"),
         (TORCHRUN | {"MASTER_PORT": "65536"}, "port 65536"),
-        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE: got 'four'; allowed is an integer"),
+        (TORCHRUN | {"WORLD_SIZE": "four"}, "WORLD_SIZE: got 'four', not an integer"),
         (TORCHRUN | {"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE"),
         (SLURM | {"SLURM_STEP_NODELIST": "node[01"}, "cannot be read; set MASTER_ADDR"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"}, "tasks per node 'two'"),

@@ -72,7 +72,7 @@ def test_resolve_fills_the_world_or_names_it(shape: MeshShape, world_size: int) 
     else:
         assert MeshShape.resolve(world_size, **others) == MeshShape(shard=rest, **others)
     if left or rest != shape.shard:
-        with pytest.raises(LayoutError, match=rf"= {shape.world_size}, but the world has {world_size} rank"):
+        with pytest.raises(LayoutError, match=rf"= {shape.world_size}, but the run has {world_size} rank"):
             MeshShape.resolve(world_size, shard=shape.shard, **others)
 
 
@@ -89,7 +89,7 @@ def test_a_misfit_names_the_product_and_what_to_change() -> None:
     with pytest.raises(LayoutError) as caught:
         MeshShape.resolve(6, replicate=2, shard=4)
     assert str(caught.value) == (
-        "pipeline 1 x replicate 2 x shard 4 x context 1 x tensor 1 = 8, but the world has 6 ranks; "
+        "pipeline 1 x replicate 2 x shard 4 x context 1 x tensor 1 = 8, but the run has 6 ranks; "
         "set parallel.shard to 3 or auto, or start 8 ranks"
     )
     with pytest.raises(LayoutError) as caught:
@@ -98,7 +98,7 @@ def test_a_misfit_names_the_product_and_what_to_change() -> None:
         "pipeline 1 x replicate 3 x context 1 x tensor 1 = 3, which does not divide the world of 4 ranks; "
         "start 6 ranks, or change parallel.replicate"
     )
-    with pytest.raises(LayoutError, match=r"tensor 8 = 8, but the world has 1 rank; .*parallel\.tensor"):
+    with pytest.raises(LayoutError, match=r"tensor 8 = 8, but the run has 1 rank; .*parallel\.tensor"):
         MeshShape.resolve(1, tensor=8, shard=1)
 
 

@@ -131,7 +131,7 @@ def test_ranks_of_a_host_get_the_files_of_their_own_run_and_user(monkeypatch: py
             run_store._descriptors(first)
     with monkeypatch.context() as patch:
         patch.setattr(run_store, "_user_at", lambda connection: os.geteuid() + 1)
-        with pytest.raises(ConfigError, match=f"is taken by a process of user {os.geteuid() + 1}"):
+        with pytest.raises(ConfigError, match=f"user {os.geteuid() + 1} has taken the name"):
             run_store._descriptors(second, 1.0)
     theirs = run_store._descriptors(second, 5.0)
     assert [os.fstat(each).st_ino for each in theirs] == [os.fstat(each).st_ino for each in mine]

@@ -415,7 +415,7 @@ def test_threads_that_share_a_slot(checksums: bool) -> None:
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "taken").write_bytes(b"")
     threads = threading.active_count()
-    with pytest.raises(StorageError, match=rf"file tier: swap files cannot be made in '{tmp_path}/taken'"):
+    with pytest.raises(StorageError, match=rf"file tier: cannot make swap files in '{tmp_path}/taken'"):
         FileTier([tmp_path / "good", tmp_path / "taken"], "some")
     assert list((tmp_path / "good").iterdir()) == []
     assert threading.active_count() == threads

@@ -234,7 +234,7 @@ def test_files_need_a_directory_only_when_something_rests_there(tmp_path: Path) 
         on(tiers, "file")
     (tmp_path / "taken").write_bytes(b"")
     tiers = made_tiers(tmp_path / "taken")
-    with pytest.raises(StorageError, match="file tier: swap files cannot be made in"):
+    with pytest.raises(StorageError, match="file tier: cannot make swap files in"):
         on(tiers, "file")
     tiers.close()
 

@@ -227,7 +227,7 @@ def test_parts_make_the_whole(trained: Trained, tmp_path: Path, count: int, caps
         ("step", "are not parts of one checkpoint: they differ in step"),
         ("run", "they differ in step, the sizes of files, tensors, layout"),
         ("whole", "is a whole checkpoint, not a part of one"),
-        ("gap", "are in no part: the checkpoint was never complete"),
+        ("gap", "are in no part: an unfinished checkpoint"),
         ("overlap", "are in two parts"),
         ("flipped", "are not what rank 0 wrote"),
         ("short", "has 100 bytes"),

@@ -145,7 +145,7 @@ def test_under_a_launcher_the_ranks_are_there(
     ("words", "message"),
     [
         (["train", "{}", "zero.stage=5"], "zero.stage: got 5"),
-        (["train", "{}", "--nproc", "2", "parallel.shard=3"], "= 3, but the world has 2 ranks"),
+        (["train", "{}", "--nproc", "2", "parallel.shard=3"], "= 3, but the run has 2 ranks"),
         (["train", "{}", "parallel.replicate=2"], "which does not divide the world of 1 rank"),
         (["train", "{}.gone"], "no such file"),
         (["config", "{}", "run.nmae=x"], "did you mean run.name?"),

@@ -395,7 +395,7 @@ def test_results_in_a_file_are_made_once(
     done = ended(capsys, words)
     assert (done.out, done.err) == ("", "zeromesh: 2 results in o, as they were already\n")
     assert len(generator.asked) == 1
-    assert "has content already" in ended(capsys, [*words, "--max-new-tokens", "9"], 2).err
+    assert "has content; name" in ended(capsys, [*words, "--max-new-tokens", "9"], 2).err
 
 
 def test_a_bad_prompt_is_named_by_its_line(

@@ -195,7 +195,7 @@ def test_failures_in_a_row_end_a_run_at_their_limit(tmp_path: Path, limit: int, 
         assert run.kept.save(state(count), wait=False) is False
     assert run.lines == ["WARNING: no room; there is none yet. Training goes on"] * len(run.lines)
     if ends:
-        said = rf"no room \({ends} saves in a row have failed, checkpoint.max_failures is {limit}\)"
+        said = rf"no room \({ends} saves in a row failed, checkpoint.max_failures is {limit}\)"
         with pytest.raises(StorageError, match=said):
             run.kept.save(state(9), wait=False)
 

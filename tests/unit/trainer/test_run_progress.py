@@ -69,7 +69,7 @@ def test_steps_are_counted_from_where_a_run_was_resumed() -> None:
     assert skipped_note == "4 steps made no update: their gradients were not finite"
     assert targets_note == "6 global batches had no target and were passed over, without an update"
     assert table.splitlines()[-1].split() == ["shard", "all-gather", "2.0", "2.00", "500.00"]
-    assert bubble_note == "pipeline: ranks stood still for 30% of a step (median; 25% predicted)"
+    assert bubble_note == "pipeline: ranks were idle for 30% of a step (median; 25% predicted)"
 
 
 def context(progress: RunProgress, **given: Any) -> RunContext:

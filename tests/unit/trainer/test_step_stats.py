@@ -87,7 +87,7 @@ def test_users_values_are_means_over_ranks_and_steps() -> None:
 
 def test_names_of_fields_are_not_free() -> None:
     require_free_names({"mine": 1}, "a callback")
-    with pytest.raises(ConfigError, match="a callback: loss, unit is a field of every step's line already"):
+    with pytest.raises(ConfigError, match="a callback: loss, unit is a field of every step's line; choose"):
         require_free_names({"unit": 1, "mine": 1, "loss": 2}, "a callback")
 
 

@@ -207,7 +207,7 @@ def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_rings_are_left_out_with_a_remark(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="there is no trace in"):
+    with pytest.raises(StorageError, match="no trace is in"):
         read_rings(tmp_path)
     ring = EventRing()
     ring.add(codes.MEETING | 1)

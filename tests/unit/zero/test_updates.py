@@ -55,7 +55,7 @@ def test_an_update_has_all_settings_of_its_group(name: str, make: Any, settings:
 
 
 def test_momentum_does_not_begin_later() -> None:
-    with pytest.raises(PhaseError, match="SGD has momentum now and had none at first"):
+    with pytest.raises(PhaseError, match="SGD has momentum now and had none when its states were made"):
         fused_update("sgd", {"lr": 1.0, "weight_decay": 0.0, "momentum": 0.5}, *torch.ones(2, 3), (), 1)
 
 

@@ -121,9 +121,7 @@ class ChatMessage(BaseModel):
     def _text(cls, content: Any) -> Any:
         if not isinstance(content, list):
             return content
-        texts: list[Any] = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
+        texts: list[Any] = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
             raise ValueError("parts have type text and a text; others are not taken")
         return " ".join(texts)

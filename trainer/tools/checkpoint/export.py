@@ -202,9 +202,7 @@ def _convert_adapter(folder: Path, dtype: torch.dtype | None) -> None:
     """Convert the adapter in `folder`, which has all small files of a checkpoint, to another dtype, unless that is None."""
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
-        raise CheckpointError(
-            f"the checkpoint has {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS}; an older version wrote it"
-        )
+        raise CheckpointError(f"the checkpoint has {ADAPTER_CONFIG}, not {ADAPTER_WEIGHTS}; an older version wrote it")
     shutil.rmtree(folder / BASE_MODEL, ignore_errors=True)
     if dtype is not None:
         tensors = load_file(path)
@@ -219,9 +217,7 @@ def _merged_tensors(
     peft = import_peft()
     cls, config, reason = read_class(folder / BASE_MODEL)
     if cls is None:
-        raise ConfigError(
-            f"{reason}; load the adapter with PEFT, and merge it there (merge_and_unload)", where="--merge"
-        )
+        raise ConfigError(f"{reason}; load the adapter with PEFT and use its merge_and_unload", where="--merge")
     others = [path.parent.name for path in folder.glob(f"*/{ADAPTER_CONFIG}")]
     with torch.device("meta"):
         trained = peft.get_peft_model(cls(config), peft.PeftConfig.from_pretrained(folder)).state_dict()
@@ -239,9 +235,7 @@ def _merged_tensors(
             raise CheckpointError(f"{given} of {reader.directory} has no place in {type(model).__name__}")
         missing.discard(first.get(names[given], names[given]))
     if missing:
-        raise CheckpointError(
-            f"{reader.directory} has no {', '.join(sorted(missing)[:4])}; its adapter has another name"
-        )
+        raise CheckpointError(f"{reader.directory} has no {', '.join(sorted(missing)[:4])}; the adapter's name differs")
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "README.md"):
         (folder / name).unlink(missing_ok=True)
     for name in others:

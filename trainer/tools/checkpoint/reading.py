@@ -49,9 +49,7 @@ def checkpoints_at(path: Path) -> list[Path]:
     steps = store.steps()
     if not steps:
         left = ", ".join(store.leftovers())
-        raise ConfigError(
-            f"{store.root} holds no checkpoint, but {left}, which a kill has left behind or a run is writing"
-        )
+        raise ConfigError(f"{store.root} holds no checkpoint, but {left}, which a kill has left or a run is writing")
     return [store.path(step) for step in steps]
 
 

@@ -117,9 +117,7 @@ def network() -> Iterator[Finding]:
     for variable in (INTERFACE, "NCCL_SOCKET_IFNAME"):
         if (value := setting(variable)) is not None:
             # NCCL matches prefixes of names.
-            missing = bool(present) and not any(
-                name.startswith(tuple(value.lstrip("^=").split(","))) for name in present
-            )
+            missing = bool(present) and not any(one.startswith(tuple(value.lstrip("^=").split(","))) for one in present)
             found = f"{value}, which this host does not have" if missing else value
             yield judge("interface variable", found, when=missing, variable=variable, present=", ".join(present))
     host, began = socket.gethostname(), time.perf_counter()

@@ -116,9 +116,7 @@ def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, lis
     note = "mean over the targets of a step" + "; bold: smoothed" * any(line.look == "faint" for line in losses)
     yield "loss", "Loss", "plain", note, losses
     paths = list(dict.fromkeys(keys for run in runs for keys in run.columns))
-    evaluated = [
-        name for name, *_ in paths if name.startswith("eval_") and name not in {"eval_loss", *_TABLES["curves"]}
-    ]
+    evaluated = [key for key, *_ in paths if key.startswith("eval_") and key not in {"eval_loss", *_TABLES["curves"]}]
     curves = {name: (name, "plain", "of evaluations") for name in evaluated} | _TABLES["curves"]
     for name, (title, unit, note) in curves.items():
         lines = []

@@ -70,9 +70,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
 
 def document(title: str, sections: Mapping[str, Sequence[Part]], charts: Sequence[Chart], footer: str) -> str:
     """Return a page of sections by heading; `charts` are those of its parts."""
-    figures = [
-        {**chart.figure.to_dict(), "id": f"plot-{chart.name}", "over_steps": chart.over_steps} for chart in charts
-    ]
+    figures = [{**each.figure.to_dict(), "id": f"plot-{each.name}", "over_steps": each.over_steps} for each in charts]
     scripts = get_plotlyjs(), _file("page.js")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     return (

@@ -140,9 +140,7 @@ def _read(path: Path, name: str) -> RunRecord:
         run.ranks = read_ranks(ranks_path)
     with run.reading(STEP_MEMORY) as memory_path:
         content = json.loads(read_whole(memory_path))
-        events = [
-            (float(at), str(tier), str(purpose), float(nbytes)) for at, tier, purpose, nbytes in content["events"]
-        ]
+        events = [(float(at), str(tier), str(purpose), float(size)) for at, tier, purpose, size in content["events"]]
         times, seconds = [at for at, *_ in events], float(content["seconds"])
         if times != sorted(times) or not all(0 <= each < inf for each in (seconds, *times, *(e[3] for e in events))):
             raise ValueError("times or sizes that cannot be")

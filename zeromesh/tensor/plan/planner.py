@@ -254,9 +254,7 @@ class _Planner:
             rows = [row for row, of in self.styles.items() if of == "rowwise" and row.rpartition(".")[0] == parent]
             # Only layers of the query heads can have these outputs, such as gates.
             if outputs not in (attention.queries, *(self._linear(row)[1] for row in rows)):
-                raise LayoutError(
-                    f"{name}: nothing says to which heads its {outputs} outputs belong; set parallel.tensor: 1"
-                )
+                raise LayoutError(f"{name}: nothing assigns its {outputs} outputs to heads; set parallel.tensor: 1")
             self._add(name, Style.COLUMN, attention.by_head(name, outputs))
         elif style == "packed_colwise":
             half = balanced(outputs // 2, self.size)
