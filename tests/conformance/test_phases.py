@@ -221,7 +221,7 @@ def test_the_model_can_be_used_between_steps(workers: Workers, stage: int, trans
 
 def test_backward_belongs_to_the_engine(fresh_pool: Callable[..., Pool]) -> None:
     (found,) = fresh_pool(1).run("test_phases:misuse_of_backward")
-    assert "let the trainer call it" in found["own"]
+    assert "let the trainer call backward" in found["own"]
     assert "use_reentrant=False" in found["reentrant"]
 
 

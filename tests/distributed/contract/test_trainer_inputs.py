@@ -47,7 +47,7 @@ not a tokenizer: data.tokenizer={here} -> holds no tokenizer (tokenizer.json & s
 no text: data.train={here}/empty.txt -> holds 0 tokens & give more text, or lower data.sequence_length
 not text: data.train={here}/binary.txt -> binary.txt' is not text (its start holds NUL bytes)
 column: data.train={here}/rows.jsonl -> row 0 has no field 'text', only 'body'; set data.text_field
-broken rows: data.train={here}/broken.jsonl -> broken.jsonl' cannot be read as json
+broken rows: data.train={here}/broken.jsonl -> broken.jsonl' is not valid json
 vocabulary: model.config.vocab_size=100 -> the text has token id 255 but & vocabulary has 100 tokens & set vocab_size in
 length: data.sequence_length=128 -> data.sequence_length: 128 is more than model.config.max_position_embedd
 default length: model.config={{model_type: gpt2, n_embd: 32, n_layer: 1, n_head: 2}} | data.sequence_length=2048 ->
