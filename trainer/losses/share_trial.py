@@ -19,8 +19,6 @@ from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import pretrained_of
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
-_Result = tuple[Tensor, dict[str, Tensor], small_copy.Outputs]
-"""The loss of a batch, the gradients of trained parameters, and the outputs of modules."""
 
 
 def require_divisible_sequences(
@@ -50,7 +48,7 @@ def require_divisible_sequences(
     def run(small: nn.Module) -> Tensor:
         small_copy.perturb(small)
         made[:] = [make_loss(small)]
-        return _results(small, made[0], mesh.device, None, 1)[0][0]
+        return _passes(small, made[0], mesh.device, None, 1)[0].gradients[""]
 
     small = small_copy.small_copy(inside, run)
     if isinstance(small, str):
@@ -64,9 +62,9 @@ def require_divisible_sequences(
     heads = getattr(small.config.get_text_config(), "num_attention_heads", ranks)
     tried = replace(context, method="auto") if heads % ranks else context  # The whole model has more heads.
     with small_copy.InFloat64():
-        wanted = _results(small, made[0], mesh.device, None, count)
+        wanted = _passes(small, made[0], mesh.device, None, count)
         try:
-            found, reason = _results(small, made[0], mesh.device, tried, count), ""
+            found, reason = _passes(small, made[0], mesh.device, tried, count), ""
         except small_copy.ERRORS as error:
             found, reason = [], f"does not run on shares of sequences ({summary(error)})"
     for shares, whole in zip(found, wanted, strict=False):
@@ -76,11 +74,13 @@ def require_divisible_sequences(
         raise refused(reasons[0])
 
 
-def _results(small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int) -> list[_Result]:
-    found = []
+def _passes(
+    small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int
+) -> list[small_copy.Pass]:
     packed = packed_batch(small)
     ragged = {"input_ids": packed["input_ids"], "attention_mask": torch.ones_like(packed["input_ids"])}
     ragged["attention_mask"][0, -7:] = 0
+    found = []
     for batch in (ragged, packed)[:count]:
         padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
         batch = {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)}
@@ -88,34 +88,21 @@ def _results(small: nn.Module, loss: Loss, device: torch.device, shares: Context
         given = {name: each.to(device) for name, each in attention.told(small, batch).items()}
         call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
         with attention.in_force():
-            total, outputs = small_copy.record_outputs(small, call)
-            found.append((total.detach(), small_copy.gradients_of(small, [total]), outputs))
+            found.append(small_copy.run_pass(small, call))
     return found
 
 
-def _difference(mesh: Mesh, context: Context, found: _Result, wanted: _Result, small: nn.Module) -> str:
+def _difference(mesh: Mesh, context: Context, found: small_copy.Pass, whole: small_copy.Pass, small: nn.Module) -> str:
     """Return what differs between shares, summed over their ranks, and the whole; empty if nothing does. All ranks call it."""
-    (loss, gradients, outputs), (whole_loss, whole_gradients, whole_outputs) = found, wanted
     sums = {
-        name: mesh.context.all_reduce(each.cpu().reshape(-1).clone(), "trial")
-        for name, each in {"": loss, **gradients}.items()
+        name: mesh.context.all_reduce(each.cpu().reshape(-1).clone(), "trial").view_as(each)
+        for name, each in found.gradients.items()
     }
-    scale = 1e-4 * max(float(each.norm()) for each in whole_gradients.values())
-    wholes = {"": whole_loss, **whole_gradients}.items()
-    differing = [
-        n for n, whole in wholes if not small_copy.deviation(sums[n], whole.cpu().reshape(-1), scale) <= _TOLERANCE
-    ]
-    if not differing:
-        return ""
 
-    def differs(share: Tensor, whole: Tensor) -> bool:
-        dims = [dim for dim, sizes in enumerate(zip(share.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
-        if len(dims) != 1 or whole.shape[dims[0]] != context.exchange.size * share.shape[dims[0]]:
-            return False
-        return not small_copy.deviation(share, context.share(whole, dims[0]), 1.0) <= 1e-8
+    def part_of(whole: Tensor, share: Tensor) -> Tensor | None:
+        dims = small_copy.changed_dims(whole, share)
+        shared = len(dims) == 1 and whole.shape[dims[0]] == context.exchange.size * share.shape[dims[0]]
+        return context.share(whole, dims[0]) if shared else None
 
-    name = small_copy.first_difference(outputs, whole_outputs, differs)
-    if name is not None:
-        return f"computes something else on shares of sequences, first in {small_copy.mixer_label(small, name)}, in a trial"
-    what = f"gradient of {differing[-1]}" if differing[-1] else "loss"
-    return f"computes another {what} on shares of sequences, in a trial on a small copy"
+    where = small_copy.pass_difference(small, sums, [(found.outputs, part_of)], whole, _TOLERANCE)
+    return where and f"computes something else on shares of sequences, {where}, in a trial on a small copy"

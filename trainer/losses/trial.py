@@ -109,18 +109,14 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
-    rounding = 1e-4 * max(float(gradient.norm()) for gradient in own.values())
-    for name, gradient in own.items():
-        if not small_copy.deviation(found[name], gradient, rounding) <= _TOLERANCE:
-            return f"the {'loss' if name == '' else 'gradient of ' + name} differs"
+    if (name := small_copy.differing_gradient(found, own, _TOLERANCE)) is not None:
+        return f"the {f'gradient of {name}' if name else 'loss'} differs"
     return change
 
 
 def _gradients(small: Any, evaluate: Callable[[], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the loss under the empty name, and the gradients of all trained parameters."""
     with seeded_cpu(0, "trial"), torch.enable_grad():
-        loss = evaluate()
-        return {"": loss.detach(), **small_copy.gradients_of(small, [loss])}
+        return small_copy.gradients_of(small, evaluate())
 
 
 def _inputs(small: Any, sequences: slice = slice(None)) -> dict[str, Any]:
@@ -176,36 +172,26 @@ def require_separate_documents(model: nn.Module) -> None:
 
 def _difference(model: Any | None) -> str:
     """Return the reason why documents mix or the trial is impossible; empty if they stay apart."""
-    found: list[tuple[small_copy.Outputs, dict[str, torch.Tensor]]] = []
+    passes: list[small_copy.Pass] = []
 
     def run(small: Any) -> torch.Tensor:
         small_copy.perturb(small)
-        found[:] = [_outputs(small), *(_outputs(small, number) for number in range(len(_DOCUMENTS)))]
-        return found[0][0][-1][1][0]
+        passes[:] = [_pass(small), *(_pass(small, number) for number in range(len(_DOCUMENTS)))]
+        return passes[0].gradients[""]
 
     small = "no model of transformers" if model is None else small_copy.small_copy(model, run)
     if isinstance(small, str):
         return f"cannot be tried with packed documents, as no small copy of it runs with them ({small})"
-    (together, gradients), *alone = found
-    trial = "beside another one than alone ({}, in a trial on a small copy)"
-    pairs = [
-        (outputs, partial(_document_differs, *place)) for (outputs, _), place in zip(alone, _DOCUMENTS, strict=True)
-    ]
-    if all(small_copy.first_difference(together[-1:], outputs[-1:], mixes) is None for outputs, mixes in pairs):
-        rounding = 1e-4 * max(float(gradient.norm()) for gradient in gradients.values())
-        for name, gradient in gradients.items():
-            wanted = torch.stack([each[name] for _, each in alone]).sum(0)
-            if not small_copy.deviation(gradient, wanted, rounding) <= _DOCUMENT_TOLERANCE:
-                return f"gives a document other gradients {trial.format(f'that of {name}')}"
-        return ""
-    names = (small_copy.first_difference(together, outputs, mixes) for outputs, mixes in pairs)
-    name = next(filter(None, names), "")
-    return f"gives a document other values {trial.format(f'by {small_copy.mixer_label(small, name)}')}"
+    together, *alone = passes
+    sums = {name: torch.stack([each.gradients[name] for each in alone]).sum(0) for name in together.gradients}
+    parts = [(each.outputs, partial(_document, *place)) for each, place in zip(alone, _DOCUMENTS, strict=True)]
+    found = small_copy.pass_difference(small, sums, parts, together, _DOCUMENT_TOLERANCE)
+    return found and f"computes something else for a document beside another one, {found}, in a trial on a small copy"
 
 
-def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Outputs, dict[str, torch.Tensor]]:
-    """Run one document alone, as a user would, or all of them packed. Returns outputs, of which the last entry is the logits or,
-    without a head, the hidden states, and the gradients of a weighted sum of the latter."""
+def _pass(small: Any, document: int | None = None) -> small_copy.Pass:
+    """Run one document alone, as a user would, or all of them packed. The loss is a weighted sum of the logits or, without a head,
+    of the hidden states."""
     packed = packed_batch(small)
     ids, positions = packed["input_ids"], packed["position_ids"]
     takes = inspect.signature(type(small).forward).parameters
@@ -218,20 +204,23 @@ def _outputs(small: Any, document: int | None = None) -> tuple[small_copy.Output
     else:
         row, begin, length = _DOCUMENTS[document]
         place = slice(row, row + 1), slice(begin, begin + length)
+
+    def loss() -> torch.Tensor:
+        found = small(input_ids=ids[place], **given)
+        logits = getattr(found, "logits", None)
+        result: torch.Tensor = found[0] if logits is None else logits
+        generator = torch.Generator().manual_seed(1)
+        weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[place]
+        # Logits of tokens that are none are the lowest finite number.
+        return (result.masked_fill(result.abs() >= 1e30, 0.0) * weights).sum()
+
     with context:
-        found, outputs = small_copy.record_outputs(small, lambda: small(input_ids=ids[place], **given))
-    logits = getattr(found, "logits", None)
-    result = found[0] if logits is None else logits
-    generator = torch.Generator().manual_seed(1)
-    weights = torch.randn(2, _TOKENS, result.shape[-1], generator=generator, dtype=result.dtype)[place]
-    kept = torch.where(result.abs() < 1e30, result, 0.0)  # Logits of tokens that are none are the lowest finite number.
-    return [*outputs, ("", [result.detach()])], small_copy.gradients_of(small, [(kept * weights).sum()])
+        return small_copy.run_pass(small, loss)
 
 
-def _document_differs(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> bool:
-    """Return True if a tensor of all documents differs at one document from its tensor alone; False for unexpected shapes."""
-    changed = [dim for dim, sizes in enumerate(zip(together.shape, alone.shape, strict=False)) if sizes[0] != sizes[1]]
+def _document(row: int, begin: int, length: int, together: torch.Tensor, alone: torch.Tensor) -> torch.Tensor | None:
+    """Return one document of a tensor of all; None for unexpected shapes."""
+    changed = small_copy.changed_dims(together, alone)
     if [(together.shape[dim], alone.shape[dim]) for dim in changed] != [(2, 1), (_TOKENS, length)]:
-        return False
-    part = together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)
-    return not small_copy.deviation(part.double(), alone.double(), 1.0) <= _DOCUMENT_TOLERANCE
+        return None
+    return together.narrow(changed[0], row, 1).narrow(changed[1], begin, length)

@@ -1,10 +1,10 @@
 """Small float64 copies on CPU of transformers models, which may be on meta: fewer and smaller layers, to compare two runs."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,19 @@ from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
-T = TypeVar("T")
 Outputs = list[tuple[str, list[Tensor]]]
 """Names of modules with copies of their outputs, in the order in which calls ended."""
+PartOf = Callable[[Tensor, Tensor], Tensor | None]
+"""Returns the part of a whole output with which another pass's output is to be compared; None: they are not comparable."""
+
+
+class Pass(NamedTuple):
+    """What a forward and its backward have computed."""
+
+    outputs: Outputs
+    gradients: dict[str, Tensor]  # of trained parameters, and under the empty name the loss
+
+
 ERRORS = (*INITIALISER_ERRORS, PhaseError, NotImplementedError, OSError, AssertionError)
 _SIZES = read_texts(Path(__file__).with_suffix(".yaml"))
 
@@ -76,7 +86,8 @@ def whole_passes_in_float64() -> Iterator[None]:
         yield
 
 
-def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
+def run_pass(model: nn.Module, loss: Callable[[], Tensor]) -> Pass:
+    """Compute a loss of the model, its gradients and the outputs of modules."""
     outputs: Outputs = []
 
     def keep(name: str, found: Any) -> None:
@@ -84,14 +95,21 @@ def record_outputs(model: nn.Module, run: Callable[[], T]) -> tuple[T, Outputs]:
 
     with ExitStack() as undone:
         undone.callback(watch_outputs(model.named_modules(), keep))
-        return run(), outputs
+        total = loss()
+    return Pass(outputs, gradients_of(model, total))
 
 
-def gradients_of(model: nn.Module, losses: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the sum of losses for all trained parameters, zeros for unused ones."""
+def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Return the loss under the empty name, and its gradients for all trained parameters, zeros for unused ones."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    gradients = torch.autograd.grad(losses, list(named.values()), materialize_grads=True)
-    return dict(zip(named, gradients, strict=True))
+    gradients = torch.autograd.grad(loss, list(named.values()), materialize_grads=True)
+    return {"": loss.detach(), **dict(zip(named, gradients, strict=True))}
+
+
+def weighted_sum(outputs: Any) -> Tensor:
+    """Return the sum of outputs that depend on parameters; each element has its own weight, so that errors cannot cancel."""
+    tensors = [each for each in tensors_in(outputs) if each.requires_grad]
+    return torch.stack([(x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in tensors]).sum()
 
 
 def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
@@ -107,23 +125,44 @@ def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     return distance / max(size + scale, 1e-300) if distance else 0.0
 
 
-def first_difference(found: Outputs, wanted: Outputs, differ: Callable[[Tensor, Tensor], bool]) -> str | None:
-    """Return the name of the first module with an output, by call, for which `differ` is True; None if there is none."""
+def differing_gradient(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float) -> str | None:
+    """Return the name of the first differing gradient, the empty one of the loss if that alone differs; None if all are equal."""
+    rounding = 1e-4 * max(float(each.norm()) for each in wanted.values())
+    names = [name for name, each in wanted.items() if not deviation(found[name], each, rounding) <= tolerance]
+    return next(filter(None, names), "") if names else None
+
+
+def first_difference(found: Outputs, wanted: Outputs, part_of: PartOf, tolerance: float) -> str | None:
+    """Return the name of the first module, by call, with an output that is another than its part of the wanted one; None: none."""
     left: dict[str, list[list[Tensor]]] = {}
     for name, outputs in wanted:
         left.setdefault(name, []).append(outputs)
     for name, outputs in found:
-        if left.get(name) and any(differ(*pair) for pair in zip(outputs, left[name].pop(0), strict=False)):
-            return name
+        for each, whole in zip(outputs, left[name].pop(0) if left.get(name) else (), strict=False):
+            if (part := part_of(whole, each)) is not None and not deviation(each, part, 1.0) <= tolerance:
+                return name
     return None
 
 
-def mixer_label(model: nn.Module, name: str) -> str:
-    """Return the label of the module that mixes tokens where the module `name` is the first whose output differs."""
+def pass_difference(
+    model: nn.Module, sums: Mapping[str, Tensor], parts: Iterable[tuple[Outputs, PartOf]], whole: Pass, tolerance: float
+) -> str:
+    """Return where passes of parts of a batch, whose gradients have these `sums`, are another one than that of the whole: in the
+    first module that mixes tokens, a gradient, or the loss; empty if they are equal."""
+    if (gradient := differing_gradient(sums, whole.gradients, tolerance)) is None:
+        return ""
+    names = (first_difference(outputs, whole.outputs, part_of, tolerance) for outputs, part_of in parts)
+    if (name := next((each for each in names if each is not None), None)) is None:
+        return f"first in the gradient of {gradient}" if gradient else "in its loss"
     module = model.get_submodule(name)
     if not any(True for _ in module.children()) and not isinstance(module, nn.Conv1d | nn.RNNBase):
         name = name.rpartition(".")[0]  # Other leaves act on each token alone, so the parent mixes tokens.
-    return module_label(model, name)
+    return f"first in {module_label(model, name)}"
+
+
+def changed_dims(whole: Tensor, part: Tensor) -> list[int]:
+    """Return the dims along which a part has another size than the whole."""
+    return [dim for dim, sizes in enumerate(zip(whole.shape, part.shape, strict=False)) if len({*sizes}) > 1]
 
 
 def module_label(model: nn.Module, name: str) -> str:

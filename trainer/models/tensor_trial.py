@@ -6,7 +6,6 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -149,14 +148,6 @@ class _ThreadExchange(Exchange):
         return Pending(lambda: result)
 
 
-@dataclass(kw_only=True)
-class _PassResult:
-    outputs: small_copy.Outputs = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    parts: Mapping[str, ParameterPart] = field(default_factory=dict)
-    failed: str = ""
-
-
 def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapping[str, Tensor]) -> None:
     """Load all meta parameters from whole tensors by FQN, or parts of them. Raises `LayoutError` for a missing or unlike one."""
     for name, parameter in list(model.named_parameters()):
@@ -185,44 +176,41 @@ def _difference_when_divided(
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
     reference, *copies = (copy.deepcopy(whole) for _ in range(1 + plan.size))
 
-    def passed(model: nn.Module, parts: Mapping[str, ParameterPart]) -> _PassResult:
-        results, outputs = small_copy.record_outputs(model, lambda: run(model))
-        # Each output element gets its own weight, so that errors cannot cancel.
-        weighted = [each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape) for each in results]
-        losses = [each.sum() for each in weighted if each.requires_grad]
-        outputs = [(name, each) for name, each in outputs if inside or not name]
-        return _PassResult(outputs=outputs, gradients=small_copy.gradients_of(model, losses), parts=parts)
+    def passed(model: nn.Module) -> small_copy.Pass:
+        outputs, gradients = small_copy.run_pass(model, lambda: small_copy.weighted_sum(run(model)))
+        return small_copy.Pass([each for each in outputs if inside or not each[0]], gradients)
 
-    def rank(index: int) -> _PassResult:
+    def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
         model = copies[index]
         try:
             parallel = Parallelized(model, _ThreadExchange(barrier, left, index), plan, sequence=sequence)
             load_parts(model, parallel.parts, values)
-            return passed(model, parallel.parts)
+            return passed(model), parallel.parts
         except threading.BrokenBarrierError:
-            return _PassResult()  # Another rank reports the cause.
+            return ""  # Another rank reports the cause.
         except Exception as error:
             barrier.abort()
             if isinstance(error, LayoutError):
                 raise
-            return _PassResult(failed=_module_error(error, model))
+            return _module_error(error, model)
 
-    expected = passed(reference, {})
+    expected = passed(reference)
     with ThreadPoolExecutor(plan.size) as pool:
-        ranks = list(pool.map(rank, range(plan.size)))
-    if failed := next((each.failed for each in ranks if each.failed), ""):
+        results = list(pool.map(rank, range(plan.size)))
+    if failed := next((each for each in results if each and isinstance(each, str)), ""):
         return failed
+    ranks = [each for each in results if not isinstance(each, str)]
     # Outputs may be parts of the whole ones; gradients may not, but for those that the plan divides.
-    differ = lambda a, b: a.shape == b.shape and a.is_floating_point() and _differ(a, b)  # noqa: E731
-    found = [small_copy.first_difference(each.outputs, expected.outputs, differ) for each in ranks]
+    alike = lambda whole, out: whole if out.shape == whole.shape and out.is_floating_point() else None  # noqa: E731
+    found = [small_copy.first_difference(each.outputs, expected.outputs, alike, _TOLERANCE) for each, _ in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
         return f"{small_copy.module_label(whole, name)}, computes something else"
     for name, gradient in expected.gradients.items():
-        for index, each in enumerate(ranks):
-            part = each.parts.get(name)
+        for index, (_, parts) in enumerate(ranks):
+            part = parts.get(name)
             summed = part.holders if part is not None and part.partial else (index,)
-            partial_sums = torch.stack([ranks[other].gradients[name] for other in summed]).sum(0)
+            partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
             if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
                 module, _, leaf = name.rpartition(".")
                 return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"

@@ -22,7 +22,7 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.tensor_trial import example_inputs
 from zeromesh.units.plan import block_modules
 from zeromesh.weight_init.weight_sources import seeded_cpu
-from zeromesh.zero.hooks import has_foreign_hooks, tensors_in
+from zeromesh.zero.hooks import has_foreign_hooks
 
 _TOKENS = 3  # Tokens of a tile in the trial, whose sequences of 8 have an uneven last tile.
 _TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
@@ -37,9 +37,8 @@ TokenWise = Mapping[tuple[str, type], nn.Module]
 def find_token_wise(model: nn.Module) -> TokenWise | str:
     """Return the outermost modules in the blocks of a small copy of `model` that compute the same in tiles and save less, or the
     reason why there are none."""
-    run = lambda each: torch.cat([out.flatten() for out in _floats(each(**dict(example_inputs(each))))])  # noqa: E731
     inside = pretrained_of(model)
-    small = "it is no model of transformers" if inside is None else small_copy.small_copy(inside, run)
+    small = "it is no model of transformers" if inside is None else small_copy.small_copy(inside, _loss)
     if isinstance(small, str):
         return f"no small copy of it could be tried ({small})"
     small_copy.perturb(small)
@@ -62,7 +61,7 @@ def find_token_wise(model: nn.Module) -> TokenWise | str:
             except small_copy.ERRORS:
                 continue
         saves = most - least >= _LEAST_SAVED * most
-        if saves and all(small_copy.deviation(outcome[each], wanted[each], 1.0) <= _TOLERANCE for each in wanted):
+        if saves and small_copy.differing_gradient(outcome, wanted, _TOLERANCE) is None:
             found[key] = modules[0]
     if any(each.dim() > 1 for module in found.values() for each in module.parameters()):
         return found
@@ -123,12 +122,12 @@ def _run_tiled(forward: Callable[..., Any], module: nn.Module, tokens: int, /, *
     return run_in_tiles(forward, [each for each in module.parameters() if each.requires_grad], tokens, x)
 
 
-def _floats(outputs: Any) -> list[Tensor]:
-    return [each for each in tensors_in(outputs) if each.is_floating_point()]
+def _loss(small: nn.Module) -> Tensor:
+    return small_copy.weighted_sum(small(**dict(example_inputs(small))))
 
 
 def _outcome(small: nn.Module) -> tuple[dict[str, Tensor], int]:
-    """Return outputs and gradients of a copy, by name, and the bytes that it saves for backward beside its parameters."""
+    """Return the loss and gradients of a copy, by name, and the bytes that it saves for backward beside its parameters."""
     held, saved = {each.untyped_storage().data_ptr() for each in small.parameters()}, [0]
 
     def save(tensor: Tensor) -> Tensor:
@@ -137,8 +136,5 @@ def _outcome(small: nn.Module) -> tuple[dict[str, Tensor], int]:
 
     with small_copy.whole_passes_in_float64(), seeded_cpu(0, "tiles"), torch.enable_grad():
         with saved_tensors_hooks(save, lambda tensor: tensor):
-            outputs = _floats(small(**dict(example_inputs(small))))
-        # Each element has its own weight, so that errors cannot cancel.
-        losses = [(each * torch.linspace(0.5, 1.5, each.numel()).view(each.shape)).sum() for each in outputs]
-        gradients = small_copy.gradients_of(small, [each for each in losses if each.requires_grad])
-    return gradients | {str(number): each.detach() for number, each in enumerate(outputs)}, sum(saved)
+            loss = _loss(small)
+        return small_copy.gradients_of(small, loss), sum(saved)

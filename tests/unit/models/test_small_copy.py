@@ -12,10 +12,9 @@ from zeromesh.trainer.models.small_copy import (
     deviation,
     first_copy,
     first_difference,
-    gradients_of,
     module_label,
     perturb,
-    record_outputs,
+    run_pass,
     shrink_config,
     small_copy,
 )
@@ -133,8 +132,8 @@ def test_how_far_a_tensor_is_from_another() -> None:
 def test_the_first_module_whose_output_differs_by_call() -> None:
     one, two, three = (torch.tensor(float(number)) for number in (1, 2, 3))
 
-    def differ(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-        return bool(found != wanted)
+    def part_of(wanted: torch.Tensor, found: torch.Tensor) -> torch.Tensor | None:
+        return wanted if found.shape == wanted.shape else None
 
     wanted = [("a", [one]), ("b", [two, three]), ("a", [three]), ("", [one])]
     for found, name in (
@@ -144,8 +143,9 @@ def test_the_first_module_whose_output_differs_by_call() -> None:
         ([("a", [one]), ("a", [three]), ("a", [two]), ("c", [two])], None),
         ([("", [two])], ""),
         ([("b", [two])], None),
+        ([("b", [torch.ones(2)])], None),
     ):
-        assert first_difference(found, wanted, differ) == name
+        assert first_difference(found, wanted, part_of, 1e-9) == name
 
 
 def test_gradients_outputs_and_names_of_a_model() -> None:
@@ -153,12 +153,12 @@ def test_gradients_outputs_and_names_of_a_model() -> None:
     model[1].bias.requires_grad_(False)
     unused = nn.Parameter(torch.ones(2))
     model.register_parameter("unused", unused)
-    total, outputs = record_outputs(model, lambda: model(torch.ones(1, 1)).sum())
+    outputs, found = run_pass(model, lambda: 3 * model(torch.ones(1, 1)).sum())
     assert [name for name, _ in outputs] == ["0", "1", ""]
     assert not outputs[0][1][0].requires_grad
     assert not any(each._forward_hooks for each in model.modules())
-    found = gradients_of(model, [total, 2 * total])
-    assert set(found) == {"unused", "0.weight", "1.weight"}
+    assert set(found) == {"", "unused", "0.weight", "1.weight"}
+    assert torch.equal(found[""], 3 * outputs[-1][1][0].sum())
     assert found["unused"].tolist() == [0, 0]
     assert found["0.weight"].item() == pytest.approx(3 * model[1].weight.item())
     assert (module_label(model, ""), module_label(model, "0")) == ("the model, a Sequential", "0, a Linear")
