@@ -15,15 +15,8 @@ from torch import Tensor
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
-from zeromesh.kernels.chunked_cross_entropy import (
-    UNCHANGED,
-    HeadPass,
-    LogitChange,
-    check_shapes,
-    local_columns,
-    normalized,
-    require_targets_in,
-)
+from zeromesh.kernels import chunked_cross_entropy as cross_entropy
+from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, HeadPass, LogitChange
 
 _CHUNK_TOKENS = 256  # of forward; a chunk of backward has at most twice as many logits
 
@@ -65,11 +58,11 @@ def token_scores(
     Returns scores [tokens], float32, or float64 for float64 inputs. Backward may run several times. Raises `LayoutError` for shapes
     and dtypes that do not fit and a bad temperature, and `DataError` for a target outside of the vocabulary.
     """
-    check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    cross_entropy.check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not temperature > 0:
         raise LayoutError(f"temperature is {temperature}, and must be above 0")
     first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
-    require_targets_in(targets, vocab)
+    cross_entropy.require_targets_in(targets, vocab)
     kept = (targets != -100).nonzero().squeeze(1)
     # A temperature divides what the cap leaves: T of cap * tanh(scale * z / cap) / T is in both of its numbers.
     change = LogitChange(scale=change.scale / temperature, cap=change.cap / temperature)
@@ -93,7 +86,7 @@ class _ScoresPass(HeadPass):
         the logits, and the token with the largest one."""
         found = logits.new_empty(7, len(logits), dtype=self.loss_dtype)
         for rows, z in self.row_parts(logits, keep=False):
-            here, picked = local_columns(z, targets[rows] - self.first)
+            here, picked = cross_entropy.local_columns(z, targets[rows] - self.first)
             chosen, mean = z.gather(1, picked).squeeze(1).masked_fill_(~here, 0), z.sum(dim=1)
             largest, top = z.max(dim=1)
             p = z.sub_(largest.unsqueeze(1)).exp()
@@ -110,7 +103,7 @@ class _ScoresPass(HeadPass):
 
         self.each_chunk(measure)
         everyone = self.everyone(own)
-        largest, total, log_probs = normalized(everyone)
+        largest, total, log_probs = cross_entropy.normalized(everyone)
         apart = everyone[:, 0] - largest
         factor = apart.exp()
         weighted = ((everyone[:, 3] + apart * everyone[:, 1]) * factor).sum(dim=0)
