@@ -7,12 +7,12 @@ hand to `document_attention`. Everything else that touches it gets the mask as a
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial, reduce, wraps
-from inspect import Parameter, signature
+from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -22,9 +22,13 @@ from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Pattern
 from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, DataError
+from zeromesh.intervals import round_up
 from zeromesh.overrides import override, replaced
+from zeromesh.pipeline.stages.build import BALANCE
 from zeromesh.tensor.autograd_collectives import uncompiled
+from zeromesh.trainer.data.collate import IGNORED_LABEL, shifted
 from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.units.plan import without_adapters
 
 _Function = Callable[..., Any]
 
@@ -37,18 +41,23 @@ class DocumentMask(Tensor):
     documents: Documents
     pattern: Any  # A `Pattern` or None.
     make: Callable[[], Tensor]
-    shares: Context | None = None
+    shares: Context | None
     whole: Callable[[], Any]
 
     @staticmethod
     def __new__(
-        cls, documents: Documents, pattern: Pattern | None, dtype: torch.dtype, make: Callable[[], Tensor], **shape: Any
+        cls,
+        documents: Documents,
+        pattern: Pattern | None,
+        make: Callable[[], Tensor],
+        shares: Context | None,
+        **kind: Any,
     ) -> Any:
-        """Make the mask, of the `device` and the number of `queries` that `shape` may have, else on the CPU and of all."""
-        sizes = documents.rows, 1, shape.get("queries", documents.length), documents.length
-        device = torch.device(shape.get("device", "cpu"))
-        found = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, device=device)
-        found.documents, found.pattern, found.make = documents, pattern, cache(make)
+        """Make the mask, of the dtype and on the device that `kind` has."""
+        queries = documents.length if shares is None else shares.share_of(documents.length)
+        sizes = documents.rows, 1, queries, documents.length
+        found = torch.Tensor._make_wrapper_subclass(cls, sizes, **kind)
+        found.documents, found.pattern, found.make, found.shares = documents, pattern, cache(make), shares
         return found
 
     @uncompiled  # It would be compiled for the documents of each batch.
@@ -75,36 +84,48 @@ class PackedAttention:
 
     fused_on: tuple[str, ...] = ("cpu",)  # The devices whose masks have an attention of ours.
 
-    def __init__(self, batch: Mapping[str, Any], *, on_device: bool = False, shares: Context | None = None) -> None:
-        """Read a `batch` on the CPU, which will be copied to a device if `on_device`. A document begins where position ids `[rows,
-        length]` restart. With `shares` it is whole, and models get this rank's share of it. Raises `DataError` for such a batch
-        with padding inside of sequences."""
-        of_rows = {name: each for name, each in batch.items() if isinstance(each, Tensor) and each.dim() == 2}
-        positions, padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
-        found = None if positions is None else Documents.of(positions.cpu(), None if padding is None else padding.cpu())
-        self.documents = found if found is not None and found.packed else None
-        """The documents of a batch that packs several into a sequence, else None."""
+    def __init__(
+        self,
+        batch: Mapping[str, Any],
+        model: nn.Module | None = None,
+        *,
+        on_device: bool = False,
+        shares: Context | None = None,
+    ) -> None:
+        """Read a `batch` on the CPU, which will be copied to a device if `on_device`, for `model`. A document begins where position
+        ids `[rows, length]` restart. With `shares` the batch is whole, and models get this rank's share of it. Raises `DataError`
+        for a batch that cannot be shared, and for padding inside of a document of a packed sequence."""
+        self._model, self._shares, self._unpadded = model, shares, batch
+        self._batch = batch if shares is None else padded_batch(batch, shares.multiple)
+        of_rows = {name: each for name, each in self._batch.items() if isinstance(each, Tensor) and each.dim() == 2}
+        positions, self._padding = of_rows.get("position_ids"), of_rows.get("attention_mask")
+        if shares is not None and positions is None:  # They have several dims, and tell no documents.
+            rows, length = next(iter(of_rows.values())).shape
+            positions = torch.arange(length).expand(rows, length)
+        padding = None if self._padding is None else self._padding.cpu()
+        found = None if positions is None else Documents.of(positions.cpu(), padding)
+        if found is None and shares is not None:
+            raise DataError("a sequence has padding inside, which parallel.context does not take; pad at an end")
+        self.documents = found if found is not None and (found.packed or shares is not None) else None
+        """The documents of a batch that packs several into a sequence or whose sequences ranks share, else None."""
         self._full: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.
         for name, each in of_rows.items() if on_device else ():
             if name.endswith("attention_mask"):
                 self._full[each.shape] = self._full.get(each.shape, True) and bool(each.all())
-        self._on_device, self._padding, self._shares = on_device, padding, shares
-        if shares is not None:
-            rows, length = next(iter(of_rows.values())).shape
-            self._queries = sum(end - begin for begin, end in shares.spans(length))
-            if self.documents is None:
-                self.documents = Documents.whole(rows, length) if padding is None else Documents.of(None, padding)
-            if self.documents is None:
-                raise DataError("a sequence has padding inside, which parallel.context does not take; pad at an end")
-        elif self.documents is not None:
-            self._queries = self.documents.length
+        self._on_device = on_device
 
-    def told(self, model: nn.Module, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return a packed batch as `model` takes it: for flash attention with `cu_seq_lens_q` and `cu_seq_lens_k`, the starts of
-        documents and padding in the flat batch and its end, int32, and `max_length_q` and `max_length_k`, the longest's tokens.
-        transformers finds them for a batch of one sequence only, and synchronizes the device in every layer. Raises `ConfigError`
-        for a model that hands on neither these nor a mask."""
-        inside, documents = pretrained_of(model), self.documents
+    def told(self) -> Mapping[str, Any]:
+        """Return the batch, or this rank's share of it, as the model takes it: for flash attention with `cu_seq_lens_q` and
+        `cu_seq_lens_k`, the starts of documents and padding in the flat batch and its end, int32, and `max_length_q` and
+        `max_length_k`, the longest's tokens. transformers finds them for a batch of one sequence only, and synchronizes the device
+        in every layer. Raises `ConfigError` for a model that hands on neither these nor a mask."""
+        batch, documents, shares = self._batch, self.documents, self._shares
+        if shares is not None:
+            batch = {
+                name: shares.share(value, _sequence_dim(name, value)) if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+            }
+        inside = None if self._model is None else pretrained_of(self._model)
         if documents is None or inside is None or "cu_seq_lens_q" in batch:
             return batch
         name = str(getattr(inside.config, "_attn_implementation", None))
@@ -126,7 +147,8 @@ class PackedAttention:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside the block the masks of transformers' models are those of this batch."""
+        """Inside the block the masks of transformers' models are those of this batch, and experts are balanced over the tokens of
+        all ranks that share it."""
         with ExitStack() as undone:
             if self.documents is not None or self._on_device:
                 _install()
@@ -135,6 +157,10 @@ class PackedAttention:
                     undone.callback(override(local, name, partial(self._mask, own, fused=name in ("sdpa", "eager"))))
                 none = {"find_packed_sequence_indices": lambda position_ids: None}
                 undone.enter_context(replaced(masking_utils, none))
+            if self._shares is not None and self._model is not None:
+                names = unwrap(type(without_adapters(self._model)[0]).forward).__globals__
+                if (balance := names.get(BALANCE)) is not None:
+                    undone.callback(override(names, BALANCE, partial(self._balance, balance, self._shares)))
             yield
 
     def _mask(self, own: _Function, *, fused: bool, attention_mask: Tensor | None = None, **call: Any) -> Any:
@@ -144,17 +170,17 @@ class PackedAttention:
             attention_mask = None
         documents, shares = self.documents, self._shares
         sizes = call["batch_size"], call["q_length"], call["kv_length"]
-        if documents is not None and sizes != (documents.rows, *[self._queries] * 2):
-            documents = None
+        if documents is not None:
+            queries = documents.length if shares is None else shares.share_of(documents.length)
+            documents = documents if sizes == (documents.rows, queries, queries) else None
         if full is False or documents is not None:  # Else it would look for padding on the device.
             call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
         if documents is None:
             return own(attention_mask=attention_mask, **call)
-        if shares is None:
-            return self._within(own, documents, attention_mask, call, fused=fused)
-        padding = None if self._padding is None else self._padding.bool().to(call.get("device", "cpu"))
-        call |= {"q_length": documents.length, "kv_length": documents.length}
-        return self._within(own, documents, padding, call, fused=fused, shares=shares)
+        if shares is not None:
+            attention_mask = None if self._padding is None else self._padding.bool().to(call.get("device", "cpu"))
+            call |= {"q_length": documents.length, "kv_length": documents.length}
+        return self._within(own, documents, attention_mask, call, fused=fused, shares=shares)
 
     def _within(
         self,
@@ -179,15 +205,27 @@ class PackedAttention:
         make = partial(own, attention_mask=attention_mask, **call)
         if not fused or device.type not in self.fused_on:
             pattern = None
-        dtype = call["dtype"] if own is masking_utils.eager_mask else torch.bool
-        if shares is None:
-            return make() if pattern is None else DocumentMask(documents, pattern, dtype, make)
-        pieces = [partial(make, q_length=end - begin, q_offset=begin) for begin, end in shares.spans(documents.length)]
+        if pattern is None and shares is None:
+            return make()
+        spans = [(0, documents.length)] if shares is None else shares.spans(documents.length)
+        pieces = [partial(make, q_length=end - begin, q_offset=begin) for begin, end in spans]
+        kind = {"dtype": call["dtype"] if own is masking_utils.eager_mask else torch.bool, "device": device}
         rows = lambda: torch.cat([piece() for piece in pieces], 2)  # noqa: E731
-        found = DocumentMask(documents, pattern, dtype, rows, queries=self._queries, device=device)
-        found.shares = shares
+        found = DocumentMask(documents, pattern, rows, shares, **kind)
         found.whole = partial(self._within, own, documents, attention_mask, given, fused=fused)
         return found
+
+    def _balance(self, own: _Function, shares: Context, logits: Any, /, *arguments: Any, **named: Any) -> Any:
+        """Return this rank's part of the balance loss, from the router logits `[rows x tokens, experts]` of its tokens."""
+        if not isinstance(logits, tuple):
+            return own(logits, *arguments, **named)
+        rows, length = self._unpadded["labels"].shape
+        wholes = [shares.gather_with_gradient(each.unflatten(0, (rows, -1)), 1) for each in logits]
+        call = signature(own).bind(tuple(each[:, :length].flatten(0, 1) for each in wholes), *arguments, **named)
+        if (padding := self._unpadded.get("attention_mask")) is not None:
+            padding = padding.to(logits[0].device, non_blocking=True)
+        call.arguments["attention_mask"] = padding
+        return own(*call.args, **call.kwargs) / shares.exchange.size
 
 
 def _pattern(function: _Function) -> Pattern | None:
@@ -253,3 +291,39 @@ def _attend(
         return own(module, query, key, value, attention_mask, **named)
     found = mask.attend(query, key, value, scale=named.get("scaling"), sinks=sinks)
     return found.transpose(1, 2).contiguous(), None
+
+
+def padded_batch(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
+    """Return a batch of whole sequences, on the CPU, padded at the end to a multiple of tokens by what is no target. It gets
+    `position_ids`, and with `labels` also `shift_labels`. Raises `DataError` for a field that does not go along sequences."""
+    ids = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)
+    if ids is None or ids.dim() < 2:
+        raise DataError(
+            f"parallel.context divides sequences, and the batch has no input_ids; it has {', '.join(batch)}"
+        )
+    rows, length = ids.shape[:2]
+    found: dict[str, Any] = {"position_ids": torch.arange(length).expand(rows, length), **batch}
+    if isinstance(labels := batch.get("labels"), Tensor):
+        found["shift_labels"] = shifted(labels)
+    more = round_up(length, multiple) - length
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            continue
+        dim = _sequence_dim(name, value)
+        if value.dim() < 2 or value.shape[dim] != length:
+            raise DataError(
+                f"{name} has shape {list(value.shape)}, and goes not along the {length} tokens of sequences that ranks share "
+                "(parallel.context); leave the field out, or set parallel.context: 1"
+            )
+        if name == "position_ids":  # Padding is a document of its own, so that no position is beyond what a model has.
+            more_of_them = torch.arange(more, dtype=value.dtype).expand(*value.shape[:-1], more)
+            found[name] = torch.cat([value, more_of_them], -1)
+        else:
+            ends = (0, 0) * (value.dim() - 1 - dim) + (0, more)
+            found[name] = pad(value, ends, value=IGNORED_LABEL if name in ("labels", "shift_labels") else 0)
+    return found
+
+
+def _sequence_dim(name: str, value: Tensor) -> int:
+    """Return the dim of tokens: positions may have a dim before that of rows, `[3, batch, sequence]`."""
+    return value.dim() - 1 if name == "position_ids" else 1

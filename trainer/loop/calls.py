@@ -17,7 +17,6 @@ from zeromesh.errors import ConfigError
 from zeromesh.parallelize import Divided
 from zeromesh.tensor.autograd_collectives import all_reduce_output, apply_collective
 from zeromesh.trainer.attention.packed_attention import PackedAttention
-from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.data.collate import count_targets
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import pretrained_of
@@ -54,7 +53,7 @@ def _in_documents(method: Any, names: Sequence[str], divided_of: _DividedOf) -> 
         if (divided := divided_of(model)) is None:
             return function(model, *arguments, **named)
         batch = {**dict(zip(names, arguments, strict=False)), **named}
-        attention = PackedAttention(batch)
+        attention = PackedAttention(batch, model)
         if attention.documents is not None:
             require_separate_documents(model)
         if divided.context is not None and torch.is_grad_enabled():
@@ -62,7 +61,7 @@ def _in_documents(method: Any, names: Sequence[str], divided_of: _DividedOf) -> 
         if attention.documents is None:
             return function(model, *arguments, **named)
         with attention.in_force():
-            return function(model, **attention.told(model, batch))
+            return function(model, **attention.told())
 
     vars(forward)["in_documents"] = True
     return forward
@@ -72,8 +71,8 @@ def _shared(forward: Callable[..., Any], model: nn.Module, context: Context, giv
     device, items = next(model.parameters()).device, given.get("num_items_in_batch")
     whole = {name: each.cpu() if isinstance(each, Tensor) else each for name, each in given.items()}
     whole.pop("num_items_in_batch", None)
-    attention = SharedAttention(model, whole, context)
-    shared = tree_map_only(Tensor, lambda each: each.to(device), dict(attention.told(model, whole)))
+    attention = PackedAttention(whole, model, shares=context)
+    shared = tree_map_only(Tensor, lambda each: each.to(device), dict(attention.told()))
     if (labels := whole.get("labels")) is not None:
         shared["num_items_in_batch"] = max(1, count_targets(labels, causal=True)) if items is None else items
     _SHARING.add(model)

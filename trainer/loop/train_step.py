@@ -30,7 +30,6 @@ from zeromesh.rng import Streams
 from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.attention.packed_attention import PackedAttention
-from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.data.feed import require_same_batches, require_same_blocks
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
@@ -373,14 +372,10 @@ class Stepper:
         coming: list[DeviceBatch] = []
         on_device = self._copies is not None
         for batch, targets in zip(batches, counts, strict=True):
-            if self.context is None or whole:
-                attention = PackedAttention(batch, on_device=on_device)
-            else:
-                attention = SharedAttention(self.model, batch, self.context, on_device=on_device)
-            if attention.documents is not None:
-                if attention.documents.packed:
-                    require_separate_documents(self.model)
-                batch = attention.told(self.model, batch)
+            attention = PackedAttention(batch, self.model, on_device=on_device, shares=None if whole else self.context)
+            if attention.documents is not None and attention.documents.packed:
+                require_separate_documents(self.model)
+            batch = attention.told()
             # They told the documents. Those of a share are needed, and the trial of shares has shown that the model reads them.
             if not self._takes_positions and type(attention) is PackedAttention:
                 batch = {name: each for name, each in batch.items() if name != "position_ids"}

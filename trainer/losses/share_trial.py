@@ -11,7 +11,6 @@ from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.attention.packed_attention import PackedAttention
-from zeromesh.trainer.attention.shared_batch import SharedAttention
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.losses.trial import packed_batch, require_separate_documents
@@ -84,8 +83,8 @@ def _passes(
     for batch in (ragged, packed)[:count]:
         padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
         batch = {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)}
-        attention = PackedAttention(batch) if shares is None else SharedAttention(small, batch, shares)
-        given = {name: each.to(device) for name, each in attention.told(small, batch).items()}
+        attention = PackedAttention(batch, small, shares=shares)
+        given = {name: each.to(device) for name, each in attention.told().items()}
         call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
         with attention.in_force():
             found.append(small_copy.run_pass(small, call))

@@ -18,8 +18,7 @@ from tests.support.trainer_cases import LLAMA, VOCABULARY, lines_of, llama, seed
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.trainer.attention.packed_attention import PackedAttention
-from zeromesh.trainer.attention.shared_batch import padded_batch
+from zeromesh.trainer.attention.packed_attention import PackedAttention, padded_batch
 from zeromesh.trainer.models.small_copy import InFloat64
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 12}

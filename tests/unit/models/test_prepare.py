@@ -132,7 +132,7 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     flash = SimpleNamespace(_attn_implementation="flash_attention_2")
     model = llama()
     batch = {"position_ids": POSITIONS}
-    told = lambda batch: PackedAttention(batch).told(model, batch)  # noqa: E731
+    told = lambda batch: PackedAttention(batch, model).told()  # noqa: E731
     assert told(batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
     for other in (
@@ -153,7 +153,7 @@ def test_attention_that_documents_do_not_reach_is_refused() -> None:
     object.__setattr__(model, "config", SimpleNamespace(_attn_implementation="somebodys_own"))
     batch = {"position_ids": POSITIONS}
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM\.forward hands nothing on to somebodys_own"):
-        PackedAttention(batch).told(model, batch)
+        PackedAttention(batch, model).told()
 
 
 def test_selective_recomputation_keeps_results_of_flash_attention() -> None:

@@ -24,7 +24,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.trainer.attention.shared_batch import SharedAttention
+from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
@@ -147,9 +147,9 @@ class Tracer:
         if context > 1:
             among = TracedExchange(context)
             among.meter, on_cpu = meter, self._device == "cpu"
-            attention = SharedAttention(model, batch, Context(exchange=among, heads_first=not on_cpu))
+            attention = PackedAttention(batch, model, shares=Context(exchange=among, heads_first=not on_cpu))
             attention.fused_on = ("cpu", "meta") if on_cpu else ()
-            batch = attention.told(model, batch)
+            batch = attention.told()
             undo.enter_context(attention.in_force())
         with meter, kernels_of(self._device):
             total = self.loss(model, dict(batch), seed=1.0)
