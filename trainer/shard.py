@@ -41,7 +41,6 @@ from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.loop.calls import attend_in_calls
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_float8_linear
@@ -154,12 +153,10 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     synchronize_initial_values(built, mesh, config.run.seed)
     for note in built.notes if mesh.rank == 0 else ():
         _LOGGER.warning("%s", note)
-    hub_form, divided = HubForm(model), divide_model(model, mesh, config)
+    hub_form, native = HubForm(model), partial(make_loss, mode="native")
+    divided = divide_model(model, mesh, config, loss_of=native)
     if config.precision.linear is not None:
         use_float8_linear(model, mesh.device)
-    if divided.context is not None:
-        own_loss = partial(make_loss, mode="native")
-        require_divisible_sequences(model, own_loss(model), mesh, divided.context, own_loss)
     engine = AutogradEngine.build(model, mesh, options, built.source, cuts=divided.cuts)
     vars(model)[_SHARDING] = ShardedModel(
         config=config,

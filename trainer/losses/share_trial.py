@@ -21,12 +21,12 @@ _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by le
 
 
 def require_divisible_sequences(
-    model: nn.Module, loss: Loss, mesh: Mesh, context: Context, make_loss: Callable[[nn.Module], Loss]
+    model: nn.Module, loss_of: Callable[[nn.Module], Loss], mesh: Mesh, context: Context
 ) -> None:
-    """Try a small copy of a whole model on shares of sequences: the loss, which `make_loss` makes, and every gradient must be those
+    """Try a small copy of a whole model on shares of sequences: the loss, which `loss_of` makes, and every gradient must be those
     of whole sequences, ragged ones and, where the model separates them, documents. All ranks call it. Raises `ConfigError` with the
     module that differs, and for a loss that is not of next tokens."""
-    inside, ranks = pretrained_of(model), context.exchange.size
+    inside, ranks, loss = pretrained_of(model), context.exchange.size, loss_of(model)
 
     def refused(reason: str) -> ConfigError:
         name = type(model if inside is None else inside).__name__
@@ -46,7 +46,7 @@ def require_divisible_sequences(
 
     def run(small: nn.Module) -> Tensor:
         small_copy.perturb(small)
-        made[:] = [make_loss(small)]
+        made[:] = [loss_of(small)]
         return _passes(small, made[0], mesh.device, None, 1)[0].gradients[""]
 
     small = small_copy.small_copy(inside, run)

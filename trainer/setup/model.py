@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -95,12 +96,7 @@ def build_trained_model(
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
-        divided = divide_model(model, mesh, config, feeds.example)
-        if divided.context is not None:
-            console.status("trying shares of sequences")
-            mode, smoothing = config.model.loss_mode, config.run.label_smoothing
-            loss_of = lambda small: make_loss(small, mode=mode, smoothing=smoothing)  # noqa: E731
-            require_divisible_sequences(model, loss, mesh, divided.context, loss_of)
+        divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
         undone.pop_all()
     trained = TrainedModel(
@@ -157,14 +153,18 @@ def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, conso
         console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
 
 
+def _loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], Loss]:
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
+    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
+
+
 def _loss_and_feeds(
     model: nn.Module, config: TrainerConfig, inputs: UserInputs, data: RunData, plan: BatchPlan, console: Console
 ) -> tuple[Loss, Feeds, list[str]]:
     """Try the loss on a small copy of the undivided model and check the first batches; returns notes too."""
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
-    loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
+    loss = _loss_of(config, inputs)(model)
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -256,15 +256,23 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
 
 
 def divide_model(
-    model: nn.Module, mesh: Mesh, config: TrainerConfig, example: Callable[[], Mapping[str, Any] | None] = lambda: None
+    model: nn.Module,
+    mesh: Mesh,
+    config: TrainerConfig,
+    example: Callable[[], Mapping[str, Any] | None] = lambda: None,
+    loss_of: Callable[[nn.Module], Loss] = make_loss,
 ) -> Divided:
     """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `ConfigError` for a model
-    that would compute something else under tensor parallelism, and `LayoutError` for one that cannot be divided."""
+    that would compute something else under tensor parallelism or on shares of sequences, whose loss `loss_of` makes, and
+    `LayoutError` for one that cannot be divided."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         base = pretrained_of(model) or model
         require_equal_when_divided(base, parallel.plan or {}, sequence=parallel.sequence)
-    return divide(model, mesh, parallel, example)
+    divided = divide(model, mesh, parallel, example)
+    if divided.context is not None:
+        require_divisible_sequences(model, loss_of, mesh, divided.context)
+    return divided
 
 
 def fill_engine(

@@ -40,22 +40,13 @@ class Documents:
             ends[row] = stop
 
     @classmethod
-    def whole(cls, rows: int, length: int) -> "Documents":
-        """Return rows that are one document each."""
-        return cls(rows=rows, length=length, spans=tuple(Span(row, 0, length, length) for row in range(rows)))
-
-    @classmethod
-    def of(cls, position_ids: Tensor | None, attention_mask: Tensor | None = None) -> "Documents | None":
-        """Return the documents of a batch on the CPU, from integers `position_ids` and `attention_mask`, both `[rows, length]`; one
-        may be None. A document begins where positions do not go up by one, and after padding (a mask of 0). Returns None if
-        positions tell that padding is inside of rows that are one document each, and raises `DataError` if it is inside of packed
-        documents."""
-        given = position_ids if attention_mask is None else attention_mask
-        if given is None:
-            raise ValueError("documents are known from position_ids or an attention_mask, and neither was given")
-        rows, length = given.shape
-        real = torch.ones(rows, length, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-        positions = (torch.arange(length) if position_ids is None else position_ids).expand(rows, length)
+    def of(cls, position_ids: Tensor, attention_mask: Tensor | None = None) -> "Documents | None":
+        """Return the documents of a batch on the CPU, from integers `position_ids`, which may be one row for all, and
+        `attention_mask` `[rows, length]`. A document begins where positions do not go up by one, and after padding (a mask of 0).
+        Returns None if positions tell that padding is inside of rows that are one document each, and raises `DataError` if it is
+        inside of packed documents."""
+        real = (torch.ones_like(position_ids) if attention_mask is None else attention_mask).bool()
+        positions, (rows, length) = position_ids.expand_as(real), real.shape
         after_padding = ~pad(real[:, :-1], (1, 0))
         restarts = pad(positions.diff(dim=1) != 1, (1, 0))
         begins = (real & (after_padding | restarts)).nonzero().tolist()

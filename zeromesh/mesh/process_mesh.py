@@ -91,16 +91,7 @@ class ProcessMesh:
             else:
                 self.watch = Watchdog(StatusBoard({0: new_row()}, 0), 0, timeout_seconds, compare_events=True)
                 self._mesh_groups.watch = self.watch
-            self.world = self._axes_set("world", AXES)
-            self.data = self._axes_set("data", axes_of("batch"))
-            self.shard = self._with_states("shard", "states")
-            """The ranks over which states are sharded."""
-            self.replicate = self.group(*axes_of("batch", but=["states"]))
-            """The ranks that hold the same shards and see different samples."""
-            self.peers = self._with_states("data", "batch", "states")
-            """The ranks that hold the same parameters, whose gradients are summed."""
-            self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
-            self.context = self.group(*axes_of("sequence", but=["layers"]))
+            self._make_sets()
         except ZeromeshError:
             self._mesh_groups.leave()
             raise
@@ -118,6 +109,18 @@ class ProcessMesh:
         self.watch.ranks_with_same_events, self.watch.ring = frozenset(self.peers.ranks), self.recorder.ring
         self.post: Callable[..., None] = self.watch.post
         """Post this rank's activity on the board: `post(activity, unit, step=...)`, see `Watchdog.post`."""
+
+    def _make_sets(self) -> None:
+        self.world = self._axes_set("world", AXES)
+        self.data = self._axes_set("data", axes_of("batch"))
+        self.shard = self._with_states("shard", "states")
+        """The ranks over which states are sharded."""
+        self.replicate = self.group(*axes_of("batch", but=["states"]))
+        """The ranks that hold the same shards and see different samples."""
+        self.peers = self._with_states("data", "batch", "states")
+        """The ranks that hold the same parameters, whose gradients are summed."""
+        self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
+        self.context = self.group(*axes_of("sequence", but=["layers"]))
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds

@@ -15,6 +15,14 @@ from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Pattern, Span
 
 LENGTH = 80
+
+
+def whole(rows: int, length: int) -> Documents:
+    spans = tuple(Span(row, 0, length, length) for row in range(rows))
+    return Documents(rows=rows, length=length, spans=spans)
+
+
+WHOLE = whole(2, LENGTH)
 DOCUMENTS = Documents(
     rows=3,
     length=LENGTH,
@@ -26,7 +34,6 @@ DOCUMENTS = Documents(
         Span(2, 0, LENGTH, LENGTH),
     ),
 )
-WHOLE = Documents.whole(2, LENGTH)
 PATTERNS = {
     "causal": Pattern(),
     "window": Pattern(left=9),
@@ -149,4 +156,4 @@ def test_memory_and_work_are_those_of_documents() -> None:
 def test_shapes_that_do_not_fit_are_refused() -> None:
     query = torch.randn(1, 2, 8, 4)
     with pytest.raises(ValueError, match=r"\(1, 8, 8\) rows, queries and keys were given"):
-        document_attention(query, query, query, Documents.whole(1, 9))
+        document_attention(query, query, query, whole(1, 9))

@@ -15,19 +15,17 @@ from zeromesh.errors import DataError
         ([[0, 1, 0, 1, 2]], [[1, 1, 1, 1, 0]], [(0, 0, 2, 2), (0, 2, 4, 5)]),
         ([[0, 1, 0, 0, 1]], [[1, 1, 0, 1, 1]], [(0, 0, 2, 3), (0, 3, 5, 5)]),
         ([[1, 1, 0, 1, 2]], [[0, 0, 1, 1, 1]], [(0, 2, 5, 5)]),
-        (None, [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [(0, 1, 4, 5), (1, 0, 5, 5)]),
+        ([[0, 1, 2, 3, 4]], [[0, 1, 1, 1, 0], [1, 1, 1, 1, 1]], [(0, 1, 4, 5), (1, 0, 5, 5)]),
         ([[0, 1, 2]], [[0, 0, 0]], []),
-        (None, [[1, 0, 1]], None),
+        ([[0, 1, 2]], [[1, 0, 1]], None),
         ([[0, 1, 2, 3]], [[1, 0, 1, 1]], None),
         ([[0, 1, 1, 2]], [[1, 1, 0, 1]], None),
     ],
 )
 def test_documents_begin_where_positions_restart(
-    positions: list[list[int]] | None, mask: list[list[int]] | None, spans: list[tuple[int, ...]] | None
+    positions: list[list[int]], mask: list[list[int]] | None, spans: list[tuple[int, ...]] | None
 ) -> None:
-    found = Documents.of(
-        None if positions is None else torch.tensor(positions), None if mask is None else torch.tensor(mask)
-    )
+    found = Documents.of(torch.tensor(positions), None if mask is None else torch.tensor(mask))
     assert (None if found is None else list(found.spans)) == spans
 
 
@@ -38,18 +36,15 @@ def test_a_row_of_positions_stands_for_all() -> None:
     numbers, places = found.tokens(torch.device("cpu"))
     assert numbers.tolist() == [[0, 0, 1, 1], [2, 2, 3, 3]]
     assert places.tolist() == [[0, 1, 0, 1]] * 2
-    assert not Documents.whole(2, 4).packed
+    alone = Documents.of(torch.arange(4).expand(2, 4))
+    assert alone is not None
+    assert not alone.packed
 
 
 @pytest.mark.parametrize("span", [Span(1, 0, 2, 2), Span(0, 1, 1, 2), Span(0, 1, 3, 2), Span(0, 1, 3, 9)])
 def test_spans_out_of_order_are_refused(span: Span) -> None:
     with pytest.raises(ValueError, match="out of order in 1 rows of 8 tokens"):
         Documents(rows=1, length=8, spans=(span,))
-
-
-def test_neither_positions_nor_a_mask() -> None:
-    with pytest.raises(ValueError, match="neither was given"):
-        Documents.of(None)
 
 
 def test_padding_inside_of_a_packed_document_is_refused() -> None:
