@@ -220,8 +220,7 @@ class Trainer(ModelOnMesh):
         predict_with_generate: bool | None = None,
         **generation: Any,
     ) -> Values:
-        """Return the values of an evaluation: `eval_loss`, the mean over all targets, the values of `compute_metrics`, its
-        duration, and the `epoch`; all ranks call it.
+        """Return `eval_loss`, the mean over all targets, those of `compute_metrics`, the duration and `epoch`. All ranks call it.
 
         Args:
             eval_dataset: replaces the trainer's; several by name have values called `eval_NAME_loss`.

@@ -8,8 +8,7 @@ Trainer = Any  # the calling `zeromesh.Trainer`, whose class imports this module
 
 
 class Callback:
-    """Base class of callbacks; every method runs on all ranks, in the same order. An exception ends the run on all ranks, and names
-    the callback.
+    """Base class of callbacks; every method runs on all ranks, in one order. An exception ends the run, and names the callback.
 
     Arguments are read-only. Callbacks may call `trainer.request` to evaluate, save, log or stop after the present step; a request
     of any rank holds for all. Callbacks of transformers are accepted too."""

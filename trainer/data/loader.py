@@ -66,8 +66,7 @@ class Feed:
     rules: BatchRules
 
     def fetch(self, microbatch: Microbatch) -> dict[str, Any]:
-        """Return the checked batch of a microbatch, on CPU, with the fields that the model accepts. Raises `DataError` for one with
-        more tokens than `batch.tokens`."""
+        """Return a microbatch's batch, on CPU, with the fields that the model accepts. Raises `DataError` above `batch.tokens`."""
         with data_randomness(self.order.seed, microbatch.first_sample):
             batch = self.rules.accepted(self._make_batch(microbatch))
         if self.plan.tokens is not None and not 0 < (size := _tokens_of(batch)) <= self.plan.tokens:

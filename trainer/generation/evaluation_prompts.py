@@ -34,9 +34,7 @@ class BatchGeneration:
     ) -> None:
         model, tokenizer = placed.module, placed.processing_class
         if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
-            raise ConfigError(
-                f"{where}: {type(model).__name__} does not generate; it is for Hugging Face models that do"
-            )
+            raise ConfigError(f"{where}: {type(model).__name__} does not generate; use a Hugging Face model that does")
         refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
         for name in () if model.config.is_encoder_decoder else _TOTAL_LENGTH_FIELDS.keys() & fields.keys():
             refused[name] = f"{name} counts the padding of prompts; give {_TOTAL_LENGTH_FIELDS[name]}"

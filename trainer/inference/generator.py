@@ -172,7 +172,7 @@ class Generator(ModelOnMesh):
                 these as `text`, `input_ids` or `messages`, and for this prompt alone fields of `GenerationConfig`, `seed`, or
                 `adapter`: one of `model.adapters`, or `__base__` for none of them.
             batch: prompts that a replica of the model continues at a time.
-            seed: the seed of sampling for each prompt, whatever its batch; None: one of `run.seed` and the number of earlier calls.
+            seed: the seed of sampling for each prompt, whatever its batch; None: from `run.seed` and the number of earlier calls.
             on_results: called on every rank with new results, by index of their prompt.
             fields: of transformers' `GenerationConfig`, on top of the model's own; 128 new tokens, or as many as it has positions.
 

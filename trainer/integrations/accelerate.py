@@ -69,11 +69,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     of `prepare`; a model without an optimizer is partitioned for evaluation."""
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
-        """Create an accelerator with accelerate's arguments, of which `mixed_precision` is the dtype of forward and backward;
-        master weights and the optimizer's state are float32. `zeromesh` is the configuration of `shard`: a path of a YAML or JSON
-        file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. `accumulation` is the number of backwards of
-        a step; None: accelerate's `gradient_accumulation_steps`. Raises `ConfigError` for another partitioning plugin, and for
-        processes that accelerate does not see."""
+        """Create an accelerator with accelerate's arguments; `mixed_precision` is the dtype of forward and backward, the states are
+        float32. `zeromesh` is the configuration of `shard`: a YAML or JSON file, or a dict, with the sections `zero`, `parallel`,
+        `precision`, `offload`. `accumulation` is the number of backwards per step; None: `gradient_accumulation_steps`. Raises
+        `ConfigError` for another partitioning plugin, and for processes that accelerate does not see."""
         if accelerator_kind() is None:
             named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.
         for name in ("deepspeed", "fsdp", "megatron_lm"):

@@ -113,7 +113,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         checkpoint = super().load_checkpoint(Path(checkpoint_path) / state["lightning"], weights_only)
         missing = sorted(self.lightning_module.state_dict(keep_vars=True).keys() - checkpoint["state_dict"].keys())
         if missing and self.lightning_module.strict_loading:
-            raise CheckpointError(f"{checkpoint_path} lacks {some(missing, 4)}; set its strict_loading to False")
+            raise CheckpointError(f"{checkpoint_path} lacks {some(missing, 4)}; set the module's strict_loading=False")
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:

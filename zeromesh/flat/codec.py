@@ -273,8 +273,6 @@ CODECS: dict[CodecName, CodecRow] = {
     "int8": CodecRow(
         block=256, quantize=_quantize_int8, dequantize=lambda codes: _decoded(_int8_levels(), codes), nests=True
     ),
-    "fp8": CodecRow(
-        block=128, quantize=_quantize_fp8, dequantize=lambda codes: codes.view(torch.float8_e4m3fn).float()
-    ),
+    "fp8": CodecRow(block=128, quantize=_quantize_fp8, dequantize=lambda code: code.view(torch.float8_e4m3fn).float()),
 }
 """The codecs, by the names of `model.weights`."""

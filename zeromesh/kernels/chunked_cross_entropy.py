@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import DataError, LayoutError, PhaseError
@@ -40,7 +41,7 @@ class LogitChange:
         """Return True if both are equal up to rounding to 16 bits."""
         return math.isclose(self.scale, other.scale, rel_tol=1e-2) and math.isclose(self.cap, other.cap, rel_tol=1e-2)
 
-    def apply_(self, logits: torch.Tensor) -> torch.Tensor | None:
+    def apply_(self, logits: Tensor) -> Tensor | None:
         """Change `logits` in place. Returns the derivative of the change over `scale`, of the same shape; None where it is 1."""
         if not self.cap:
             if self.scale != 1:
@@ -56,10 +57,10 @@ UNCHANGED = LogitChange()
 
 
 def chunked_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     *,
     seed: float,
     chunk_tokens: int | None = None,
@@ -68,7 +69,7 @@ def chunked_cross_entropy(
     count: int | None = None,
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over targets other than `ignore_index`.
 
     Args:
@@ -114,10 +115,10 @@ def chunked_cross_entropy(
 
 
 def check_shapes(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     sizes: Sequence[int],
     exchange: Exchange | None,
 ) -> None:
@@ -137,7 +138,7 @@ def check_shapes(
         raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
 
 
-def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -100) -> None:
+def require_targets_in(targets: Tensor, vocab: int, ignore_index: int = -100) -> None:
     """Raise `DataError` for a target that is neither `ignore_index` nor in [0, vocab)."""
     bound = targets[targets != ignore_index]
     if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
@@ -148,10 +149,9 @@ def require_targets_in(targets: torch.Tensor, vocab: int, ignore_index: int = -1
 
 
 def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = True) -> int:
-    """Choose the number of tokens per chunk that needs the least memory, for elements of [tokens, hidden] x [vocab, hidden]. In
-    fp32 and wider, 256 are enough for fast matrix products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4
-    vocab x hidden bytes) of a weight that is `trained`, and holding all logits (2 vocab x tokens bytes) is cheaper up to
-    2 x hidden tokens."""
+    """Choose the tokens per chunk that need the least memory, for elements of [tokens, hidden] x [vocab, hidden]. In fp32 and
+    wider, 256 are enough for fast matrix products. In a 16-bit dtype several chunks need an fp32 sum of the gradient (4 vocab x
+    hidden bytes) of a weight that is `trained`, and all logits (2 vocab x tokens bytes) are cheaper up to 2 x hidden tokens."""
     several = dtype.itemsize >= 4 or not trained or tokens > 2 * hidden + 256
     return max(1, min(tokens, 256) if several else tokens)
 
@@ -159,14 +159,13 @@ def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = T
 @dataclass(eq=False)
 class HeadPass:
     """One evaluation of a linear head: the summed loss and, if needed, its gradients times `seed`. `targets` are int64. With an
-    `exchange`, the head holds the tokens from `first` on, and the gradient of one chunk's hidden states is summed over the ranks
-    while the next chunk is computed."""
+    `exchange`, the head holds tokens from `first` on, and a chunk's gradient of hidden states is summed over ranks in the next."""
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
     _: KW_ONLY
-    targets: torch.Tensor
+    targets: Tensor
     seed: float
     chunk_tokens: int
     trained: tuple[bool, ...]
@@ -175,7 +174,7 @@ class HeadPass:
     first: int
 
     def __post_init__(self) -> None:
-        self._sums: list[tuple[torch.Tensor, Pending]] = []
+        self._sums: list[tuple[Tensor, Pending]] = []
         weight = self.weight
         # The constant factor of the change's derivative; the rest differs from logit to logit.
         self.seed *= self.change.scale
@@ -191,14 +190,14 @@ class HeadPass:
         self.grad_weight = weight.new_empty(weight.shape, dtype=dtype) if self.trained[1] else None
         self.grad_bias = weight.new_zeros(self.vocab, dtype=self.loss_dtype) if self.trained[2] else None
 
-    def run(self) -> torch.Tensor:
+    def run(self) -> Tensor:
         """Return the sum of the losses; `grad_hidden`, `grad_weight` and `grad_bias` then hold the gradients."""
         losses = self.hidden.new_empty(self.tokens, dtype=self.loss_dtype)
         softmax = self.softmax if self.exchange is None else self.sharded_softmax
         self.each_chunk(lambda chunk, rows: softmax(chunk, self.targets[rows], losses[rows]))
         return losses.sum()
 
-    def each_chunk(self, visit: Callable[[torch.Tensor, slice], None]) -> None:
+    def each_chunk(self, visit: Callable[[Tensor, slice], None]) -> None:
         """Call `visit(logits, rows)` with each chunk's logits and its rows of `targets`. What it leaves in place of the logits is
         taken for their gradient over `seed`, of which the gradients are computed that are needed."""
         logits = self.hidden.new_empty(self.chunk, self.vocab)
@@ -223,7 +222,7 @@ class HeadPass:
             self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
             self.grad_weight = self.grad_weight.to(dtype)
 
-    def _logits(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
+    def _logits(self, hidden: Tensor, out: Tensor) -> None:
         if self.matmul_dtype == hidden.dtype:
             if self.bias is None:
                 torch.mm(hidden, self.weight.t(), out=out)
@@ -237,7 +236,7 @@ class HeadPass:
                 product += self.bias[block]
             out[:, block] = product
 
-    def row_parts(self, logits: torch.Tensor, *, keep: bool) -> Iterator[tuple[slice, torch.Tensor]]:
+    def row_parts(self, logits: Tensor, *, keep: bool) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows that fit into a cache, and their changed logits in the dtype of the softmax. What is left in them, times the
         slope of the change, is put in place of the logits, unless these are to `keep`."""
         most = _ROW_ELEMENTS_ACCELERATOR if on_accelerator(logits) else _ROW_ELEMENTS
@@ -255,7 +254,7 @@ class HeadPass:
             if wide is not part and not keep:
                 part.copy_(wide)
 
-    def softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+    def softmax(self, logits: Tensor, targets: Tensor, losses: Tensor) -> None:
         """Write the losses; if needed, overwrite `logits` by their gradient over `seed`: (softmax - onehot) times the slope."""
         for rows, z in self.row_parts(logits, keep=not any(self.trained)):
             picked = targets[rows].unsqueeze(1)
@@ -266,14 +265,14 @@ class HeadPass:
             if any(self.trained):
                 z.div_(total).scatter_add_(1, picked, torch.full_like(chosen, -1.0))
 
-    def sharded_softmax(self, logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor) -> None:
+    def sharded_softmax(self, logits: Tensor, targets: Tensor, losses: Tensor) -> None:
         """Do as `softmax` where the vocabulary is divided over ranks."""
         largest, total, log_probs = normalized(self.everyone(self.statistics(logits, targets)))
         torch.neg(log_probs, out=losses)
         if any(self.trained):
             self.differentiate(logits, targets, torch.stack((largest, total)), torch.full_like(losses, -1.0))
 
-    def statistics(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def statistics(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return `[3, tokens]` of this rank's logits: the largest one m, the sum of exp(logit - m), the target's logit or 0. The
         logits are kept: rounding both exp(logit - m) and the softmax to 16 bits would round twice."""
         found = logits.new_empty(3, len(logits), dtype=self.loss_dtype)
@@ -284,18 +283,13 @@ class HeadPass:
             found[:, rows] = torch.stack((largest, total, chosen))
         return found
 
-    def everyone(self, own: torch.Tensor) -> torch.Tensor:
+    def everyone(self, own: Tensor) -> Tensor:
         """Return `[ranks, statistics, tokens]` of statistics `[statistics, tokens]`."""
         own = own.unsqueeze(0)
         return own if self.exchange is None else self.exchange.all_gather_async(own, 0).wait()
 
     def differentiate(
-        self,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        normal: torch.Tensor,
-        by_log_prob: torch.Tensor,
-        by_entropy: torch.Tensor | None = None,
+        self, logits: Tensor, targets: Tensor, normal: Tensor, by_log_prob: Tensor, by_entropy: Tensor | None = None
     ) -> None:
         """Overwrite `logits` by their gradient, from those of log-probabilities and entropies, [tokens]. `normal` has the largest
         logit, the sum of exp(logit - m) and, for gradients of entropies, these."""
@@ -311,7 +305,7 @@ class HeadPass:
                 z.add_(entropy[0] - total.log()).mul_(by_entropy[rows].unsqueeze(1)).add_(seed).mul_(p).neg_()
             z.scatter_add_(1, picked, seed * here.unsqueeze(1))
 
-    def gradients(self, dlogits: torch.Tensor, start: int, end: int) -> None:
+    def gradients(self, dlogits: Tensor, start: int, end: int) -> None:
         """Multiply a chunk's gradient of the logits into those of hidden states, weight and bias."""
         hidden = self.hidden[start:end].to(self.matmul_dtype)
         first = start == 0
@@ -343,12 +337,12 @@ class HeadPass:
         self._sums.clear()
 
 
-def local_columns(part: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def local_columns(part: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
     """Return a mask of the targets `local` [rows] that have a column in `part`, and a valid column index for each, `[rows, 1]`."""
     return (local >= 0) & (local < part.shape[1]), local.clamp(0, part.shape[1] - 1).unsqueeze(1)
 
 
-def normalized(everyone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def normalized(everyone: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the largest logit m, the sum of exp(logit - m) and the log-probability of each target, [tokens], from the ranks'
     statistics, of which each is relative to its own largest logit."""
     largest = everyone[:, 0].amax(dim=0)
@@ -358,7 +352,7 @@ def normalized(everyone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, make: Callable[..., HeadPass], seed: float, *inputs: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, make: Callable[..., HeadPass], seed: float, *inputs: Tensor | None) -> Tensor:
         head = make(*inputs)
         total = head.run()
         ctx.seed = seed
@@ -367,10 +361,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.gradients is None:
             raise PhaseError("backward ran a second time through chunked_cross_entropy, which keeps its gradients once")
-        gradients: list[torch.Tensor | None] = ctx.gradients
+        gradients: list[Tensor | None] = ctx.gradients
         ctx.gradients = None
         # Reading the number would make the host wait for an accelerator, so the factor is always applied there. A seed
         # that came through a product and a quotient is off by a rounding error, too small to change the result.

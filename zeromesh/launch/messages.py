@@ -108,8 +108,7 @@ class LauncherConnection:
         self.readers: Sequence[Stream] = [reader]  # the streams to select from while waiting for messages
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
-        """The latest time at which the other end is known to be alive: the leader's last receipt, or the sending time of the
-        follower's latest beat that was echoed."""
+        """The time the other end was last known alive: the leader's last receipt, or the sending time of the last beat echoed."""
         self._writer = writer
         self._hello_seconds, self._silence_seconds, self._mark = hello_seconds, silence_seconds, mark
         self._key = secret.encode()

@@ -53,8 +53,7 @@ class CollectiveCall:
 
 @dataclass(slots=True)
 class Launched:
-    """A collective in flight: `finish` completes `out` after all `works`; `nbytes` is its size in the traffic statistics. `call`
-    keeps the tensors alive."""
+    """A collective in flight: `finish` completes `out` after `works`; `nbytes` counts as traffic. `call` keeps tensors alive."""
 
     call: CollectiveCall
     works: Sequence[AsyncWork]

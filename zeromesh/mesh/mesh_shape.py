@@ -30,10 +30,9 @@ def axis(*divides: Divided) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshShape:
-    """The number of ranks along each axis. Raises `LayoutError` when one is not a positive integer. The fields are the axes from
+    """The number of ranks along each axis. Raises `LayoutError` if one is not a positive integer. The fields are the axes from
     outer to inner, each with the things that it divides. The rest follows: gradients and counts are summed over axes of the
-    `batch`, whose ranks see different samples; axes of the `states` shard states; ranks along other axes compute one batch
-    together."""
+    `batch`, whose ranks see different samples; axes of the `states` shard states; ranks along others compute a batch together."""
 
     pipeline: int = axis("blocks")
     replicate: int = axis("batch")

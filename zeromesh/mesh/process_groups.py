@@ -30,12 +30,10 @@ SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 
 
 class MeshGroups:
-    """The process groups of a mesh, and its watchdog. Each group keeps threads, so groups are created only where they are used, and
-    all are destroyed by `leave`."""
+    """A mesh's process groups and watchdog. Groups keep threads, so they are created only where used; `leave` destroys them."""
 
     _default_made_here, _default_users, _default_may_hang = False, 0, False
-    """The state of the process's default group, which meshes share; the last is True if a mesh has left groups in which collectives
-    may still be in flight."""
+    """The state of the process's default group, which meshes share; the last: a mesh may have left groups with work in flight."""
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment, self._device, self._rank = environment, device, environment.rank
@@ -48,8 +46,7 @@ class MeshGroups:
 
     def store(self, seconds: float) -> dist.distributed_c10d.Store:
         """Return a store for one mesh, whose keys do not collide with those of earlier meshes of the process. The first call waits
-        up to `seconds` for the store. Raises `ConfigError` when the process's existing default group and the launch differ in their
-        number of ranks."""
+        up to `seconds` for it. Raises `ConfigError` if the process's default group and the launch differ in the number of ranks."""
         if not dist.is_initialized():
             store = run_store(self._environment, seconds)
         elif dist.get_world_size() == self._environment.world_size:
@@ -85,8 +82,7 @@ class MeshGroups:
         self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
     ) -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks, which
-        make the same call. Equal ranks share a purpose's group, unless `name` is given: then it is theirs alone, until
-        `leave_named`."""
+        make the same call. Equal ranks share a purpose's group, unless `name` is given: it is then theirs until `leave_named`."""
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
         for purpose in ("control", *purposes):
             key = purpose, ranks, name

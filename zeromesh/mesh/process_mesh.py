@@ -182,8 +182,7 @@ class ProcessMesh:
 
     def group(self, *names: str) -> ProcessSet:
         """Return this rank's set over these axes, or the process set of this name. `world`, `data` and the single axes exist from
-        the start. All ranks create sets over other axes at their first use, in one order. Raises `LayoutError` for names that are
-        neither axes nor one process set."""
+        the start. All ranks create other sets at their first use, in one order. Raises `LayoutError` for names that are neither."""
         if names in (("world",), ("data",)):
             return self.world if names == ("world",) else self.data
         if set(names) <= set(AXES) and names:

@@ -176,8 +176,7 @@ class ProcessSet:
         return tensor
 
     def require_member(self) -> SetGroups | None:
-        """Return the process groups; None for a set of one rank. Raises `CollectiveError` when this rank may not act in the set: it
-        is not in it, or the set was removed."""
+        """Return the process groups; None for one rank. Raises `CollectiveError` if this rank is not in the set, or it is gone."""
         if self.index < 0 or (self.groups is not None and not self.groups):
             where = f"process set {self.name} (ranks {', '.join(map(str, self.ranks))})"
             outside = f"this rank is not in {where}; only those may act in it"

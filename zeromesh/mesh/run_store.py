@@ -1,8 +1,7 @@
 """The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
 Ranks of one host keep it in anonymous memory, whose descriptor rank 0 passes over a Unix socket to processes of the same user.
-Ranks of several hosts use torch's `TCPStore`, without authentication, so these hosts belong on a closed network. Nothing is
-unpickled.
+Ranks of several hosts use torch's `TCPStore`, without authentication, so they belong on a closed network. Nothing is unpickled.
 """
 
 import hashlib
@@ -65,8 +64,7 @@ class LocalRowStore:
 
 def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> Store:
     """Return the store of the launch, created once per process. All ranks call this, and wait at most `seconds` for rank 0. Raises
-    `ConfigError` when the address of rank 0 resolves to no address of its host that others could reach, and `CollectiveError` when
-    the others cannot be reached."""
+    `ConfigError` when rank 0's address is none of its host that others could reach, `CollectiveError` when they do not meet."""
     # With a store per group, a fast rank would join its next group in the previous store, which is about to be deleted.
     if environment in _STORES:
         return _STORES[environment]

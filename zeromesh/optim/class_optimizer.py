@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES
@@ -108,8 +108,8 @@ class PieceOptimizer(BucketOptimizer):
             yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
 
     def evaluated(
-        self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
-    ) -> torch.Tensor:
+        self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]
+    ) -> Tensor:
         if not self._class.has_modes:
             return weights
         found = weights.clone()
@@ -119,15 +119,13 @@ class PieceOptimizer(BucketOptimizer):
                 _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
         return found
 
-    def _state_of(
-        self, number: int, states: Mapping[str, torch.Tensor], scalars: Mapping[str, torch.Tensor]
-    ) -> dict[str, Any]:
+    def _state_of(self, number: int, states: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the states of a parameter, as its class has them, from the tensors and numbers that are kept."""
         plan = self._plans[number]
         parts = dict(states) | {name: scalars[name][number].item() for name in plan.scalars}
         return {name: _rebuilt(name, example, parts) for name, example in plan.states.items()}
 
-    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[Tensor]) -> None:
         master, grad, *given = tensors
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
         states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
@@ -137,7 +135,7 @@ class PieceOptimizer(BucketOptimizer):
             state = self._state_of(number, states, self._scalars_before)
         (state,) = _run_step(self._blank, group, [(master, grad, state)], plan.scalars)
         after = _parts_of(state)
-        shapes = {name: tuple(each.shape) if isinstance(each, torch.Tensor) else () for name, each in after.items()}
+        shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
             raise PhaseError(
@@ -177,7 +175,7 @@ class WholeOptimizer(PieceOptimizer):
         for name, each in self._plans[number].tensors.items():
             yield name, each.dtype, tuple(each.shape), self._states.get((number, name))
 
-    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+    def step(self, start: int, tensors: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> None:
         master, grad = tensors
         layout, ranks = self._bucket.layout, self._group.size
         numbers = [n for n in sorted(self._owners) if self._updated[n]]
@@ -246,7 +244,7 @@ def _own_names(state: Mapping[str, Any]) -> set[str]:
 
 
 def _to_type(example: Any, number: Any) -> Any:
-    return torch.as_tensor(number, dtype=example.dtype) if isinstance(example, torch.Tensor) else type(example)(number)
+    return torch.as_tensor(number, dtype=example.dtype) if isinstance(example, Tensor) else type(example)(number)
 
 
 def _parts_of(states: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,7 +256,7 @@ def _parts_of(states: Mapping[str, Any]) -> dict[str, Any]:
             parts[name] = state
         elif inner := _inner_parts(name, state):
             parts |= _parts_of({f"{name}.{each}": value for each, value in inner.items()})
-        elif isinstance(state, torch.Tensor):
+        elif isinstance(state, Tensor):
             bits = state.is_floating_point() and state.dtype.itemsize == 1
             parts[name] = state.view(torch.uint8) if bits else state
         elif state is not None and not hasattr(state, "__dict__"):
@@ -270,11 +268,11 @@ def _inner_parts(name: str, state: Any) -> dict[str, Any]:
     """Return the inner tensors of a tensor subclass, or the tensors and numbers among the attributes of another object."""
     if hasattr(state, "__tensor_flatten__"):
         return {each: getattr(state, each) for each in state.__tensor_flatten__()[0]}
-    if isinstance(state, torch.Tensor) or not hasattr(state, "__dict__"):
+    if isinstance(state, Tensor) or not hasattr(state, "__dict__"):
         return {}
     kept = {}
     for each, value in vars(state).items():
-        if isinstance(value, torch.Tensor) or type(value) in (int, float):
+        if isinstance(value, Tensor) or type(value) in (int, float):
             kept[each] = value
         elif not isinstance(value, bool | str | None):
             raise ValueError(f"it keeps a {type(value).__name__} as {name}.{each}")
@@ -289,7 +287,7 @@ def _rebuilt(name: str, example: Any, parts: Mapping[str, Any]) -> Any:
     if hasattr(example, "__tensor_flatten__"):
         context, kind = example.__tensor_flatten__()[1], type(example)
         return kind.__tensor_unflatten__(inner, context, example.shape, example.stride())
-    if isinstance(example, torch.Tensor):
+    if isinstance(example, Tensor):
         return parts[name].view(example.dtype) if example.dtype.itemsize == 1 else parts[name]
     made = copy.copy(example)
     if inner:
@@ -308,7 +306,7 @@ def blank_copy_of(optimizer: Optimizer) -> Optimizer:
 def _run_step(
     blank: Optimizer,
     group: Mapping[str, Any],
-    tensors: Iterable[tuple[torch.Tensor, torch.Tensor, Mapping[str, Any]]],
+    tensors: Iterable[tuple[Tensor, Tensor, Mapping[str, Any]]],
     kept: Iterable[str] = (),
     call: str = "step",
 ) -> list[dict[str, Any]]:
@@ -359,7 +357,7 @@ def classify(optimizer: Optimizer) -> OptimizerClass:
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
             small, large = trial.plan, _Trial(optimizer, group, shape, _LARGE_STEPS).plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
-            plain = all(s is None or _is_number(s) or type(s) is torch.Tensor for s in large.states.values())
+            plain = all(s is None or _is_number(s) or type(s) is Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]
             states, scalars = small.states | large.states, small.scalars | large.scalars
             plans[number, dims] = replace(small, states=states, scalars=scalars, by_size=by_size)
@@ -376,8 +374,8 @@ class _Trial:
         self._name = type(optimizer).__name__
         self._group = plain_group(group)
         self._initial = next((dict(optimizer.state[each]) for each in group["params"] if each in optimizer.state), {})
-        if isinstance(rate := self._group.get("lr"), float | int | torch.Tensor):
-            self._group["lr"] = _to_type(rate if isinstance(rate, torch.Tensor) else 0.0, max(float(rate), _LEAST_RATE))
+        if isinstance(rate := self._group.get("lr"), float | int | Tensor):
+            self._group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))
         random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _TRIAL_SIZES[1:2])
         self._values, *self._gradients = [
             [10.0 ** ((step + 1) % 4 - 2) * torch.randn(s, generator=random, dtype=torch.float64) for s in shapes]
@@ -408,9 +406,7 @@ class _Trial:
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
-    def _run(
-        self, parts: Callable[[list[torch.Tensor]], Iterable[torch.Tensor]]
-    ) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
+    def _run(self, parts: Callable[[list[Tensor]], Iterable[Tensor]]) -> tuple[list[Tensor], list[dict[str, Any]]]:
         """Return values and states after all steps of an optimizer of these parts of the tensors."""
         values = [each.clone() for each in parts(self._values)]
         states = [dict(self._initial) for _ in values]
@@ -429,7 +425,7 @@ class _Trial:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
 
-    def _equal(self, *runs: tuple[list[torch.Tensor], list[dict[str, Any]]]) -> bool:
+    def _equal(self, *runs: tuple[list[Tensor], list[dict[str, Any]]]) -> bool:
         flat, scalars = [], []
         for values, states in runs:
             parts = [_parts_of(state) for state in states]
@@ -453,7 +449,7 @@ def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
         tensors = {part: torch.empty_like(each, device="meta") for part, each in parts.items() if part not in numbers}
         divided = hasattr(value, "__tensor_flatten__") and numbers
         if divided or any(each.dtype not in DTYPE_NAMES for each in tensors.values()):
-            kind = value.dtype if type(value) is torch.Tensor else type(value).__name__
+            kind = value.dtype if type(value) is Tensor else type(value).__name__
             raise ConfigError(
                 f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects "
                 "made of plain tensors, and numbers. "
@@ -467,7 +463,7 @@ def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
 
 def _mark(value: Any) -> Any:
     """Return a mark of a value that changes when the value does, also in place; of an optimizer, the marks of its attributes."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, Optimizer):
         return {name: _mark(each) for name, each in vars(value).items() if name not in _NOT_COPIED}
@@ -481,4 +477,4 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_scalar(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()
+    return isinstance(value, Tensor) and not value.dim()

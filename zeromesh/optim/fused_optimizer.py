@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
@@ -73,7 +74,7 @@ def hyperparameters(
     return found
 
 
-def state_dtype(example: torch.Tensor, wide: torch.dtype) -> torch.dtype:
+def state_dtype(example: Tensor, wide: torch.dtype) -> torch.dtype:
     """Return the dtype of a class's state for weights updated in `wide`: that of the trial's `example`, but `wide` for float64."""
     return wide if example.dtype == torch.float64 else example.dtype
 
@@ -141,7 +142,7 @@ class BucketOptimizer:
             self.update_segments()
         self.steps = [count + updated for count, updated in zip(self.steps, self._updated, strict=True)]
 
-    def step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+    def step(self, start: int, tensors: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> None:
         """Update elements of the shard from `start` on: `tensors` are master weights, gradients and moments, each `[elements]`.
         Those that rest in fewer bits are updated in the dtype of gradients' sums, and rounded at random, or weights to the nearest,
         which leaves a compensation."""
@@ -165,12 +166,12 @@ class BucketOptimizer:
                 for number, round_at_random in self._rounding.items():
                     round_at_random(parts[number], wide[number], bits, number % LANES)
 
-    def _step(self, start: int, tensors: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]) -> None:
+    def _step(self, start: int, tensors: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> None:
         for segment, parts in self._parts(start, tensors):
             if self._updated[segment.number]:
                 self._update_part(segment.number, groups[segment.group], parts)
 
-    def _parts(self, start: int, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[ShardSegment, list[torch.Tensor]]]:
+    def _parts(self, start: int, tensors: Sequence[Tensor]) -> Iterator[tuple[ShardSegment, list[Tensor]]]:
         """Cut tensors, whose elements are those of the shard from `start` on, into the parts of its segments."""
         for segment in self._segments:
             first, last = max(start, segment.where.start), min(start + len(tensors[0]), segment.where.end)
@@ -178,24 +179,19 @@ class BucketOptimizer:
                 yield segment, [each[first - start : last - start] for each in tensors]
 
     def evaluated(
-        self, start: int, weights: torch.Tensor, moments: Sequence[torch.Tensor], groups: Sequence[Hyperparameters]
-    ) -> torch.Tensor:
+        self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]
+    ) -> Tensor:
         """Return the weights to evaluate with, of elements of the shard from `start` on: those that are trained, here."""
         return weights
 
-    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[torch.Tensor]) -> None:
+    def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[Tensor]) -> None:
         """Update in place elements of parameters that all have the group and the step count of parameter `number`."""
         master, grad, *moments = tensors
         fused_update(self._settings.name, group, master, grad, moments, self.steps[number] - 1)
 
 
 def fused_update(
-    name: str,
-    group: Hyperparameters,
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    moments: Sequence[torch.Tensor],
-    updates: int,
+    name: str, group: Hyperparameters, master: Tensor, grad: Tensor, moments: Sequence[Tensor], updates: int
 ) -> None:
     """Update `master` and `moments`, `[elements]` like `grad`, in place by torch's fused kernels, after `updates` earlier ones."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}

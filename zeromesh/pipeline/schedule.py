@@ -139,8 +139,7 @@ def make_schedule(
             return iter(forwards)
         if name == "gpipe":
             return chain(forwards, backwards)
-        # The last rank begins its first backward when the first round has reached the last of its chunks. Then a forward and a
-        # backward come in turn.
+        # The last rank begins backward when the first round has reached its last chunk. Then a forward and a backward come in turn.
         ahead = (chunks - 1) * rounds[0].length + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
         ahead = min(ahead, len(forwards))
         in_turn = chain(*zip(forwards[ahead:], backwards, strict=False))

@@ -90,8 +90,7 @@ class ZeroKeys:
     gathered_budget: Literal["auto"] | Bytes = "auto"
     """Bytes of gathered parameters that are kept between uses, for fewer gathers; auto: as many as do not raise the peak."""
     reduce_once: bool = False
-    """Reduce gradients once a step at stages 2 and 3, from each rank's sum over its microbatches: less traffic, but memory for all
-    gradients, as at stages 0 and 1."""
+    """Reduce gradients once a step at stages 2 and 3, from sums over microbatches: less traffic, but memory for all gradients."""
     overlap: bool = True
     """Gather and reduce while forward and backward compute."""
 
@@ -115,8 +114,7 @@ class ParallelOptions(TransportKeys):
     sequence: bool = False
     """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""
     plan: Annotated[dict[str, Text], Allowed("a mapping of patterns to styles")] | None = None
-    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, in addition to the model's or zeromesh's
-    plan."""
+    """Parallel styles of layers by name pattern, such as `{"*.q_proj": "colwise"}`, beside the model's or zeromesh's plan."""
     schedule: ScheduleName = "1f1b"
     """The order in which stages run the microbatches of a step."""
     chunks: Count = 1
@@ -124,8 +122,7 @@ class ParallelOptions(TransportKeys):
     stages: Annotated[Listed[tuple[Count, ...]], Allowed("a list of numbers of blocks")] | None = None
     """Blocks of each stage, first to last; null: by `balance`."""
     balance: Balance = "parameters"
-    """The quantity that stages share evenly: parameters, for even memory, or FLOPs of a token, for even time if the head is
-    large."""
+    """The quantity that stages share evenly: parameters, for even memory, or FLOPs, for even time if the head is large."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,8 +135,7 @@ class PrecisionKeys:
     """Dtype of master weights and optimizer state. none: weights are in bfloat16 alone, and updates are rounded at random. kahan:
     weights are in bfloat16, and so is what was rounded off, which the next update adds."""
     reduce: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Dtype of gradient sums over microbatches and ranks. With bfloat16 gradients travel in it, and are summed in float32: half the
-    bytes between accelerators."""
+    """Dtype of gradient sums over microbatches and ranks. In bfloat16 they travel so, but are summed in float32: half the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +143,7 @@ class OffloadKeys:
     """The processor that updates offloaded states."""
 
     update: UpdateOn = "auto"
-    """Processor that computes updates whose states are not in an accelerator's memory: the CPU (host), or the device; auto tries
-    both once."""
+    """Processor that computes updates of states outside of accelerator memory: the CPU (host) or the device; auto tries both."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +163,7 @@ class OptimizerKeys:
     """The optimizer and its hyperparameters, under torch's names."""
 
     name: Annotated[Text, Allowed("a name of an optimizer, or of its class such as package.module:Class")] = "adamw"
-    """The optimizer: a name of zeromesh's table, one that transformers' Trainer takes as `optim`, or a class such as
-    package.module:Class."""
+    """The optimizer: a name of zeromesh's table, one of transformers' `optim`, or a class such as package.module:Class."""
     lr: NotNegative = 3.0e-4
     """Learning rate after the warm-up."""
     betas: Fractions | None = None

@@ -17,8 +17,7 @@ _WINDOW = 10  # The least number of latest steps over which seconds are averaged
 
 
 class StateMonitor:
-    """Writes `path` every second, atomically, in a thread, and passes on requests for traces, made by writing `trace/request`
-    beside it.
+    """Writes `path` every second, atomically, in a thread, and passes on requests for traces, from `trace/request` beside it.
 
         {"time": 1790000000.0, "ranks": [{"rank": 0, "pid": 17, "step": 12, "microbatch": 1, "activity": "forward",
           "doing": "in forward of unit layers.3", "seconds": 0.2, "seconds_without_progress": 0.1, "failure": "", "disk": "",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError, PhaseError
@@ -47,9 +48,9 @@ class _InputRead:
     mode: str
     """`sum`: the input is whole on all ranks; `gather`: it is a share, gathered here; `gathered`: the caller has gathered it."""
     needed: bool
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)
+    gradients: dict[int, Tensor] = field(default_factory=dict)
     """The output gradients of layers whose weight gradients are not computed yet, by the layer's position in `members`."""
-    total: torch.Tensor | None = None  # the gradient of the input, summed over the layers that backward has passed
+    total: Tensor | None = None  # the gradient of the input, summed over the layers that backward has passed
 
 
 @dataclass(eq=False, slots=True)
@@ -62,21 +63,21 @@ class SharedInput:
     caller gathers it (see `gathered`), as the code around the layers reads the whole input's shape."""
     members: list[Any] = field(default_factory=list)
     """The layers that read the input, each with its `weight`, which is `[in, out]` if the layer is `transposed`."""
-    _latest: tuple[tuple[torch.Tensor, int, bool], tuple[torch.Tensor, _InputRead]] | None = None
+    _latest: tuple[tuple[Tensor, int, bool], tuple[Tensor, _InputRead]] | None = None
     """The latest input tensor, its version counter, and True if gradients were recorded then; with the tensor passed to the layers
     in place of the input, and its `_InputRead`."""
     _unread: int = 0
-    gathered: tuple[torch.Tensor, torch.Tensor] | None = None
+    gathered: tuple[Tensor, Tensor] | None = None
     """The whole input that layers read until `forget`, set by a caller that has gathered it, and this rank's share of it."""
-    _narrow: tuple[torch.Tensor, torch.Tensor] | None = None
+    _narrow: tuple[Tensor, Tensor] | None = None
 
-    def narrow_for_shape(self, x: torch.Tensor, features: int) -> torch.Tensor:
+    def narrow_for_shape(self, x: Tensor, features: int) -> Tensor:
         """Return the first `features` of `x` for code that reads only its shape; layers given it read all of `x` until `forget`."""
         self._narrow = (x.detach()[..., :features], x)
         return self._narrow[0]
 
     @uncompiled
-    def take(self, x: torch.Tensor) -> tuple[torch.Tensor, _InputRead]:
+    def take(self, x: Tensor) -> tuple[Tensor, _InputRead]:
         """Return the tensor that a layer reads in place of `x`, the same for all layers that read `x`; shares are gathered."""
         if self._narrow is not None and self._narrow[0] is x:
             x = self._narrow[1]
@@ -87,7 +88,7 @@ class SharedInput:
                 mode, share = "gathered", self.gathered[1]
             elif self.shares is not None and self.shares.active:
                 mode = "gather"
-            weights: list[torch.Tensor] = [member.weight for member in self.members]
+            weights: list[Tensor] = [member.weight for member in self.members]
             reading = _InputRead(source=self, mode=mode, needed=x.requires_grad)
             output = _Take.apply(x, share.detach(), reading, *weights)  # type: ignore[no-untyped-call]
             self._latest, self._unread = (now, (output, reading)), len(self.members)
@@ -102,15 +103,15 @@ class SharedInput:
         self._latest = self.gathered = self._narrow = None
 
     @uncompiled
-    def project(self, x: torch.Tensor, number: int) -> torch.Tensor:
+    def project(self, x: Tensor, number: int) -> Tensor:
         """Compute layer `number`'s `x @ weight.T + bias`, or `x @ weight + bias` if it is transposed."""
         (output, reading), member = self.take(x), self.members[number]
         if not torch.is_grad_enabled():
             return linear(output, member.weight.t() if member.transposed else member.weight, member.bias)
-        return cast(torch.Tensor, _Project.apply(output, member.weight.detach(), member.bias, reading, number))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _Project.apply(output, member.weight.detach(), member.bias, reading, number))  # type: ignore[no-untyped-call]
 
 
-def sequence_dim(x: torch.Tensor) -> int:
+def sequence_dim(x: Tensor) -> int:
     """Return the dim of `x` that is divided into shares: 1 of [batch, sequence, hidden], 0 of [tokens, hidden]."""
     return 1 if x.dim() > 2 else 0
 
@@ -119,9 +120,7 @@ class _Take(torch.autograd.Function):
     """Sums the gradient of the input over the ranks in backward, and computes those of the weights meanwhile."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, share: torch.Tensor, reading: _InputRead, *weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, share: Tensor, reading: _InputRead, *weights: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.reading = reading
         # The share is gathered again in backward, so that no rank keeps the whole.
@@ -132,7 +131,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None) -> Gradients:
+    def backward(ctx: Any, grad: Tensor | None) -> Gradients:
         reading: _InputRead = ctx.reading
         exchange, members, (x,) = reading.source.exchange, reading.source.members, ctx.saved_tensors
         summed, reading.total = reading.total, None
@@ -146,7 +145,7 @@ class _Take(torch.autograd.Function):
             total = exchange.reduce_scatter_async(grad, dim) if shared else exchange.all_reduce_async(grad)
         if whole is not None:
             x = whole.wait()
-        of_weights: list[torch.Tensor | None] = [None] * len(members)
+        of_weights: list[Tensor | None] = [None] * len(members)
         for number in wanted:
             left, right = reading.gradients[number], x
             if members[number].transposed:
@@ -167,16 +166,14 @@ class _Project(torch.autograd.Function):
     """A linear layer, whose backward adds to the input's gradient and leaves the weight's gradient to the backward of `_Take`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, reading: _InputRead, number: int
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, reading: _InputRead, number: int) -> Tensor:
         ctx.reading, ctx.number = reading, number
         ctx.save_for_backward(weight)
         return linear(x, weight.t() if reading.source.members[number].transposed else weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
         reading: _InputRead = ctx.reading
         if ctx.number in reading.gradients:
             raise PhaseError("backward ran through a column layer twice before it reached the layer's input")

@@ -127,8 +127,7 @@ class ModelSection(Section):
     ] = None
     """Keep frozen matrices encoded, as for QLoRA: nf4, fp4, int8 or fp8, or a mapping; null: in the compute dtype."""
     attention: Attention | None = None
-    """Implementation of attention, by transformers' names; flash attention needs a package of its own. null: transformers' choice,
-    or as the model was given."""
+    """Attention by transformers' names; flash attention needs a package. null: as the model was given, or transformers' choice."""
     activation_checkpointing: Literal["none", "block", "selective"] = "none"
     """Activations recomputed in backward: none, whole blocks (block), or all of a block but its matrix products (selective)."""
     tile_tokens: Count | None = None

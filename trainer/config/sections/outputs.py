@@ -43,8 +43,7 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     """Write checkpoints in the background, straight from the live states, while training continues."""
     resume: Literal["auto", "never"] | keys.Text = "auto"
-    """auto resumes from the run's newest complete checkpoint; never refuses to start a run that has checkpoints; a path of a
-    checkpoint or a run starts from that checkpoint."""
+    """auto resumes from the newest complete checkpoint; never refuses a run with any; the path of a checkpoint or run starts there."""
     frozen: Literal["auto", "reference", "whole"] = "auto"
     """Storage of frozen weights: reference stores the path and checksums of the model's source directory for weights that are
     unchanged there; whole writes them; auto is reference if adapters are trained, else whole."""
@@ -77,8 +76,7 @@ class ProfileSection(Section):
     allocations: bool = False
     """Record stacks of GPU allocations, for the file that is written when memory runs out; costs a little time."""
     step_figures: bool = True
-    """Measure in every step the seconds of each phase and the bytes that ranks send, for metrics.jsonl; a small model trains a
-    little faster without."""
+    """Measure each phase's seconds and the bytes sent at every step, for metrics.jsonl; small models are a bit faster without."""
 
 
 class RunSection(Section, keys.StepKeys):  # type: ignore[misc]  # pydantic freezes it too

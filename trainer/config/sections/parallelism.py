@@ -50,8 +50,7 @@ class OffloadSection(Section, keys.OffloadKeys):  # type: ignore[misc]  # pydant
     activations: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
     """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
     directory: keys.Text | Texts | None = None
-    """Directory of the files of the file tier, best on a local NVMe disk; several are used in turn, stripe by stripe. null:
-    `offload` in the run's directory."""
+    """Directory of the file tier, best on local NVMe; several hold stripes in turn. null: `offload` in the run's directory."""
     checksums: bool = False
     """Verify data read from files by checksums that stay in memory."""
     staging: Annotated[

@@ -107,7 +107,7 @@ class DataSection(Section):
     eval: Annotated[
         Source | Sources | None, keys.Allowed("text, a list of at least one text, a mapping of names to those, or null")
     ] = None
-    """The data to evaluate on, or several by names of your choice; null holds `eval_fraction` of the training documents out."""
+    """The data to evaluate on, or several by name, evaluated apart; null holds `eval_fraction` of the training documents out."""
     eval_fraction: keys.Fraction = 0.05
     """Fraction of the training documents that is held out if `eval` is null. 0 = none."""
     eval_samples: Literal["auto"] | keys.Count | None = "auto"

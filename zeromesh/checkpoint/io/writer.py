@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
@@ -93,12 +94,8 @@ def columns_to_rows(shards: Iterable[TensorShard], axis: ProcessSet, device: tor
 
 
 def _exchange_columns(
-    values: torch.Tensor,
-    rows: StridedRows,
-    cuts: Sequence[int],
-    columns: Sequence[Sequence[Sequence[int]]],
-    axis: ProcessSet,
-) -> torch.Tensor:
+    values: Tensor, rows: StridedRows, cuts: Sequence[int], columns: Sequence[Sequence[Sequence[int]]], axis: ProcessSet
+) -> Tensor:
     """Exchange columns for rows, flat and on the CPU: returns this rank's whole rows, where rank r's rows start at `cuts[r]`."""
     count = cuts[axis.index + 1] - cuts[axis.index]
     widths = [[end - begin for begin, end in each] for each in columns]
@@ -258,7 +255,7 @@ class ShardWriter:
                 self._not_copied.clear()
                 self._changed.notify_all()
 
-    def _fill(self, piece: WritePiece, data: torch.Tensor) -> None:
+    def _fill(self, piece: WritePiece, data: Tensor) -> None:
         """Copy the bytes of a piece into `data`; afterwards the elements may change."""
         filled = 0
         for source in piece.sources:
@@ -275,7 +272,7 @@ class ShardWriter:
                 self._not_copied[owner] -= 1
             self._changed.notify_all()
 
-    def _store(self, file: PositionalFile, piece: WritePiece, buffer: torch.Tensor, pool: StagingPool) -> None:
+    def _store(self, file: PositionalFile, piece: WritePiece, buffer: Tensor, pool: StagingPool) -> None:
         where, data = piece.where, buffer[: piece.where.length]
         try:
             digest = checksum(data)

@@ -1,8 +1,7 @@
 """Plans the division of a model's layers among the ranks of the tensor axis. Pure: nothing is changed or moved.
 
 Rules come from the user, from a table, and from the model: its `tp_plan` of transformers, or without one the shapes of its layers
-(`recognition.py`). The first rule that matches a module counts. The styles that rules name are those of `Style`, which transformers
-has too, and these:
+(`recognition.py`). The first rule that matches a module counts. Rules name styles of `Style`, which transformers has too, and:
 
     packed_colwise                   as colwise, for two projections in one
     qkv_stacked, qkv_by_head         as colwise, for queries, keys and values in one, in this order or head by head
