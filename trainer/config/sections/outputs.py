@@ -43,7 +43,7 @@ class CheckpointSection(Section):
     asynchronous: bool = True
     """Write checkpoints in the background, straight from the live states, while training continues."""
     resume: Literal["auto", "never"] | keys.Text = "auto"
-    """auto resumes from the newest complete checkpoint; never refuses a run with any; the path of a checkpoint or run starts there."""
+    """auto resumes from the newest complete checkpoint; never refuses a run with any; a path starts from that checkpoint or run."""
     frozen: Literal["auto", "reference", "whole"] = "auto"
     """Storage of frozen weights: reference stores the path and checksums of the model's source directory for weights that are
     unchanged there; whole writes them; auto is reference if adapters are trained, else whole."""
