@@ -79,7 +79,10 @@ _KINDS = (
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
     (r".*something else for a document .*?first in (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
-    (r".*something else on shares of sequences, first in (.*?), an? (\w+),.*", r"tokens of shares are mixed by \1 (\2)"),
+    (
+        r".*something else on shares of sequences, first in (.*?), an? (\w+),.*",
+        r"tokens of shares are mixed by \1 (\2)",
+    ),
     (r"parallel\.context: \w+ (.*); set parallel\.context: 1.*", r"\1"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),

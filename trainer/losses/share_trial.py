@@ -15,7 +15,7 @@ from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.losses.trial import packed_batch, require_separate_documents
 from zeromesh.trainer.models import small_copy
-from zeromesh.trainer.models.adapters import pretrained_of
+from zeromesh.trainer.models.adapters import output_layer, pretrained_of
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
 
@@ -82,7 +82,8 @@ def _passes(
     found = []
     for batch in (ragged, packed)[:count]:
         padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
-        batch = {**batch, "labels": batch["input_ids"].masked_fill(padding, IGNORED_LABEL)}
+        labels = batch["input_ids"].clamp(max=len(output_layer(small).weight) - 1)  # A head may know fewer tokens.
+        batch = {**batch, "labels": labels.masked_fill(padding, IGNORED_LABEL)}
         attention = PackedAttention(batch, small, shares=shares)
         given = {name: each.to(device) for name, each in attention.told().items()}
         call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
