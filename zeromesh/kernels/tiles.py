@@ -19,11 +19,11 @@ def run_in_tiles(
     """Return `forward(x)` `[batch, sequence, out]` for `x` `[batch, sequence, in]`, on `tokens` of the sequence at once. `forward`
     must act on each token alone, and reads no trained tensor but `parameters`. These get their whole gradient at once, summed over
     the tiles in fp32 where their dtype is narrower; dropout draws in backward what it drew before."""
-    tiled = _TiledPass(forward, parameters, tokens, x)
     # The input is saved before anything is computed: the recomputation of a block ends where it has what its backward reads, and
     # does not run a last module for nothing.
-    saved = _SavedInput.apply(tiled, x, *parameters)  # type: ignore[no-untyped-call]
-    return cast(Tensor, _Output.apply(tiled, saved, x.detach()))  # type: ignore[no-untyped-call]
+    saved = _SavedInput.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    tiled = _TiledPass(forward, parameters, tokens, x)
+    return cast(Tensor, _Tiled.apply(tiled, saved.grad_fn, saved, *parameters))  # type: ignore[no-untyped-call]
 
 
 class _TiledPass:
@@ -38,7 +38,6 @@ class _TiledPass:
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         # Weights that were cast without gradients must not be found in the cache when gradients are wanted.
         self._autocast = partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
-        self.grad: Any = None  # The gradient of the output, between the backwards of the two functions.
 
     def output(self, x: Tensor) -> Tensor:
         whole: Tensor | None = None
@@ -49,9 +48,8 @@ class _TiledPass:
                 whole[:, places] = out
         return cast(Tensor, whole)
 
-    def gradients(self, x: Tensor) -> Gradients:
+    def gradients(self, x: Tensor, grad: Tensor) -> Gradients:
         """Return the gradients of the input and of the parameters, None for those that no tile has used."""
-        grad, self.grad = self.grad, None
         grad_x, sums = torch.zeros_like(x), dict[int, Tensor]()
         with kept_generators(), torch.enable_grad(), self._autocast():
             self._random.restore()
@@ -75,30 +73,28 @@ class _TiledPass:
 
 
 class _SavedInput(torch.autograd.Function):
-    """Saves the input, and returns a number on which the output depends; its backward computes all gradients."""
+    """Returns the input, and saves it."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _TiledPass, x: Tensor, *_parameters: Tensor) -> Tensor:
-        ctx.tiled = tiled
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x.new_zeros(())
+        ctx.others = (None,) * len(parameters)
+        return x.view_as(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, _grad: Tensor) -> Gradients:
-        return None, *ctx.tiled.gradients(*ctx.saved_tensors)
+    def backward(ctx: Any, grad: Tensor) -> Gradients:
+        return grad, *ctx.others
 
 
-class _Output(torch.autograd.Function):
-    """Computes the output, and leaves its gradient to the backward of `_SavedInput`, which runs next."""
+class _Tiled(torch.autograd.Function):
+    """Computes the output, and in backward the gradients from the input that `node` has saved."""
 
     @staticmethod
-    def forward(ctx: Any, tiled: _TiledPass, _saved: Tensor, x: Tensor) -> Tensor:
-        ctx.tiled = tiled
+    def forward(ctx: Any, tiled: _TiledPass, node: Any, x: Tensor, *_parameters: Tensor) -> Tensor:
+        ctx.tiled, ctx.node = tiled, node
         return tiled.output(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Gradients:
-        ctx.tiled.grad = grad
-        return None, grad.new_zeros(()), None
+        return None, None, *ctx.tiled.gradients(*ctx.node.saved_tensors, grad)

@@ -192,14 +192,16 @@ def test_users_position_ids_are_tried_too(tmp_path: Path) -> None:
         trainer.fit()
 
 
-def test_loops_of_ones_own_keep_documents_apart() -> None:
+@pytest.mark.parametrize("by_place", [False, True], ids=["by name", "by place"])
+def test_loops_of_ones_own_keep_documents_apart(by_place: bool) -> None:
     model, plain = built("gpt_oss", {**KV, **EXPERTS}), built("gpt_oss", {**KV, **EXPERTS})
     batch = packed_batch(use_cache=False)
     weights = torch.randn(2, 10, 96, dtype=torch.float64)
     sharded, optimizer = zeromesh.shard(model, torch.optim.SGD(model.parameters(), lr=RATE), stage=3)
     assert "position_ids" in inspect.signature(sharded.forward).parameters
     with whole_passes_in_float64():
-        (sharded(**batch).logits * weights).sum().backward()
+        given = (batch["input_ids"], None, batch["position_ids"]) if by_place else ()
+        (sharded(*given, **({} if given else batch)).logits * weights).sum().backward()
         optimizer.step()
         for begin, end in ((0, 4), (4, 10)):
             alone = plain(input_ids=batch["input_ids"][:, begin:end], use_cache=False).logits
