@@ -7,8 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 PATCHES = {
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
@@ -51,7 +50,7 @@ def cached_tensors_removed(root: nn.Module) -> Iterator[Callable[[], list[str]]]
     def found() -> Iterator[tuple[str, nn.Module, str, bool]]:
         for name, module, before in had:
             for attribute, value in list(vars(module).items()):
-                if isinstance(value, torch.Tensor) and before.get(attribute) is None:
+                if isinstance(value, Tensor) and before.get(attribute) is None:
                     yield f"{name}.{attribute}".strip("."), module, attribute, attribute in before
 
     try:

@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.overrides import override
@@ -86,7 +85,7 @@ class AdapterRows:
 
     def _is_by_row(self, x: Any) -> bool:
         """Return True for ids [rows, columns] and features [rows, columns, features], of all columns or, before a head, one."""
-        if not isinstance(x, torch.Tensor) or x.dim() != 2 + x.is_floating_point():
+        if not isinstance(x, Tensor) or x.dim() != 2 + x.is_floating_point():
             return False
         return x.shape[0] == self._shape[0] and x.shape[1] in (1, self._shape[1])
 
@@ -102,9 +101,9 @@ def _with_adapter(
         return plain(*args, **kwargs)
 
 
-def _lora(layer: Any, rows_of: Mapping[str, list[int]], x: torch.Tensor) -> torch.Tensor:
+def _lora(layer: Any, rows_of: Mapping[str, list[int]], x: Tensor) -> Tensor:
     """Return what PEFT's linear layer with LoRA does, for rows of several adapters."""
-    out: torch.Tensor = layer.base_layer(x)
+    out: Tensor = layer.base_layer(x)
     for name, rows in rows_of.items():
         if name in layer.lora_A:
             part = x[rows].to(layer.lora_A[name].weight.dtype)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -56,18 +57,16 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, columns: Columns) -> None:
         super().__init__()
         self._columns = columns
-        self.buffers: list[torch.Tensor] = []
+        self.buffers: list[Tensor] = []
         """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
 
-    def lazy_initialization(self, *states: torch.Tensor) -> None:
+    def lazy_initialization(self, *states: Tensor) -> None:
         for each in states:
             rows, heads, _, width = each.shape
             self.buffers.append(each.new_zeros(rows, heads, self._columns.capacity, width))
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -19,7 +19,7 @@ from accelerate import ParallelismConfig
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeromesh.environment import read_environment
@@ -226,7 +226,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             each.data = each.data.to(dtype)
             each.requires_grad_(trained)
 
-    def backward(self, loss: torch.Tensor, **named: Any) -> None:
+    def backward(self, loss: Tensor, **named: Any) -> None:
         """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16. Raises `ConfigError` for
         float16 with several optimizers, as each has a loss scale."""
         loss = loss / self.gradient_accumulation_steps
@@ -239,14 +239,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Do nothing, since the engine returns norms and gradients without the loss scale."""
 
-    def clip_grad_norm_(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Scale the gradients of a model down to `max_norm`; returns their norm before, a scalar, exact over all ranks. Raises
         `ConfigError` unless these are all parameters of one model, for other norms, and before the last backward of a step."""
         if not self.sync_gradients:
             raise ConfigError("clip_grad_norm_ was called before a step's last backward; call it if sync_gradients")
-        given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        given = {id(each) for each in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for prepared in self._optimizers:
             optimizer = prepared.optimizer
             trained = {id(each): each.requires_grad for each in optimizer.engine.model.parameters()}
@@ -256,7 +254,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 raise ConfigError(
                     "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2: gradients are divided among ranks"
                 )
-            norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm).to(self.device, torch.float32)
+            norm: Tensor = optimizer.clip_grad_norm_(max_norm).to(self.device, torch.float32)
             return norm
         raise ConfigError("clip_grad_norm_ got parameters of no prepared model that is trained")
 
@@ -286,13 +284,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             undone.callback(override(self, "_gathers_data_alone", self.together > 1))
             return super().gather_for_metrics(input_data, use_gather_object)
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
         call it; the others get an empty dict, as with accelerate's FSDP."""
         if self._leaves_models_alone:
             return {}
         if not is_sharded(model):
-            plain: dict[str, torch.Tensor] = super().get_state_dict(model, unwrap)
+            plain: dict[str, Tensor] = super().get_state_dict(model, unwrap)
             return plain
         originals, tensors = _ORIGINALS.get(model, {}), {}
         for name, tensor in state_dict(model):
@@ -396,4 +394,4 @@ def _replace(
 
 
 def _is_floating(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
+    return isinstance(value, Tensor) and value.is_floating_point()

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from zeromesh.errors import ConfigError, DataError
@@ -134,7 +133,7 @@ class ForwardInputs:
                 "the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"
             )
         ids = batch.get("input_ids")
-        if isinstance(ids, torch.Tensor) and ids.ndim > 1:
+        if isinstance(ids, Tensor) and ids.ndim > 1:
             self.check_length(ids.shape[-1], "cut the samples")
 
     def check_length(self, length: int, cure: str) -> None:

@@ -14,6 +14,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeromesh.comm.shm_transport import ABOUT_WORDS, SharedRing
 from zeromesh.comm.transport import choose_transport, sum_in_order
@@ -33,9 +34,9 @@ _CHUNK_ELEMENTS = 1 << 15  # summed at a time over more than two ranks, so that 
 class Pending:
     """An exchange in flight: `read` waits and returns the result; `release` is called after it, even for an unused result."""
 
-    read: Callable[[], torch.Tensor] | None
+    read: Callable[[], Tensor] | None
     release: Callable[[], None] = lambda: None
-    result: torch.Tensor | None = None
+    result: Tensor | None = None
 
     def read_result(self) -> None:
         """Wait for the result and keep it until `wait` returns it."""
@@ -44,7 +45,7 @@ class Pending:
             self.result = read()
             self.release()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Return the result; may be called once. On CUDA the compute stream waits, not the host. Raises `CollectiveError` when a
         peer is gone, late, or exchanges another tensor; and for a second call."""
         self.read_result()
@@ -70,11 +71,11 @@ class Exchange:
         """The number of ranks, and this rank's position in the set."""
         self._members = group
 
-    def all_reduce_async(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce_async(self, tensor: Tensor) -> Pending:
         """Return the sum over the ranks as a new tensor of the same shape and dtype."""
         return self._start(_SUM, tensor)
 
-    def all_gather_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def all_gather_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Concatenate the ranks' tensors along `dim`. `sizes` gives each rank's length along `dim` when these differ. Raises
         `LayoutError` when `sizes` do not fit the tensor or the ranks."""
         dim = _checked_dim(tensor, dim)
@@ -87,7 +88,7 @@ class Exchange:
             )
         return self._start(_GATHER, tensor, dim, lengths)
 
-    def reduce_scatter_async(self, tensor: torch.Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
+    def reduce_scatter_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
         """Sum over the ranks and give each rank its slice along `dim`: equal slices, or slices of the lengths in `sizes`. Raises
         `LayoutError` when `dim` cannot be divided into these slices."""
         dim = _checked_dim(tensor, dim)
@@ -100,7 +101,7 @@ class Exchange:
             raise LayoutError(f"{where}: sizes are {list(lengths)}; allowed are {size} that add up to {length}")
         return self._start(_SCATTERED_SUM, tensor, dim, lengths)
 
-    def all_to_all_async(self, tensor: torch.Tensor, dim: int) -> Pending:
+    def all_to_all_async(self, tensor: Tensor, dim: int) -> Pending:
         """Give each rank its one of equal slices along `dim`; returns the slices of all ranks for this one, stacked along a new dim
         0. Raises `LayoutError` when `dim` cannot be divided into equal slices."""
         dim = _checked_dim(tensor, dim)
@@ -109,15 +110,13 @@ class Exchange:
             raise LayoutError(f"swap of {list(tensor.shape)} along dim {dim}: no multiple of {self.size} ranks")
         return self._start(_SWAP, tensor, dim, (each,) * self.size)
 
-    def _shapes(
-        self, kind: Collective, tensor: torch.Tensor, dim: int, lengths: Sequence[int]
-    ) -> list[tuple[int, ...]]:
+    def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
         if kind is not _GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
-    def _combine(self, kind: Collective, parts: list[torch.Tensor], dim: int, lengths: Sequence[int]) -> torch.Tensor:
+    def _combine(self, kind: Collective, parts: list[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
         if kind is _GATHER:
             return torch.cat(parts, dim)
         if kind is not _SUM:
@@ -125,7 +124,7 @@ class Exchange:
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return torch.stack(parts) if kind is _SWAP else sum_in_ranks(parts)
 
-    def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one. On a device it
         never writes into the caller's tensor, which autograd may have saved."""
         tensor, group = tensor.detach(), self._members
@@ -133,7 +132,7 @@ class Exchange:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
-        result: Callable[[], torch.Tensor]
+        result: Callable[[], Tensor]
         if kind is _SWAP:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = kind, torch.empty_like(given)
@@ -163,14 +162,14 @@ class Exchange:
         what = f"{_PHRASES[kind]} of activations over axis {group.name}"
         flight = group.start(row, CollectiveCall(out.view(-1), given.view(-1), what, counts_as=kind, **how))
 
-        def read() -> torch.Tensor:
+        def read() -> Tensor:
             flight.wait()
             return result()
 
         return Pending(read)
 
 
-def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def sum_in_ranks(parts: Sequence[Tensor]) -> Tensor:
     """`parts[0] + parts[1] + ...` in this order, in a new contiguous tensor; 16-bit ones are added in fp32 and rounded once."""
     first = parts[0]
     out = torch.empty(first.shape, dtype=first.dtype, device=first.device)
@@ -188,7 +187,7 @@ def sum_in_ranks(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return out
 
 
-def _checked_dim(tensor: torch.Tensor, dim: int) -> int:
+def _checked_dim(tensor: Tensor, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim():
         raise LayoutError(f"a tensor of shape {list(tensor.shape)} has no dim {dim}")
     return dim % tensor.dim()
@@ -204,7 +203,7 @@ class SharedExchange(Exchange):
         self._ring = SharedRing(group, "activations")
         self._pending: MutableMapping[int, Pending] = weakref.WeakValueDictionary()
 
-    def _start(self, kind: Collective, tensor: torch.Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{_PHRASES[kind]} of activations over axis {self._group.name}"
@@ -221,7 +220,7 @@ class SharedExchange(Exchange):
             ring.publish(number, about[self.index])
         traffic.count(kind, sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes)
 
-        def read() -> torch.Tensor:
+        def read() -> Tensor:
             with traffic.timed(kind):
                 ring.published.wait(sequence + 1, what)
                 parts = []

@@ -17,6 +17,7 @@ from functools import cache, partial
 
 import torch
 import xxhash
+from torch import Tensor
 
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval, round_up
@@ -30,7 +31,7 @@ _INCREMENT, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -77235
 """SplitMix64's constants, as signed integers, whose products wrap as those of unsigned ones do."""
 
 
-def random_bits(positions: torch.Tensor, seed: int, name: str, update: int) -> torch.Tensor:
+def random_bits(positions: Tensor, seed: int, name: str, update: int) -> Tensor:
     """Return 64 random bits, as int64, for each position in the flattened parameter `name` in its update number `update`."""
     key = xxhash.xxh3_64_intdigest(f"{seed} {update} {name}".encode()) - (1 << 63)
     mixed = positions * _INCREMENT + key
@@ -41,7 +42,7 @@ def random_bits(positions: torch.Tensor, seed: int, name: str, update: int) -> t
 
 def bits_of_shard(
     layout: BucketLayout, shard: Interval, where: Interval, updates: Sequence[int], seed: int, device: torch.device
-) -> torch.Tensor:
+) -> Tensor:
     """Return 64 random bits for each element `where` of a `shard`; 0 between parameters. `updates` counts those of each."""
     bits = torch.zeros(where.length, dtype=torch.int64, device=device)
     counts = {slot.spec.fqn: count for slot, count in zip(layout.slots, updates, strict=True)}
@@ -55,12 +56,12 @@ def bits_of_shard(
     return bits
 
 
-def _shifted(values: torch.Tensor, bits: int) -> torch.Tensor:
+def _shifted(values: Tensor, bits: int) -> Tensor:
     """Shift to the right as unsigned integers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int) -> None:
+def round_into(target: Tensor, values: Tensor, bits: Tensor, lane: int) -> None:
     """Round `values`, float32 or float64, into `target`, bfloat16, by a lane's 16 random bits; exact and non-finite ones stay."""
     whole = values.float()
     noise = _shifted(bits, 16 * lane).bitwise_and_(0xFFFF).int()
@@ -69,7 +70,7 @@ def round_into(target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, l
 
 
 @cache
-def _levels(squares: bool, device: torch.device) -> torch.Tensor:
+def _levels(squares: bool, device: torch.device) -> Tensor:
     """Return the ascending levels of codes, float32: 256 from 0 to 1 for roots of squares, 255 from -1 to 1 for others."""
     means = list[float]()
     for decade in range(7):
@@ -80,7 +81,7 @@ def _levels(squares: bool, device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _first_levels(squares: bool, device: torch.device) -> torch.Tensor:
+def _first_levels(squares: bool, device: torch.device) -> Tensor:
     """Return the number of levels below all float32 numbers with the same upper 16 bits, from those of -32768 on."""
     upper = torch.arange(-32768, 32768, dtype=torch.int32, device=device)
     least = ((upper << 16) | (upper < 0).int() * 0xFFFF).view(torch.float32)
@@ -88,19 +89,19 @@ def _first_levels(squares: bool, device: torch.device) -> torch.Tensor:
     return torch.searchsorted(levels, least).clamp_(max=levels.numel() - 1).int()
 
 
-def _look_up(table: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def _look_up(table: Tensor, places: Tensor) -> Tensor:
     """Return `table[places]`, of int32 `places` of any shape, in less time."""
     return table.index_select(0, places.flatten()).view_as(places)
 
 
-def _above(scaled: torch.Tensor, levels: torch.Tensor, *, squares: bool) -> torch.Tensor:
+def _above(scaled: Tensor, levels: Tensor, *, squares: bool) -> Tensor:
     """Return the number of the lowest level that is not below each value, but 1 for the lowest of all. Levels are so far from each
     other that the upper 16 bits of a value leave two."""
     first = _look_up(_first_levels(squares, scaled.device), (scaled.view(torch.int32) >> 16) + 32768)
     return (first + (_look_up(levels, first) < scaled)).clamp_(min=1)
 
 
-def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _scaled(values: Tensor, *, squares: bool) -> tuple[Tensor, Tensor]:
     """Return values or their roots, each divided by the largest magnitude of its block, `[blocks, BLOCK]`, and these magnitudes."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).float().view(-1, BLOCK)
     blocks = padded.sqrt() if squares else padded
@@ -108,15 +109,13 @@ def _scaled(values: torch.Tensor, *, squares: bool) -> tuple[torch.Tensor, torch
     return blocks / torch.where(most == 0, 1, most)[:, None], most
 
 
-def _values(codes: torch.Tensor, scales: torch.Tensor, *, squares: bool) -> torch.Tensor:
+def _values(codes: Tensor, scales: Tensor, *, squares: bool) -> Tensor:
     """Return the float32 values of codes `[blocks, BLOCK]`, flattened."""
     found = _look_up(_levels(squares, codes.device), codes.int()) * scales[:, None]
     return (found.square() if squares else found).view(-1)
 
 
-def round_to_levels(
-    target: torch.Tensor, values: torch.Tensor, bits: torch.Tensor, lane: int, *, squares: bool
-) -> None:
+def round_to_levels(target: Tensor, values: Tensor, bits: Tensor, lane: int, *, squares: bool) -> None:
     """Round `values` into `target`, both 1-D from the beginning of a block on, to the level below or above, with the probability of
     the distance to the other, by a lane's 16 random bits of `bits`, int64: changes smaller than a step are kept on average."""
     scaled, most = _scaled(values, squares=squares)
@@ -136,13 +135,13 @@ class BlockTensor(TieredTensor):
     def __init__(self, dtype: torch.dtype, codes: TieredTensor, scales: TieredTensor, *, squares: bool) -> None:
         super().__init__(dtype, ())
         self.numel, self.squares, self._codes, self._scales = codes.numel, squares, codes, scales
-        self._open: dict[int, torch.Tensor] = {}  # the values of blocks that are not yet encoded
+        self._open: dict[int, Tensor] = {}  # the values of blocks that are not yet encoded
 
     @property
     def nbytes(self) -> int:
         return self.numel + -(-self.numel // BLOCK) * 4
 
-    def read(self, start: int, out: torch.Tensor) -> Transfer:
+    def read(self, start: int, out: Tensor) -> Transfer:
         for block in list(self._open):
             self._encode(block * BLOCK, self._open.pop(block)[: self._codes.numel - block * BLOCK])
         begin = self._at + start
@@ -152,7 +151,7 @@ class BlockTensor(TieredTensor):
             part.copy_(self._decode(begin + first - skipped, skipped + part.numel(), out.device)[skipped:])
         return DONE
 
-    def write(self, start: int, data: torch.Tensor) -> Transfer:
+    def write(self, start: int, data: Tensor) -> Transfer:
         begin, end = self._at + start, self._at + start + data.numel()
         first = min(round_up(begin, BLOCK), end)
         last = max(first, end if end == self._codes.numel else end // BLOCK * BLOCK)
@@ -173,7 +172,7 @@ class BlockTensor(TieredTensor):
         self._codes.wait_for_writes()
         self._scales.wait_for_writes()
 
-    def _decode(self, start: int, count: int, device: torch.device) -> torch.Tensor:
+    def _decode(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return `count` elements from `start` on, the first of a block, or as many as there are."""
         end = min(start + count, self._codes.numel)
         codes = self._codes.slice(start, end).load(device)
@@ -181,7 +180,7 @@ class BlockTensor(TieredTensor):
         blocks = torch.nn.functional.pad(codes, (0, -codes.numel() % BLOCK)).view(-1, BLOCK)
         return _values(blocks, scales, squares=self.squares)[:count]
 
-    def _encode(self, start: int, values: torch.Tensor) -> None:
+    def _encode(self, start: int, values: Tensor) -> None:
         scaled, most = _scaled(values, squares=self.squares)
         levels = _levels(self.squares, values.device)
         above = _above(scaled, levels, squares=self.squares)
@@ -190,7 +189,7 @@ class BlockTensor(TieredTensor):
         self._scales.write(start // BLOCK, most).wait()
 
 
-Rounding = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], None]
+Rounding = Callable[[Tensor, Tensor, Tensor, int], None]
 """Rounds values into a target by random bits, as `round_into` does."""
 
 

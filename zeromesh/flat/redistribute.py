@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from zeromesh.errors import LayoutError
 from zeromesh.flat.layout import BucketLayout, Region
@@ -46,9 +47,7 @@ def bucket_placement(layout: BucketLayout, ranks: int, *, whole: bool) -> FlatPl
     return replicated(layout.padded, ranks) if whole else tuple((layout.shard(index),) for index in range(ranks))
 
 
-def redistribute(
-    flat: torch.Tensor, before: FlatPlacement, after: FlatPlacement, group: ProcessSet, what: str
-) -> torch.Tensor:
+def redistribute(flat: Tensor, before: FlatPlacement, after: FlatPlacement, group: ProcessSet, what: str) -> Tensor:
     """Return this rank's elements of a tensor in the placement `after`, 1-D; all ranks of `group` call this alike. `flat`, 1-D,
     holds this rank's elements in `before`, perhaps none, and may be returned itself. Raises `LayoutError` when no rank holds some
     of the requested elements. Raises `CollectiveError` when a rank is gone or late."""
@@ -82,7 +81,7 @@ def redistribute(
     return out
 
 
-def join_regions(local: torch.Tensor, regions: Sequence[Region], group: ProcessSet, what: str) -> torch.Tensor:
+def join_regions(local: Tensor, regions: Sequence[Region], group: ProcessSet, what: str) -> Tensor:
     """Return the whole tensor on all ranks from `local`, this rank's flat part; `regions` has the parts of the ranks of `group`."""
     lengths = [region.numel for region in regions]
     everyone = redistribute(local, one_after_another(lengths), replicated(sum(lengths), group.size), group, what)

@@ -10,15 +10,15 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
 from zeromesh.overrides import override
 
-_Queue = Callable[[torch.Tensor, torch.Tensor], None]
-_Products = dict[nn.Parameter, list[tuple[GradientEdge, torch.Tensor, torch.Tensor]]]
+_Queue = Callable[[Tensor, Tensor], None]
+_Products = dict[nn.Parameter, list[tuple[GradientEdge, Tensor, Tensor]]]
 """For each weight, one entry per use: the autograd edge that accumulates its gradient, and the gradient's two matrix factors."""
 
 
@@ -40,7 +40,7 @@ class WeightQueue:
         finally:
             self._current = None
 
-    def add(self, weight: nn.Parameter, edge: GradientEdge, first: torch.Tensor, second: torch.Tensor) -> None:
+    def add(self, weight: nn.Parameter, edge: GradientEdge, first: Tensor, second: Tensor) -> None:
         """Queue the factors of one use of a weight, whose gradient goes to `edge`. Raises PhaseError outside of `deferring`."""
         if self._current is None:
             raise PhaseError("backward of a model whose gradients of weights are deferred ran outside of `deferring`")
@@ -67,15 +67,13 @@ class _DeferredLinear(torch.autograd.Function):
     would run the hooks of a parameter that is an input without a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transposed: bool, queue: _Queue
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, queue: _Queue) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.queue = transposed, queue
         return linear(x, weight.t() if transposed else weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         ctx.queue(*((x, grad) if ctx.transposed else (grad, x)))
@@ -98,10 +96,10 @@ def defer_weights(model: nn.Module, blocks: Iterable[nn.Module], queue: WeightQu
     return undo.close
 
 
-def _forward(module: Any, queue: WeightQueue, transposed: bool, x: torch.Tensor) -> torch.Tensor:
+def _forward(module: Any, queue: WeightQueue, transposed: bool, x: Tensor) -> Tensor:
     weight: nn.Parameter = module.weight
     if not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
         return linear(x, weight.t() if transposed else weight, module.bias)
     # The edge stays valid when the weight's values are released.
     add = partial(queue.add, weight, get_gradient_edge(weight))
-    return cast(torch.Tensor, _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _DeferredLinear.apply(x, weight.detach(), module.bias, transposed, add))  # type: ignore[no-untyped-call]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import ConfigError
@@ -17,7 +17,7 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.plan.attention_split import is_transposed
 from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
 
-_Forward = Callable[..., torch.Tensor]
+_Forward = Callable[..., Tensor]
 
 
 class _Linear(nn.Module):
@@ -52,7 +52,7 @@ class ColumnParallelLinear(_Linear):
         source.members.append(self)
         self._randomness, self._rows = randomness, rows
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Project `x` [..., in] to [..., this rank's outputs], or to [..., all outputs] if they are gathered."""
         if self._rows is None:
             out = self._source.project(x, self._number)
@@ -88,7 +88,7 @@ class RowParallelLinear(_Linear):
         self._exchange, self._shares, self._randomness = exchange, shares, randomness
         self._source, self._splits = source, splits
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Project `x` [..., this rank's inputs] to [..., out], or to this rank's share of the sequence."""
         if self._splits is not None:
             x = autograd_collectives.split(x, -1, self._exchange, self._splits)
@@ -108,7 +108,7 @@ class RowParallelLinear(_Linear):
         return autograd_collectives.all_reduce_output(out, self.bias, self._exchange)
 
 
-def lookup_sharded_embedding(lookup: _Forward, tokens: Interval, exchange: Exchange, ids: torch.Tensor) -> torch.Tensor:
+def lookup_sharded_embedding(lookup: _Forward, tokens: Interval, exchange: Exchange, ids: Tensor) -> Tensor:
     """Return the embeddings `[*ids.shape, features]` of integer `ids`. `lookup` returns rows of this rank, which has those of the
     token ids in `tokens`, by id minus `tokens.start`."""
     foreign = (ids < tokens.start) | (ids >= tokens.end)
@@ -116,14 +116,12 @@ def lookup_sharded_embedding(lookup: _Forward, tokens: Interval, exchange: Excha
     return autograd_collectives.all_reduce_output(vectors.masked_fill(foreign.unsqueeze(-1), 0), None, exchange)
 
 
-def run_sharded_experts(
-    forward: _Forward, exchange: Exchange, /, *args: torch.Tensor, **kwargs: torch.Tensor
-) -> torch.Tensor:
+def run_sharded_experts(forward: _Forward, exchange: Exchange, /, *args: Tensor, **kwargs: Tensor) -> Tensor:
     """Run experts whose intermediate features are divided over the ranks; all-reduces this rank's summand, which `forward` returns.
     The arguments and their gradients are whole on every rank."""
 
-    def copied(value: torch.Tensor) -> torch.Tensor:
-        tracked = isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled()
+    def copied(value: Tensor) -> Tensor:
+        tracked = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
         return autograd_collectives.copy_input(value, exchange) if tracked else value
 
     out = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
@@ -131,8 +129,8 @@ def run_sharded_experts(
 
 
 def norms_over_ranks(
-    layer: Any, adapter: str, exchange: Exchange, weight: torch.Tensor, *, scaling: float, **_: Any
-) -> torch.Tensor:
+    layer: Any, adapter: str, exchange: Exchange, weight: Tensor, *, scaling: float, **_: Any
+) -> Tensor:
     """Return the norms [out] of the rows of `weight` [out, this rank's inputs] plus the product of an adapter of PEFT's `layer`,
     over the inputs of all ranks, without gradients (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
@@ -140,7 +138,7 @@ def norms_over_ranks(
     return exchange.all_reduce_async(whole.detach().square().sum(1)).wait().sqrt()
 
 
-def project_latent(forward: _Forward, latent: int, exchange: Exchange, x: torch.Tensor) -> torch.Tensor:
+def project_latent(forward: _Forward, latent: int, exchange: Exchange, x: Tensor) -> Tensor:
     """Return the outputs [..., latent + rotary] of an undivided projection `forward` (multi-head latent attention, DeepSeek-V2).
     Column layers sum the gradient of the latent outputs over ranks; that of the rotary outputs is summed here."""
     out = forward(x)
