@@ -52,6 +52,7 @@ INTERNALS = (
     "torch.nn.modules.dropout._DropoutNd",
     "torch.nn.utils.parametrizations._SpectralNorm",
     "torch.ops.aten._local_scalar_dense.default",
+    "torch._compile._disable_dynamo",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.utils._python_dispatch",
