@@ -194,7 +194,8 @@ class PackedAttention:
     ) -> Any:
         """Return the mask of whole sequences, within documents; with `shares`, of this rank's queries."""
         call, device = dict(given), torch.device(given.get("device", "cpu"))
-        if not documents.packed and attention_mask is None and shares is None:
+        ours = fused and device.type in self.fused_on
+        if not documents.packed and attention_mask is None and shares is None and not ours:
             return own(**{**call, "allow_is_causal_skip": True})  # Whole sequences may need no mask.
         function = call.get("mask_function", masking_utils.causal_mask_function)
         numbers, places = documents.tokens(device)
@@ -203,7 +204,7 @@ class PackedAttention:
         apart = masking_utils.packed_sequence_mask_function(numbers)
         call["mask_function"] = masking_utils.and_masks(apart, function)
         make = partial(own, attention_mask=attention_mask, **call)
-        if not fused or device.type not in self.fused_on:
+        if not ours:
             pattern = None
         if pattern is None and shares is None:
             return make()
