@@ -59,10 +59,8 @@ class CallbackDispatcher:
         given = callback() if is_class and issubclass(callback, TrainerCallback) else callback
         if not isinstance(given, Callback | TrainerCallback):
             shown = f"the class {callback.__name__}" if is_class else f"a {type(callback).__name__}"
-            raise ConfigError(
-                f"callbacks holds {shown}; give objects of subclasses of zeromesh.trainer.callbacks.callback.Callback or "
-                "transformers.TrainerCallback"
-            )
+            allowed = "subclasses of zeromesh.trainer.callbacks.callback.Callback or transformers.TrainerCallback"
+            raise ConfigError(f"callbacks holds {shown}; give objects of {allowed}")
         self._callbacks.append(given)
 
     @property
@@ -99,8 +97,7 @@ class CallbackDispatcher:
                 else:
                     self.control = method(self._arguments, self._state, self.control, **named) or self.control
         if logs := named.get("logs"):
-            added = {name: value for name, value in logs.items() if name not in known}
-            self._trainer.run.model.stepper.scalars.add(added)
+            self._trainer.run.model.stepper.scalars.add({name: logs[name] for name in logs if name not in known})
 
     def _event_arguments(self, event: str, *arguments: Any) -> dict[str, Any]:
         trainer, named = self._trainer, {}
@@ -116,8 +113,7 @@ class CallbackDispatcher:
             given = {"model": inputs.model, "processing_class": inputs.processing_class}
             return {**given, "optimizer": None, "lr_scheduler": None}
         if event == "on_train_begin":
-            # The steps of an epoch are known now.
-            self._arguments = arguments_of(trainer.run.config)
+            self._arguments = arguments_of(trainer.run.config)  # The steps of an epoch are known now.
         elif event == "on_save":
             self._state.stateful_callbacks = self._transformers_states()
         elif event in ("on_log", "on_evaluate"):
@@ -136,8 +132,7 @@ class CallbackDispatcher:
             state.compute_steps(self._arguments, now.max_steps)
             if now.best_metric is not None:
                 state.best_metric, state.best_global_step = now.best_metric, now.best_step
-                best = now.best_checkpoint
-                state.best_model_checkpoint = None if best is None else str(link_of(Path(best)))
+                state.best_model_checkpoint = (best := now.best_checkpoint) and str(link_of(Path(best)))
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         return {

@@ -129,10 +129,8 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     # A stable sort moves kept positions to the end, in order.
     order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     kept = kept.gather(1, order)
-    inputs: dict[str, Any] = {
-        "input_ids": ids.gather(1, order).masked_fill(~kept, padding),
-        "attention_mask": kept.long(),
-    }
+    cut = ids.gather(1, order).masked_fill(~kept, padding)
+    inputs: dict[str, Any] = {"input_ids": cut, "attention_mask": kept.long()}
     for name, value in batch.items():
         if name in inputs or name in ("labels", "position_ids"):
             continue

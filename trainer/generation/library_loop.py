@@ -42,9 +42,8 @@ def generate(
     [rows, vocabulary] of the last position of each call of the model. Raises `DataError` if ranks that share a model have different
     arguments, and `LayoutError` for a pipeline whose modules keep tensors between tokens."""
     model, mesh, pipeline = placed.module, placed.mesh, placed.divided.pipeline
-    arguments = {
-        name: value.to(mesh.device) if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
-    }
+    tensors = {name: each.to(mesh.device) for name, each in arguments.items() if isinstance(each, torch.Tensor)}
+    arguments = {**arguments, **tensors}
     if placed.engine is not None and mesh.model_size > 1:
         require_same_batches([arguments], mesh, "give all of them the same prompts and arguments of generate")
     # An adapter's wrapper passes `generate` on to the base model, which the library's loop then calls.
@@ -73,9 +72,8 @@ def generate(
                 seed()
             undone.callback(setattr, looped, "__class__", looped_class)
             # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
-            looped.__class__ = type(
-                looped_class.__name__, (looped_class,), {"__call__": called, "__module__": looped_class.__module__}
-            )
+            namespace = {"__call__": called, "__module__": looped_class.__module__}
+            looped.__class__ = type(looped_class.__name__, (looped_class,), namespace)
             tokens = type(model).generate(model, **arguments)
         calls.join_remaining_calls()
     return tokens

@@ -2,8 +2,7 @@
 
 exchange    rank 0 broadcasts new requests, every replica its new tokens; all ranks know of all requests
 partition   each request goes to the replica with the fewest open tokens, the costliest first
-forwards    each replica runs its batches, one for each stage; where replicas gather each other's parameters, all agree
-            on the number
+forwards    each replica runs its batches, one for each stage; all agree on the number if replicas gather others' parameters
 """
 
 import sys
@@ -118,8 +117,7 @@ class RequestLoop:
             count = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
         if self._together:
             # All replicas run the largest count, or in a pipeline the smallest count of those with requests; idle ones take part.
-            fewest = self._pipeline is not None and count > 0
-            agreed = torch.tensor([most + 1 - count if fewest else count])
+            agreed = torch.tensor([most + 1 - count if self._pipeline is not None and count > 0 else count])
             count = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
             if self._pipeline is not None and count:
                 count = most + 1 - count

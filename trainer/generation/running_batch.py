@@ -180,8 +180,7 @@ class RunningBatch:
             ids = torch.tensor([row.tokens[-1:] for row in self._running])
             # A finished row stays at its last position, as the model may have none beyond; its result is dropped.
             positions = torch.tensor([[len(row.tokens) - 1] for row in self._running])
-            missing = width - torch.tensor(cache.columns.lengths)
-            mask = (torch.arange(width + 1) >= missing[:, None]).long()
+            mask = (torch.arange(width + 1) >= (width - torch.tensor(cache.columns.lengths))[:, None]).long()
         tensors = {"input_ids": ids, "attention_mask": mask}
         if self._takes_positions:
             tensors["position_ids"] = positions

@@ -14,7 +14,7 @@ class RowSampler:
     def __init__(
         self, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
     ) -> None:
-        ids, count = torch.tensor([prompt], device=device), len(prompt)
+        ids, size = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
         # Some processors count the length with the prompt.
         model._prepare_generated_length(
@@ -22,12 +22,11 @@ class RowSampler:
             has_default_max_length=settings.max_new_tokens is not None,
             has_default_min_length=True,
             model_input_name="input_ids",
-            input_ids_length=count,
+            input_ids_length=size,
             inputs_tensor=ids,
         )
-        self._processors = model._get_logits_processor(
-            settings, input_ids_seq_length=count, encoder_input_ids=ids, device=str(device)
-        )
+        lengths = {"input_ids_seq_length": size, "encoder_input_ids": ids}
+        self._processors = model._get_logits_processor(settings, **lengths, device=str(device))
         self._generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None
         self.is_plain = self._generator is None and not self._processors
         """True for greedy decoding without logits processors."""
@@ -56,10 +55,8 @@ class RowDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is not torch.multinomial or args[0].dim() != 2 or len(args[0]) != len(self._generators):
             return func(*args, **kwargs)
-        rows = zip(args[0], self._generators, strict=True)
-        return torch.stack(
-            [func(_without_nan(row), *args[1:], **{**kwargs, "generator": generator}) for row, generator in rows]
-        )
+        pairs = zip(args[0], self._generators, strict=True)
+        return torch.stack([func(_without_nan(row), *args[1:], **{**kwargs, "generator": own}) for row, own in pairs])
 
 
 def _without_nan(probabilities: torch.Tensor) -> torch.Tensor:

@@ -263,9 +263,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         named = ", ".join([*unknown, *rest])
         raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
     if mode not in PLAIN_MODES:
-        raise ConfigError(
-            f"generate: {mode.value} is not possible {where}; allowed are greedy search and sampling (num_beams: 1)"
-        )
+        allowed = "greedy search and sampling (num_beams: 1)"
+        raise ConfigError(f"generate: {mode.value} is not possible {where}; allowed are {allowed}")
     unstaged = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
         unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.

@@ -200,8 +200,7 @@ class Generator(ModelOnMesh):
         if missing := results.missing:
             raise NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
-                f"{len(results.complete)} have a result, which on_results was given. Look at the weights, or compute in another "
-                "dtype (precision.compute: float32)"
+                f"{len(results.complete)} have a result, given to on_results. Check the weights, or set precision.compute: float32"
             )
         return [results.complete[request.number] for request in requests]
 
@@ -302,9 +301,8 @@ class Generator(ModelOnMesh):
         ids = tokens_of(prompt, self.tokenizer, where)
         size = self.placed.module.config.get_text_config().vocab_size
         if not ids or max(ids) >= size:
-            raise DataError(
-                f"{where} has {f'token {max(ids)}, and the model knows {size}' if ids else 'no token'}; give others"
-            )
+            found = f"token {max(ids)}, and the model knows {size}" if ids else "no token"
+            raise DataError(f"{where} has {found}; give others")
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -373,9 +371,8 @@ class _Results:
                 )
         self.complete |= results
         rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        console.status(
-            f"generated {len(self.complete)} of {counted(len(self._requests), 'prompt')}, {rate:.1f} tokens/s"
-        )
+        of_all = f"{len(self.complete)} of {counted(len(self._requests), 'prompt')}"
+        console.status(f"generated {of_all}, {rate:.1f} tokens/s")
         if results:
             console.close()  # Results may go to the same terminal.
             self._on_results(results)
@@ -410,9 +407,8 @@ def layout_of(
     run = Path(directory).parent.parent / _RESOLVED
     in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
     if in_checkpoint and evaluates_average(CheckpointReader(Path(directory), checked=False)):
-        raise ConfigError(
-            f"{directory}: its optimizer evaluates other weights than it trains: zeromesh checkpoint export {source} OUT"
-        )
+        why = "its optimizer evaluates other weights than it trains"
+        raise ConfigError(f"{directory}: {why}: zeromesh checkpoint export {source} OUT")
     values = parse_yaml(run.read_text(encoding="utf-8"), where=str(run)) if in_checkpoint else {}
     of_run = {name: each for name, each in (values or {}).items() if isinstance(each, dict)}
     model = merged.get("model", {})
@@ -428,12 +424,11 @@ def layout_of(
                 f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY, or for a run "
                 f"merge it: zeromesh checkpoint export {source} OUT --merge"
             )
-    given = {name: value for name, value in model.items() if name != "source"}
-    merged["model"] = {**found, **given, "config": fields}
+    merged["model"] = found | {name: each for name, each in model.items() if name != "source"} | {"config": fields}
     # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
-    own = of_run.get("data", {}).get("tokenizer")
-    if has_tokenizer(Path(directory)):
-        own = directory if adapted else None
+    own = (
+        (directory if adapted else None) if has_tokenizer(Path(directory)) else of_run.get("data", {}).get("tokenizer")
+    )
     data = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     merged["data"] = data or ({"tokenizer": own} if own else {})
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
@@ -481,14 +476,12 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     require_same_settings(mesh, config, {})
     config = pin_sources(config, mesh, model_given=False, trains=False)
     directory = directory_of(config.model.source or "", config.model.revision)
-    config = _with_model_defaults(config)
-    set_tf32(config, mesh.device)
+    set_tf32(config := _with_model_defaults(config), mesh.device)
     named = config.data.tokenizer or (directory if has_tokenizer(directory) else None)
     tokenizer = load_tokenizer(named) if named is not None else None
     console.status("building the model")
-    compute = getattr(torch, config.precision.compute)
-    built = build_model(config.model, config.run.seed)
-    built = add_adapters(built, config.model, config.run.seed, compute, inside=True)
+    compute, seed = getattr(torch, config.precision.compute), config.run.seed
+    built = add_adapters(build_model(config.model, seed), config.model, seed, compute, inside=True)
     model = built.model.requires_grad_(False)
     check_arguments(model, {}, None)
     require_directories(config.offload)
@@ -501,7 +494,7 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     if config.model.attention is not None:
         use_attention(model, config.model.attention, compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)
-    console.note(*synchronize_initial_values(built, mesh, config.run.seed))
+    console.note(*synchronize_initial_values(built, mesh, seed))
     console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
     tiers = open_tiers(mesh, options)
     try:

@@ -63,9 +63,8 @@ class ResultJournal:
             if kept:
                 self.rows[row["number"]] = row
             elif row != self._head:
-                raise ConfigError(
-                    f"{self.path} has results of other prompts or settings; give another --out, or delete it to begin anew"
-                )
+                cure = "give another --out, or delete it to begin anew"
+                raise ConfigError(f"{self.path} has results of other prompts or settings; {cure}")
             kept += len(line)
         self._file.truncate(kept)
         self._file.seek(kept)

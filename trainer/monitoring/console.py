@@ -149,20 +149,15 @@ class Console(AbstractContextManager["Console"]):
         if self._progress is not None:
             # Short enough for 80 columns beside the bar.
             unit = line.get("unit", "tokens").replace("tokens", "tok")
-            self._numbers = (
-                f"loss {line['loss']:.3f}  {human_count(line['tokens_per_second'])} {unit}/s  "
-                f"{human_bytes(line['peak_memory_bytes'])}"
-            )
+            rate, peak = f"{human_count(line['tokens_per_second'])} {unit}/s", human_bytes(line["peak_memory_bytes"])
+            self._numbers = f"loss {line['loss']:.3f}  {rate}  {peak}"
             self.advance(line["step"])
             return
         self._numbers = step_line(line, total_steps=self._total_steps)
         done, left = line["step"] - self._first_step, self._total_steps + self._work_after - line["step"]
         if done > 0 and left > 0:
             self._numbers += f"  {human_seconds((time.monotonic() - self._started) / done * left)} left"
-        if self._notebook:
-            self._update_line(self._numbers)
-        else:
-            self.note(self._numbers)
+        (self._update_line if self._notebook else self.note)(self._numbers)
 
     def close(self) -> None:
         """Stop showing progress and restore the terminal. Closing twice is allowed."""
@@ -223,10 +218,8 @@ class Console(AbstractContextManager["Console"]):
 
 def step_line(line: Mapping[str, Any], *, total_steps: int = 0) -> str:
     """Return a logged step as plain text, numbers with units, values beyond `STEP_FIELDS` last."""
-    of_total = f"/{total_steps}" if total_steps else ""
-    parts = [f"step {line['step']}{of_total}", f"loss {line['loss']:.4f}"]
-    if line["grad_norm"] is not None:
-        parts.append(f"grad {line['grad_norm']:.3g}")
+    parts = [f"step {line['step']}{f'/{total_steps}' if total_steps else ''}", f"loss {line['loss']:.4f}"]
+    parts += [] if line["grad_norm"] is None else [f"grad {line['grad_norm']:.3g}"]
     parts += [
         f"lr {line['lr']:.3g}",
         f"{human_count(line['tokens_per_second'])} {line.get('unit', 'tokens')}/s",

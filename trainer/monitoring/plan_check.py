@@ -30,9 +30,8 @@ class PlanCheck:
         """Return `[predicted, measured]` of each term, for a line of metrics, by measured bytes by tier and purpose and `peak`."""
         steps = self.steps[1:] or self.steps or [(0.0, {})]
         names = dict.fromkeys([*self.phases, *(name for _, phases in steps for name in phases)])
-        phases = {
-            name: [self.phases.get(name, 0.0), median(phases.get(name, 0.0) for _, phases in steps)] for name in names
-        }
+        medians = {name: median(phases.get(name, 0.0) for _, phases in steps) for name in names}
+        phases = {name: [self.phases.get(name, 0.0), measured] for name, measured in medians.items()}
         highest, tiers = [self.peak, peak], {}
         for tier in {"device": None, **self.memory}:
             expected, actual = self.memory.get(tier, {}), memory.get(tier, {})
@@ -60,8 +59,7 @@ def comparison_table(record: Mapping[str, Any]) -> PlanTable:
             terms.append((f"{tier}: {_TERM_TEXTS.get(name, name.replace('_', ' '))}", human_bytes, pair))
     rows: list[tuple[str, ...]] = []
     for name, shown, (predicted, measured) in terms:
-        off = f"{predicted / measured - 1:+.0%}" if measured else ""
-        rows.append((name, shown(predicted), shown(measured), off))
+        rows.append((name, shown(predicted), shown(measured), f"{predicted / measured - 1:+.0%}" if measured else ""))
     return (str(record["layout"]), "predicted", "measured", "off"), rows
 
 

@@ -101,14 +101,13 @@ def sentences(found: Sequence[Blame]) -> list[str]:
     lines = []
     for each in found:
         who, wait = ranks_text(each.waiting, 8), "wait" if len(each.waiting) > 1 else "waits"
+        doing = f"{each.doing}, for {each.seconds:.1f} s"
         if each.rank is not None:
-            lines.append(
-                f"{who} {wait} for rank {each.rank}: {each.cause} (rank {each.rank} is {each.doing}, for {each.seconds:.1f} s)"
-            )
+            lines.append(f"{who} {wait} for rank {each.rank}: {each.cause} (rank {each.rank} is {doing})")
         elif each.cause == "link":
-            lines.append(f"{who}: link (all ranks have come to {each.doing}, for {each.seconds:.1f} s)")
+            lines.append(f"{who}: link (all ranks have come to {doing})")
         else:
-            lines.append(f"{who} {wait} for each other (in {each.doing}, for {each.seconds:.1f} s)")
+            lines.append(f"{who} {wait} for each other (in {doing})")
     return lines
 
 

@@ -39,8 +39,7 @@ class RunDirectory:
             with refusals(path, "written", _ELSEWHERE):
                 path.mkdir(parents=True, exist_ok=True)
                 if not os.access(path, os.W_OK | os.X_OK):
-                    read_only = os.statvfs(path).f_flag & os.ST_RDONLY
-                    number = errno.EROFS if read_only else errno.EACCES
+                    number = errno.EROFS if os.statvfs(path).f_flag & os.ST_RDONLY else errno.EACCES
                     raise OSError(number, os.strerror(number))
 
     @contextmanager
@@ -55,9 +54,8 @@ class RunDirectory:
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
                 if not try_lock(file.fileno()):
                     holder = file.read(200).decode(errors="replace").strip() or "another process"
-                    raise StorageError(
-                        f"{str(self.path)!r} belongs to a run that is going on ({holder}); wait for it, or give another run.name"
-                    )
+                    cure = "wait for it, or give another run.name"
+                    raise StorageError(f"{str(self.path)!r} belongs to a run that is going on ({holder}); {cure}")
                 _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
                 remove_unfinished(self.path)
             try:

@@ -59,9 +59,8 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
                 raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken")
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             self.close()
-            raise StorageError(
-                f"{str(self.path)!r} cannot be written: {getattr(error, 'strerror', None) or error}"
-            ) from error
+            why = getattr(error, "strerror", None) or error
+            raise StorageError(f"{str(self.path)!r} cannot be written: {why}") from error
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""

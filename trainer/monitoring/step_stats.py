@@ -118,8 +118,7 @@ class UserScalars:
 
 def require_free_names(values: Mapping[str, Any], whose: str) -> None:
     """Raise `ConfigError` for names of fields of a step's line."""
-    reserved = sorted(values.keys() & STEP_FIELDS)
-    if reserved:
+    if reserved := sorted(values.keys() & STEP_FIELDS):
         raise ConfigError(f"{whose}: {', '.join(reserved)} is a field of every step's line; choose another name")
 
 

@@ -61,9 +61,8 @@ def read_rings(folder: Path) -> tuple[list[RankRing], list[str]]:
             remarks.append(f"{path} cannot be read: {error}")
     latest = max((ring.wall for ring in rings), default=0)
     # Rings of other processes, of more ranks or an earlier start, end before all events of the latest ring.
-    began = min(
-        (ring.wall - ring.clock + ring.events[0][0] for ring in rings if ring.wall == latest and ring.events), default=0
-    )
+    last = [ring for ring in rings if ring.wall == latest and ring.events]
+    began = min((ring.wall - ring.clock + ring.events[0][0] for ring in last), default=0)
     old = [ring.rank for ring in rings if ring.wall < began]
     remarks += [f"rank {rank} has written nothing in the time of the others, and is left out" for rank in sorted(old)]
     latest_rings = sorted((ring for ring in rings if ring.rank not in old and ring.events), key=lambda ring: ring.rank)
@@ -150,8 +149,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
         if code >> UNIT_BITS & codes.NO_ACTIVITY:
             mark, name = code & ~DETAIL, ring.names[detail] if detail < len(ring.names) else ""
             if mark == codes.BEGIN or mark == codes.WAIT:
-                text = name if mark == codes.BEGIN else f"wait: {name}"
-                nested.append(begin(PHASES, text or "?", at))
+                nested.append(begin(PHASES, (name if mark == codes.BEGIN else f"wait: {name}") or "?", at))
             elif mark == codes.END:
                 depth = next((back for back, each in enumerate(reversed(nested), 1) if each.name == name), 0)
                 for _ in range(depth):

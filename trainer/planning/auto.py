@@ -96,10 +96,9 @@ def set_auto(
         if plan.best is not None:
             break
     if plan.best is None:
-        least = plan.least
+        why = f"the least is {plan.least.estimate.layout}: {plan.least.why_not}"
         raise ConfigError(
-            f"no layout fits on {counted(ranks, 'rank')}; the least is {least.estimate.layout}: {least.why_not}; "
-            "leave keys that are given to the plan too, or take more ranks",
+            f"no layout fits on {counted(ranks, 'rank')}; {why}; leave given keys to the plan too, or take more ranks",
             where=", ".join(config.parallel.auto),
         )
     best = plan.best.estimate
@@ -119,20 +118,16 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
     tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)
     model = build_whole_model(inputs.model, config, tokenizer).model
-    loss = make_loss(
-        model, mode=config.model.loss_mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing
-    )
+    own, smoothing = inputs.compute_loss, config.run.label_smoothing
+    loss = make_loss(model, mode=config.model.loss_mode, compute_loss=own, smoothing=smoothing)
     if inputs.train_dataset is None:
         return Subject(model, loss, config, token_batches(config), device=device)
     dataset: Any = inputs.train_dataset
-    forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    rules = BatchRules(
-        collate=inputs.collate, fields=forward.fields, named=forward.named, unused=config.data.remove_unused
-    )
+    takes, unused = ForwardInputs.of(model, users_loss=own is not None), config.data.remove_unused
+    rules = BatchRules(collate=inputs.collate, fields=takes.fields, named=takes.named, unused=unused)
     if is_stream(dataset):
-        raise ConfigError(
-            "a stream is not read before the run begins; give parallel, zero.stage and batch.micro_size yourself"
-        )
+        cure = "give parallel, zero.stage and batch.micro_size yourself"
+        raise ConfigError(f"a stream is not read before the run begins; {cure}")
 
     def batches(micro: int) -> dict[str, Any]:
         return rules.accepted(rules.make_batch(dataset, [index % len(dataset) for index in range(micro)]))

@@ -8,7 +8,7 @@ count.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 
 import torch
@@ -122,8 +122,7 @@ class Estimator:
         tiers = layout.optimizer, layout.parameters
         key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
         if key not in self._memory:
-            options = self.options(layout)
-            self._memory[key] = MemoryModel(units, options, layout.states, transport, self.device)
+            self._memory[key] = MemoryModel(units, self.options(layout), layout.states, transport, self.device)
         return self._memory[key]
 
     def stages(self, trace: Trace, cut: Sequence[range], layout: Layout) -> Sequence[Chunk]:
@@ -169,15 +168,12 @@ class Estimator:
         if key not in self._seconds:
             weights = Work(products=[each for each in forward.products if each.activation_bytes])
             computes = [self.machine.work_seconds(work, ranks_on_host=ranks) for work in (forward, backward, weights)]
+            seconds = partial(self.collective_seconds, ranks_on_host=ranks)
             exchanges = [
-                sum(
-                    self.collective_seconds(each.kind, each.nbytes, ranks=each.ranks, ranks_on_host=ranks)
-                    for each in work.exchanges
-                )
+                sum(seconds(each.kind, each.nbytes, ranks=each.ranks) for each in work.exchanges)
                 for work in (forward, backward)
             ]
-            both = (computes[0] + exchanges[0], computes[1] + exchanges[1])
-            self._seconds[key] = (*both, computes[2], sum(exchanges))
+            self._seconds[key] = (computes[0] + exchanges[0], computes[1] + exchanges[1], computes[2], sum(exchanges))
         return self._seconds[key]
 
     def overhead_seconds(self, layout: Layout) -> float:
@@ -205,10 +201,8 @@ class _LayoutCosts:
         self._moved_inputs = choice.fraction if moves else 0.0
         """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.states == 1 else self._machine.transport(self._hosts)
-        every = (
-            subject.stage_units(layout.tensor, tuple(range(rank, len(cut), ranks)), cut, layout.states)
-            for rank in self._ranks
-        )
+        stages = (tuple(range(rank, len(cut), ranks)) for rank in self._ranks)
+        every = (subject.stage_units(layout.tensor, own, cut, layout.states) for own in stages)
         self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
@@ -239,8 +233,7 @@ class _LayoutCosts:
         device = {purpose.value: nbytes for purpose, nbytes in memory.terms.items()}
         gradients = device.pop(Purpose.GRADIENTS.value, 0)
         activations, is_cpu = self._activations(rank), self._machine.is_cpu
-        # Gradient shards reuse the blocks that freed activations return to an accelerator's allocator. The C
-        # library's heap on a CPU seldom can.
+        # Gradient shards reuse blocks that freed activations return to an accelerator's allocator; a CPU's heap seldom can.
         stay = is_cpu or self._options.gradients_keep_memory(self._device)
         beside = 0 if stay else min(gradients + memory.transit_bytes, activations)
         library = self._machine.library
@@ -335,25 +328,20 @@ class _LayoutCosts:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
         shard, count, number = layout.states, layout.accumulation, max(1, len(memory.units))
-        wire = sum(
-            whole * options.wire_dtype(dtype, on_device=not is_cpu).itemsize
-            for dtype, (whole, _) in memory.trained.items()
-        )
+        wire_dtype = partial(options.wire_dtype, on_device=not is_cpu)
+        wire = sum(whole * wire_dtype(dtype).itemsize for dtype, (whole, _) in memory.trained.items())
 
         def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
             # One collective per unit.
-            return number * self._known.collective_seconds(
-                kind.value, nbytes / number, ranks=ranks, hosts=hosts, ranks_on_host=self._ranks_on_host
-            )
+            seconds = partial(self._known.collective_seconds, ranks_on_host=self._ranks_on_host)
+            return number * seconds(kind.value, nbytes / number, ranks=ranks, hosts=hosts)
 
         # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
         accumulated = 0.0
         sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
         for dtype, (elements, own) in memory.trained.items():
-            if shard == 1 or options.sums_before_reducing:
-                accumulated += elements * (dtype.itemsize + sums)
-            else:
-                accumulated += elements * 2 * dtype.itemsize + own * sums
+            copies = shard > 1 and not options.sums_before_reducing
+            accumulated += elements * dtype.itemsize * (2 if copies else 1) + (own if copies else elements) * sums
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
@@ -382,11 +370,8 @@ class _LayoutCosts:
 
         if offload.parameters.leaves_device(self._device):
             trained = sum(own * dtype.itemsize for dtype, (_, own) in memory.trained.items())
-            resting, written = memory.parameters / layout.states, trained
-            if (
-                not offload.optimizer.leaves_device(self._device)
-                and options.precision.master != options.precision.compute
-            ):
+            resting, written, roles = memory.parameters / layout.states, trained, options.precision
+            if not offload.optimizer.leaves_device(self._device) and roles.master != roles.compute:
                 # Trained parameters are cast from the master weights on the device, and rest nowhere else.
                 resting, written = resting - trained, 0
             seconds = moved(offload.parameters, 2 * count * offload.parameters.fraction * resting, written)
@@ -395,8 +380,7 @@ class _LayoutCosts:
             kept = max(sum(each.kept for each in self._chunks_of(rank)) for rank in range(layout.pipeline))
             passed = count * self._moved_inputs * kept
             hidden += moved(offload.activations, passed, passed)
-        first = hidden / max(1, len(memory.units) * count)
-        return open_ + max(hidden - compute, first)
+        return open_ + max(hidden - compute, hidden / max(1, len(memory.units) * count))
 
     def _update_seconds(self, memory: MemoryModel) -> tuple[float, float]:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""

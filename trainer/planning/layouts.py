@@ -69,8 +69,7 @@ class Layout:
         values = {key: getattr(self, field) for key, field in FIELDS.items()}
         for key, value in values.items():
             if isinstance(value, TierChoice):
-                moved = {"tier": value.tier, "fraction": value.fraction}
-                values[key] = value.tier if value.fraction == 1 else moved
+                values[key] = value.tier if value.fraction == 1 else {"tier": value.tier, "fraction": value.fraction}
         return values
 
     def __str__(self) -> str:
@@ -88,8 +87,7 @@ class Layout:
         for name in TIERS:
             choice: TierChoice = getattr(self, name)
             if choice.uses_tier:
-                share = "" if choice.fraction == 1 else f" {choice.fraction:.0%}"
-                parts.append(f"{name}{share} on {choice.tier}")
+                parts.append(f"{name}{'' if choice.fraction == 1 else f' {choice.fraction:.0%}'} on {choice.tier}")
         return ", ".join(parts)
 
 

@@ -1,7 +1,5 @@
-"""Machines for a plan: their measured rates, the seconds that these predict, and machines by name, by size or from files.
-
-Every prediction is a formula of a few figures, which docs/machine-files.md describes.
-"""
+"""Machines for a plan: their measured rates, the seconds that these predict, and machines by name, by size or from files. Every
+prediction is a formula of a few figures, which docs/machine-files.md describes."""
 
 import math
 import re
@@ -167,8 +165,7 @@ class Machine(Section):
         self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
     ) -> float:
         """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a whole
-        (that is, after an all-gather, and before another), while `ranks_on_host` ranks compute on each host. Raises `ConfigError`
-        where the machine file has no such link.
+        (after an all-gather, and before another), while `ranks_on_host` compute on each. Raises `ConfigError` without such a link.
 
         The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes,
         twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over the
@@ -191,15 +188,13 @@ class Machine(Section):
         if kind != Collective.ALL_REDUCE:
             return wait + ring + part
         # Trees between hosts, and chains inside, as in NCCL.
-        tree = (on_host - 1) * inside + math.ceil(math.log2(hosts)) * between
-        return wait + 2 * (min(ring, tree) + part)
+        return wait + 2 * (min(ring, (on_host - 1) * inside + math.ceil(math.log2(hosts)) * between) + part)
 
     def _link(self, where: Literal["inside", "between"], transport: str) -> LinkRates:
         rates: LinkRates | None = getattr(getattr(self.links, where), transport, None)
         if rates is None:
-            what = "inside a host" if where == "inside" else "between hosts"
-            added = f"add links.{where}.{transport} with latency_seconds and bandwidth"
-            raise self._lacks(f"figures of {transport} {what}", added)
+            what = f"figures of {transport} {'inside a host' if where == 'inside' else 'between hosts'}"
+            raise self._lacks(what, f"add links.{where}.{transport} with latency_seconds and bandwidth")
         return rates
 
     def copy_seconds(self, nbytes: float, *, to: DeviceOrHost = "host") -> float:
@@ -276,7 +271,7 @@ def _machine_of_card(name: str, devices: int) -> Machine:
             },
             "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
             "links": {
-                "inside": {"nccl": {**every["link"], "bandwidth": row["link"]}},
+                "inside": {"nccl": every["link"] | {"bandwidth": row["link"]}},
                 "between": {"nccl": every["between"]},
             },
             "disk": every["disk"],
@@ -309,8 +304,7 @@ def read_machine(path: Path) -> Machine:
     try:
         return Machine.model_validate(data)
     except ValidationError as error:
-        found = dict.fromkeys(map(_problem, error.errors(include_url=False)))
-        raise ConfigError(list(found), where=where) from None
+        raise ConfigError([*dict.fromkeys(map(_problem, error.errors(include_url=False)))], where=where) from None
 
 
 def write_machine(machine: Machine, path: Path) -> None:

@@ -111,12 +111,8 @@ def measure_machine(
     for link in links["between"].values():
         if mesh.rank == 0:
             link["bandwidth"] /= 1 if on_device else len(hosts[0])  # Ranks of a host share its network.
-    host = {
-        "devices": len(hosts[0]),
-        "cores": available_cores(),
-        "memory_bytes": machine_bytes(),
-        "memory_bandwidth": sum(filter(None, parts)),
-    }
+    host = {"devices": len(hosts[0]), "cores": available_cores(), "memory_bytes": machine_bytes()}
+    host["memory_bandwidth"] = sum(filter(None, parts))
     memory = accelerator.device_memory(mesh.device).total if on_device else machine_bytes()
     name = accelerator.device_name(mesh.device) if on_device else cpu_name()
     date = time.strftime("%Y-%m-%d", time.gmtime())
@@ -225,14 +221,8 @@ class _DeviceMeter:
 
     def _transformer(self, *, hidden: int, layers: int, length: int) -> tuple[Callable[[], None], Trace, int]:
         """Return a training step without update, its trace, and the bytes of the parameters."""
-        config = LlamaConfig(
-            vocab_size=256,
-            hidden_size=hidden,
-            intermediate_size=3 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            use_cache=False,
-        )
+        sizes = {"vocab_size": 256, "hidden_size": hidden, "intermediate_size": 3 * hidden}
+        config = LlamaConfig(**sizes, num_hidden_layers=layers, num_attention_heads=4, use_cache=False)
         model = LlamaForCausalLM(config).to(self.device).train()
         loss, tokens = make_loss(model), torch.zeros(1, length, dtype=torch.long)
         batch = {"input_ids": tokens, "labels": tokens}

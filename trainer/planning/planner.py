@@ -46,10 +46,8 @@ def why_not(estimate: Estimate, room: MemoryBytes) -> str:
     short = MemoryBytes(device=device, host=host, disk=estimate.disk).beyond(room)
     if short == ("device" if room.device else "host"):
         largest = max(estimate.device, key=lambda name: estimate.device[name])
-        return (
-            f"{human_bytes(here)} of {human_bytes(room.critical)}, most of it {largest} "
-            f"({human_bytes(estimate.device[largest])})"
-        )
+        most = f"most of it {largest} ({human_bytes(estimate.device[largest])})"
+        return f"{human_bytes(here)} of {human_bytes(room.critical)}, {most}"
     if short == "host":
         return f"{human_bytes(beside)} of the host's memory for each rank, of {human_bytes(room.host)}"
     return f"{human_bytes(estimate.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
@@ -83,8 +81,7 @@ class Plan:
     @cached_property
     def least(self) -> PlanRow:
         """The row with the fewest device bytes, of those that fit or, where none fits, of all."""
-        fitting = [row for row in self.rows if row.fits]
-        return min(fitting or self.rows, key=lambda row: row.estimate.device_bytes)
+        return min([row for row in self.rows if row.fits] or self.rows, key=lambda row: row.estimate.device_bytes)
 
     @property
     def best(self) -> PlanRow | None:
@@ -106,9 +103,7 @@ class Planner:
         """Estimate every layout. Raises `ConfigError` for `ranks` that fill no hosts or have no layout, and untraceable models."""
         host = self._host
         if ranks > host and ranks % host:
-            raise ConfigError(
-                f"{ranks} ranks do not fill hosts of {host}; give a multiple of {host}, or another --host"
-            )
+            raise ConfigError(f"{ranks} ranks do not fill hosts of {host}; give a multiple of it, or another --host")
         room = memory_per_rank(self._machine, min(ranks, host))
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"
@@ -117,9 +112,8 @@ class Planner:
         if not rows:
             reasons = "; ".join(f"{layout}: {reason}" for reason, layout in self._refused.items())
             given = ", ".join(f"{name} {value}" for name, value in self._fixed.items())
-            raise ConfigError(
-                f"no layout has {counted(ranks, 'rank')}{f' with {given}' if given else ''}{f' ({reasons})' if reasons else ''}"
-            )
+            why = (f" with {given}" if given else "") + (f" ({reasons})" if reasons else "")
+            raise ConfigError(f"no layout has {counted(ranks, 'rank')}{why}")
         rows += self._offloaded(rows, room)
         fitting = sorted((row for row in rows if row.fits), key=_sort_key)
         first = [replace(row, estimate=self._estimator.estimate(row.estimate.layout)) for row in fitting[:_SIMULATED]]
@@ -146,12 +140,10 @@ class Planner:
         # Shares of short sequences would save little memory.
         longest = subject.config.data.sequence_length // (2 * _LEAST_PIECE)
         shares = [size for size in _divisors(min(ranks, host)) if size == 1 or size <= longest]
-        contexts = [
-            size for size in self._choices("context", shares) if size == 1 or subject.can_trace(1, context=size)
-        ]
-        modes: tuple[Mode, ...] = (
-            ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
-        )
+        sizes = self._choices("context", shares)
+        contexts = [size for size in sizes if size == 1 or subject.can_trace(1, context=size)]
+        can_recompute = subject.can_trace(1, recompute="block")
+        modes: tuple[Mode, ...] = ("none", "selective", "block") if can_recompute else ("none",)
         meshes = [
             Layout(
                 pipeline=pipeline,
@@ -247,8 +239,7 @@ class Planner:
         for row in sorted(rows, key=lambda row: row.estimate.seconds):
             layout = row.estimate.layout
             bound = seconds[_ENOUGH_FITTING - 1] if len(seconds) >= _ENOUGH_FITTING else math.inf
-            wanted = not row.fits and row.estimate.seconds < bound
-            lowest = id(row) in smallest
+            wanted, lowest = not row.fits and row.estimate.seconds < bound, id(row) in smallest
             if not (wanted or lowest):
                 continue
             parts = list(self._offload_options(layout, tiers))
@@ -269,8 +260,7 @@ class Planner:
             if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
                 continue
             priced = [[(added(change), change) for change in part] for part in parts]
-            combinations = sorted(product(*priced), key=lambda chosen: sum(price for price, _ in chosen))
-            for chosen in combinations:
+            for chosen in sorted(product(*priced), key=lambda chosen: sum(price for price, _ in chosen)):
                 if row.estimate.seconds + sum(price for price, _ in chosen) >= bound:
                     break
                 if (fits := made(change for _, change in chosen)) is not None and fits.fits:

@@ -109,16 +109,12 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
     from zeromesh.trainer.tools.html_report.page import Part, Table, document  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)
-    estimates = [row.estimate for row in plan.rows[:shown]]
+    numbered = enumerate((row.estimate for row in plan.rows[:shown]), start=1)
     rows = [
-        (number, str(each.layout), human_bytes(each.device_bytes), human_seconds(each.seconds))
-        for number, each in enumerate(estimates, start=1)
+        (at, str(each.layout), human_bytes(each.device_bytes), human_seconds(each.seconds)) for at, each in numbered
     ]
-    table = Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3))
-    sections: dict[str, list[Part]] = {
-        "Layouts, the fastest first": [("", "table", table)],
-        "Memory and time": [("", "charts", charts)],
-    }
+    table: Part = ("", "table", Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3)))
+    sections = {"Layouts, the fastest first": [table], "Memory and time": [("", "charts", charts)]}
     title = f"{plan.subject} on {counted(plan.ranks, 'rank')} of {plan.machine}"
     return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.critical)}.")
 

@@ -215,9 +215,7 @@ def _services() -> list[Process]:
 
 def _last_row(path: Path) -> tuple[RowPosition, int]:
     """Return the position of the last row that a file of wandb's service holds, and the number of its last row of any kind.
-
-    The file is a log as of LevelDB: blocks of chunks, each with a checksum, its length and the part of a record that it is.
-    """
+    The file is a log as of LevelDB: blocks of chunks, each with a checksum, its length and the part of a record that it is."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     last, number, record, at = Record().history, -1, b"", 7
@@ -244,8 +242,7 @@ class TensorBoardTracker(Tracker):
         run, folder, (noted, _) = self.run, self.run.directory / "tensorboard", self._read_last_row()
         first = run.step + 1 if noted == UNKNOWN else min(noted.step, run.step + 1)
         self.sent = RowPosition(max(0, first - 1), first > 0)
-        # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: of two files of one second the later one could
-        # sort first, and the other would purge its rows.
+        # TensorBoard sorts files by name, `events.out.tfevents.SECOND.HOST.PID...`: the later of one second might lose its rows.
         matches = [_EVENT_FILE.match(path.name) for path in folder.glob("events.out.tfevents.*")]
         wait = max((int(match[1]) for match in matches if match), default=0) + 1 - time.time()
         if wait > _WAIT_SECONDS:
@@ -285,8 +282,7 @@ def _comet_ml(run: TrackedRun) -> dict[str, Any]:
         display_summary_level=0,
         **dict.fromkeys(_COMET_WATCHES.split(), False),
     )
-    # A key has at least 32 characters.
-    key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]
+    key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]  # A key has at least 32 characters.
     where = {} if run.online else {"online": False}
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
 

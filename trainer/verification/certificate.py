@@ -87,11 +87,9 @@ class Certificate:
             lines.append(f"{name}: losses {', '.join(f'{loss:.6g}' for loss in each.losses)}")
             largest = max([0.0, *each.gradients.values(), *each.parameters.values()])
             figures = [f"largest difference {largest:.2g} (bound {each.bound:.2g})"]
-            if each.gradients:
-                figures.append(f"{len(each.gradients)} gradients in each step")
-            figures.append(f"{len(each.parameters)} parameters")
-            if each.outputs:
-                figures.append(f"{each.outputs:,} outputs of modules")
+            figures += [f"{len(each.gradients)} gradients in each step"] if each.gradients else []
+            figures += [f"{len(each.parameters)} parameters"]
+            figures += [f"{each.outputs:,} outputs of modules"] if each.outputs else []
             lines.append(f"{name}: {', '.join(figures)}")
         lines += [f"{name}: {result}" for name, result in self.checks.items()]
         if self.differences:
@@ -99,8 +97,7 @@ class Certificate:
             also = [f"also: {each.sentence()}" for each in self.differences[1:]]
             lines += [f"  {line}" for line in first_lines(also, _SHOWN - 1)]
         versions = some([f"{name} {version}" for name, version in self.versions.items()], 8)
-        verdict = "PASSED" if self.passed else "FAILED"
-        return [*lines, f"{verdict} in {self.seconds:.0f} s with {versions}"]
+        return [*lines, f"{'PASSED' if self.passed else 'FAILED'} in {self.seconds:.0f} s with {versions}"]
 
 
 def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:

@@ -53,22 +53,22 @@ def _check_resume(each: Verification) -> CheckResult:
     divided = each.mesh.shard.size < each.mesh.world_size
     values = config.model_dump(mode="json")
     values["parallel"] |= {
-        "replicate": 1,
+        **dict.fromkeys(("replicate", "tensor", "context", "pipeline", "chunks"), 1),
         "shard": "auto",
-        "tensor": 1,
-        "context": 1,
-        "pipeline": 1,
+    }
+    values["parallel"] |= {
         "sequence": False,
         "plan": None,
+        "schedule": "1f1b",
+        "stages": None,
+        "context_method": "auto",
     }
-    values["parallel"] |= {"schedule": "1f1b", "chunks": 1, "stages": None, "context_method": "auto"}
     stage = values["zero"]["stage"] = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
     if stage < 3:
         values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
-    last = Recorder()
     each.run(config, Recorder(stop_after=2, saves=True))
     each.run(TrainerConfig.model_validate(values), Recorder(stop_after=3, saves=True))
-    each.run(config, last)
+    each.run(config, last := Recorder())
     differences = list(differences_of(last, each.plain, run="resume", first=3))
     return differences, "saved after step 2, loaded in another layout, saved after step 3, loaded in this one"
 

@@ -111,8 +111,7 @@ class Observer(Recorder):
                 gradient = trainer.gradient(name)
             except PhaseError:
                 return  # The gradient was consumed inside backward.
-            size = float("inf") if gradient is None else deviation(gradient.cpu(), plain, norm)
-            self._note("gradient", name, size)
+            self._note("gradient", name, float("inf") if gradient is None else deviation(gradient.cpu(), plain, norm))
 
     def on_optimizer_step(self, trainer: Any, step: int) -> None:
         self._compare_microbatches(trainer)
@@ -164,8 +163,7 @@ class Observer(Recorder):
         trainer.mesh.context.all_reduce(totals, "sums of shares of sequences")
         for total, (_, count), index in zip(totals.tolist(), self._sums, indices, strict=False):
             plain_total, plain_count = plain.sums[index]
-            size = float("inf") if count != plain_count else relative(total, plain_total)
-            self._note("loss", head, size, index)
+            self._note("loss", head, float("inf") if count != plain_count else relative(total, plain_total), index)
         for name, calls in self._outputs.items():
             expected = len(plain.outputs[indices[0]].get(name, ())) if indices else 0
             if not expected or len(calls) != expected * trainer.run.plan.accumulation:
@@ -255,9 +253,8 @@ class Verification:
 
 
 def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> PassRecord:
-    return PassRecord(
-        losses=run.losses, plain_losses=plain.losses, norms=run.norms, plain_norms=plain.norms, bound=bound, **compared
-    )
+    compared |= {"norms": run.norms, "plain_norms": plain.norms, "bound": bound}
+    return PassRecord(losses=run.losses, plain_losses=plain.losses, **compared)
 
 
 def relative_errors_of(

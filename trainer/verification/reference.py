@@ -81,9 +81,8 @@ class PlainRun:
                 parameter.data = weights.codec.rounded(given).to(parameter.dtype)
                 change += float((parameter.detach() - given).double().square().sum())
                 size += float(given.double().square().sum())
-            self.rounding = (
-                f"{weights.codec.name} rounds {len(names)} matrices by {(change / size) ** 0.5:.2g} of their norm"
-            )
+            part = (change / size) ** 0.5
+            self.rounding = f"{weights.codec.name} rounds {len(names)} matrices by {part:.2g} of their norm"
         self.masters = {
             name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
             for name, each in model.named_parameters()
@@ -146,14 +145,10 @@ class PlainRun:
         # A loss of the user's own says after forward how many targets it has.
         known = 0 if self.users_loss else sum(count_of(self.model, batch) for batch in batches)
         for index, batch in enumerate(batches):
-            moved = {
-                name: value.to(self.compute)
-                if isinstance(value, Tensor) and value.is_floating_point() and name != "labels"
-                else value
-                for name, value in batch.items()
-            }
+            inputs = {name: each for name, each in batch.items() if isinstance(each, Tensor) and name != "labels"}
+            cast = {name: each.to(self.compute) for name, each in inputs.items() if each.is_floating_point()}
             self.outputs = {} if index in watched else None
-            total, count = self.loss(self.model, moved)
+            total, count = self.loss(self.model, {**batch, **cast})
             step.outputs.append(self.outputs or {})
             step.sums.append((float(total.detach()), count))
             share = _length(batch) / samples / max(1, count) if by_samples else 1 / known if known else 1.0
@@ -221,12 +216,10 @@ def count_of(model: nn.Module, batch: Mapping[str, Any]) -> int:
     kind = _loss_unit(model)
     labels = batch.get("labels")
     if kind == "positions":
-        starts, ends = batch["start_positions"], batch["end_positions"]
-        return int(starts.numel() + ends.numel())
+        return int(batch["start_positions"].numel() + batch["end_positions"].numel())
     if kind == "samples" or not isinstance(labels, Tensor):
         return _length(batch)
-    counted = labels[..., 1:] if kind == "next" else labels
-    return int((counted != IGNORED).sum())
+    return int(((labels[..., 1:] if kind == "next" else labels) != IGNORED).sum())
 
 
 def loss_sum(
@@ -238,8 +231,7 @@ def loss_sum(
         return total.reshape(()), int(count)
     fields = ForwardInputs.of(model, users_loss=False).fields
     inputs = {name: value for name, value in batch.items() if fields is None or name in fields}
-    if fields is not None and "use_cache" in fields:
-        inputs["use_cache"] = False
+    inputs |= {"use_cache": False} if "use_cache" in (fields or ()) else {}
     count = count_of(model, batch)
     labels = inputs.get("labels")
     if not count and isinstance(labels, Tensor):
@@ -251,9 +243,8 @@ def loss_sum(
             logits, labels = logits[..., :-1, :], labels[..., 1:]
         wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
         return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), count
-    mean: Any = (
-        outputs["loss"] if isinstance(outputs, Mapping) else outputs[0] if isinstance(outputs, tuple) else outputs
-    )
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    mean: Any = outputs["loss"] if isinstance(outputs, Mapping) else first
     return getattr(mean, "loss", mean).reshape(()) * count, count
 
 

@@ -100,9 +100,8 @@ def _without_dropout(settings: dict[str, Any]) -> dict[str, Any]:
 
 def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
-    roles = dict.fromkeys(("compute", "master", "reduce"), "float64")
+    roles, eps = dict.fromkeys(("compute", "master", "reduce"), "float64"), config.optimizer.eps
     precision = config.precision.model_copy(update={**roles, "linear": None})
-    eps = config.optimizer.eps
     optimizer = config.optimizer.model_copy(update={} if eps is None else {"eps": max(eps, _EPSILON)})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
@@ -114,9 +113,8 @@ def without_dropout(model: nn.Module) -> bool:
     for module in model.modules():
         for name, value in list(vars(module).items()):
             drops = "dropout" in name or name.endswith(("_pdrop", "layerdrop"))
-            if isinstance(value, float) and (
-                drops or (name == "p" and isinstance(module, nn.modules.dropout._DropoutNd))
-            ):
+            drops |= name == "p" and isinstance(module, nn.modules.dropout._DropoutNd)
+            if drops and isinstance(value, float):
                 rates.append(value)
                 setattr(module, name, 0.0)
     configs = {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}
@@ -208,12 +206,8 @@ def _sizes(text: Any, ranks: int) -> dict[str, int]:
     sizes = {"layers": 2, "head width": 8, "rotary width": 4, "state": 8, "positions": 64, "chosen experts": 2}
     sizes |= {"width": many * 8, "inner width": small("intermediate_size", 48), "heads": many}
     sizes |= {"key-value heads": few} if groups else {}
-    sizes |= {
-        "experts": max(4, ranks),
-        "expert width": 16 + -16 % ranks,
-        "vocabulary": small("vocab_size", _VOCABULARY),
-    }
-    return named_sizes(sizes)
+    sizes |= {"experts": max(4, ranks), "expert width": 16 + -16 % ranks}
+    return named_sizes({**sizes, "vocabulary": small("vocab_size", _VOCABULARY)})
 
 
 def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: int) -> list[dict[str, Tensor]]:
@@ -221,11 +215,10 @@ def _make_samples(model: nn.Module, config: TrainerConfig, count: int, length: i
     one of eight samples no token has one. Raises `ConfigError` for a task whose inputs are not known."""
     inside = pretrained_of(model)
     name, head = type(inside).__name__, None
+    conditional = name.endswith("ForConditionalGeneration")
     if name.endswith("LMHeadModel"):
         head = "causal_lm"
-    elif (
-        inside is not None and name.endswith("ForConditionalGeneration") and text_part(inside.config).is_encoder_decoder
-    ):
+    elif inside is not None and conditional and text_part(inside.config).is_encoder_decoder:
         head = "seq2seq_lm"
     elif inside is not None:
         # The class name of a model ends with that of its automatic class.

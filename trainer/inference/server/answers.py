@@ -86,8 +86,7 @@ class Answer:
                 piece = _parsed(events, piece, calls)
                 calls += len(piece.tool_calls)
             if over:
-                length = not stopped and finish == "length"
-                piece.finish = "tool_calls" if calls else "length" if length else "stop"
+                piece.finish = "tool_calls" if calls else "length" if not stopped and finish == "length" else "stop"
             yield piece
 
 
@@ -98,9 +97,8 @@ def _parsed(events: list[Any], piece: Piece, calls: int) -> Piece:
     piece.text = ""
     for chunk in response_events_to_chunks(events):
         if isinstance(chunk, ToolCall):
-            function = {"name": chunk.name, "arguments": chunk.arguments}
             call = {"index": calls + len(piece.tool_calls), "id": f"call_{uuid.uuid4().hex[:24]}", "type": "function"}
-            piece.tool_calls.append({**call, "function": function})
+            piece.tool_calls.append({**call, "function": {"name": chunk.name, "arguments": chunk.arguments}})
         elif isinstance(chunk, ReasoningText):
             piece.reasoning += chunk
         else:
@@ -112,9 +110,8 @@ def response_parser(served: Generator, tokens: Sequence[int], tools: Any) -> Any
     """Return transformers' response parser for this model, None without one. Raises `ConfigError` for an unknown interface."""
     with errors_as(ConfigError, "serve needs another version of transformers, tested with 5.23: ", ImportError):
         from transformers.cli.serving.utils import build_response_parser
-    tokenizer = getattr(served.tokenizer, "tokenizer", None)
     model: Any = SimpleNamespace(config=SimpleNamespace(model_type=served.model_type))
-    return build_response_parser(tokenizer, model, list(tokens), tools=tools)
+    return build_response_parser(getattr(served.tokenizer, "tokenizer", None), model, list(tokens), tools=tools)
 
 
 def chat_tokens(served: Generator, asked: ChatRequest) -> list[int]:

@@ -91,8 +91,7 @@ class HttpServer:
     def __init__(self, inbox: Inbox, options: ServerOptions) -> None:
         if not is_loopback(options.host) and not options.token:
             raise ConfigError(
-                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN to what clients are to send as their "
-                "API key, or leave --host out"
+                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN (clients' API key), or leave --host out"
             )
         self._socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
         with _address_errors(options, self._socket):
@@ -120,9 +119,7 @@ class HttpServer:
             server_header=False,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._socket]}, name="http", daemon=True
-        )
+        self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
         host = f"[{options.host}]" if ":" in options.host else options.host
         return f"http://{host}:{self._socket.getsockname()[1]}/v1"
@@ -268,10 +265,8 @@ class HttpServer:
 
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             if asked.stream:
-                events = StreamingResponse(
-                    parts(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-                )
-                await events.stream_response(send)
+                headers = {"Cache-Control": "no-cache"}
+                await StreamingResponse(parts(), media_type="text/event-stream", headers=headers).stream_response(send)
                 return
             whole = Piece()
             async for piece in answer.pieces():

@@ -87,8 +87,7 @@ class _Options(BaseModel):
 
     def fields(self, most: int) -> dict[str, Any]:
         """Return fields of `GenerationConfig`; `most` is the default of `max_new_tokens`."""
-        fields: dict[str, Any] = {}
-        fields["max_new_tokens"] = getattr(self, "max_completion_tokens", None) or self.max_tokens or most
+        fields = {"max_new_tokens": getattr(self, "max_completion_tokens", None) or self.max_tokens or most}
         draws = self.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         if draws.get("temperature", 1.0) < _GREEDY_BELOW:
             return fields | {"do_sample": False}
@@ -168,10 +167,9 @@ class ChatRequest(_Options):
             message["tool_calls"] = calls
         logprobs = None
         if self.logprobs:
-            texts = [decode([token]) for token in piece.tokens]
             rows = [
-                {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
-                for text, value in zip(texts, piece.logprobs, strict=True)
+                {"token": (text := decode([token])), "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+                for token, value in zip(piece.tokens, piece.logprobs, strict=True)
             ]
             logprobs = {"content": rows, "refusal": None}
         name = "delta" if self.stream else "message"

@@ -1,7 +1,5 @@
-"""Operators without values, and their work by PyTorch's FLOP formulas and by the bytes that they move.
-
-Floating-point results are on the meta device, integers are real.
-"""
+"""Operators without values, and their work by PyTorch's FLOP formulas and by the bytes that they move. Floating-point results are
+on the meta device, integers are real."""
 
 from __future__ import annotations
 
@@ -110,8 +108,7 @@ def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Seque
     if func.overloadpacket is _aten._grouped_mm and tensors[0].dtype != torch.bfloat16:
         # The meta kernel of experts' products knows bfloat16 alone.
         narrow = tuple(each.to(torch.bfloat16) for each in args[:2])
-        others = [*narrow, *tensors[2:]]
-        return _without_floats(func, (*narrow, *args[2:]), kwargs, others).to(tensors[0].dtype)
+        return _without_floats(func, (*narrow, *args[2:]), kwargs, [*narrow, *tensors[2:]]).to(tensors[0].dtype)
     moved = {id(each): _empty_like(each) for each in tensors if not each.is_meta}
     given = {id(moved.get(id(each), each)): each for each in tensors}
     if moved:
@@ -150,11 +147,9 @@ def _is_view(func: Any) -> bool:
 
 _aten: Any = torch.ops.aten
 _registry: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
+_FLASH = "_scaled_dot_product_flash_attention"
 _FUSED = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _registry[_aten._scaled_dot_product_flash_attention],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
+    getattr(_aten, f"{_FLASH}_for_cpu{end}"): _registry[getattr(_aten, _FLASH + end)] for end in ("", "_backward")
 }
 _FLOPS: Mapping[Any, Callable[..., int]] = {
     **_registry,
@@ -201,7 +196,6 @@ def _fused_attention(
         return _plain_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros(attn_mask.shape, dtype=query.dtype, device="meta")
-    found: Tensor = _aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
-    )[0]
+    fused = _aten._scaled_dot_product_flash_attention_for_cpu
+    found: Tensor = fused(query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return found

@@ -97,10 +97,9 @@ class Tracer:
             except ZeromeshError:
                 raise
             except Exception as error:
-                raise ConfigError(
-                    f"{type(self.model).__name__} cannot be run without values, so its memory and time cannot be predicted: "
-                    f"{summary(error)}; give the layout yourself"
-                ) from error
+                why = "cannot be run without values, so its memory and time cannot be predicted"
+                cure = f"{summary(error)}; give the layout yourself"
+                raise ConfigError(f"{type(self.model).__name__} {why}: {cure}") from error
         return Trace(segments=tuple(self._of_whole_model({each.name: each for each in meter.segments()}, "name")))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:

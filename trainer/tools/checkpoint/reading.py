@@ -140,8 +140,7 @@ def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
 def _date(directory: Path) -> str:
     """Return the time of the manifest, which is written last, in UTC."""
     path = directory / NAME
-    seconds = (path if path.is_file() else directory).stat().st_mtime
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((path if path.is_file() else directory).stat().st_mtime))
 
 
 def summary_row(found: Mapping[str, Any]) -> list[str]:
@@ -255,9 +254,8 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     shared = [key for key in a if key in b and a[key].shape == b[key].shape]
     shared.sort(key=lambda key: (a[key].path, a[key].begin))
     moved = Throughput(console, "comparing", sum(each[key].nbytes for key in shared for each in (a, b)))
-    values = (
-        read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True)
-    )
+    pairs = zip(readers, (a, b), strict=True)
+    values = (read_tensors(reader, [held[key] for key in shared], moved) for reader, held in pairs)
     rows = (_compare_tensors(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
     differences = [[*_fact_lines(*readers, tolerance)], [*_tensor_lines(a, b)], [line for _, line in apart]]

@@ -137,6 +137,5 @@ def network() -> Iterator[Finding]:
         yield judge("exchange", trial.failure, variable=INTERFACE)
         return
     found = f"a sum of 1 MiB over gloo in {1000 * trial.seconds:.2g} ms; they share "
-    yield judge(
-        "shared exchange", found + ("memory" if trial.shares_memory else "no memory"), when=not trial.shares_memory
-    )
+    shares = trial.shares_memory
+    yield judge("shared exchange", found + ("memory" if shares else "no memory"), when=not shares)

@@ -124,15 +124,12 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
         ("peak memory", run.column("peak_memory_bytes"), max, human_bytes),
     ):
         figures[name] = shown(pick(list(column.values()))) if any(column.values()) else None
-    parameters, parts = as_number(facts.get("parameters")), {}
-    for keys, values in run.columns.items():
-        if keys[0] == "start":
-            parts[keys[-1]] = list(values.values())[-1]
+    parameters = as_number(facts.get("parameters"))
+    parts = {keys[-1]: list(values.values())[-1] for keys, values in run.columns.items() if keys[0] == "start"}
     begins = [begin for start in run.starts if (begin := as_number(start.get("time"))) is not None]
     times = [*run.column("time").values(), *begins]
-    seconds = sum(
-        max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in pairwise([*begins, inf])
-    )
+    processes = pairwise([*begins, inf])
+    seconds = sum(max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in processes)
     versions = packages if isinstance(packages := facts.get("versions"), dict) else {}
     figures |= {
         "ranks": run.shape and run.shape.world_size,
@@ -151,8 +148,7 @@ def _mesh(run: RunRecord) -> dict[str, Any] | None:
     if shape is None:
         return None
     axes = [axis for axis in AXES if getattr(shape, axis) > 1]
-    sizes = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES)
-    text = f"{sizes}: {counted(shape.world_size, 'rank')}"
+    text = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES) + f": {counted(shape.world_size, 'rank')}"
     text += f", beside each other along {axes[-1]}" if axes else ""
     states = {row["rank"]: row for row in run.ranks}
     return {"text": text, "shape": shape, "axes": axes, "states": states, "drawn": shape.world_size <= _RANKS_DRAWN}
@@ -208,9 +204,8 @@ def _notes(run: RunRecord) -> list[tuple[str, bool]]:
 def _configuration(run: RunRecord) -> dict[str, Any] | None:
     rows = [_code(path, *(each for each in values if each is not None)) for path, values in settings_of(run).items()]
     changed, others = ([row for row in rows if len(row) == length] for length in (3, 2))
-    summary = f"{counted(len(others), 'key')} at their defaults"
     tables = {"changed": Table(["key", "value", "default"], changed), "others": Table(["key", "value"], others)}
-    return {"summary": summary, **tables} if rows else None
+    return {"summary": f"{counted(len(others), 'key')} at their defaults", **tables} if rows else None
 
 
 def _differences(runs: Sequence[RunRecord]) -> list[Part]:
