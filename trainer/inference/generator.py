@@ -426,9 +426,9 @@ def layout_of(
             )
     merged["model"] = found | {name: each for name, each in model.items() if name != "source"} | {"config": fields}
     # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
-    own = (
-        (directory if adapted else None) if has_tokenizer(Path(directory)) else of_run.get("data", {}).get("tokenizer")
-    )
+    own = of_run.get("data", {}).get("tokenizer")
+    if has_tokenizer(Path(directory)):
+        own = directory if adapted else None
     data = {name: value for name, value in merged.get("data", {}).items() if name == "tokenizer"}
     merged["data"] = data or ({"tokenizer": own} if own else {})
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))

@@ -52,17 +52,9 @@ def _check_resume(each: Verification) -> CheckResult:
     # The other layout of as many ranks is data parallelism alone or, where that is the user's, another stage.
     divided = each.mesh.shard.size < each.mesh.world_size
     values = config.model_dump(mode="json")
-    values["parallel"] |= {
-        **dict.fromkeys(("replicate", "tensor", "context", "pipeline", "chunks"), 1),
-        "shard": "auto",
-    }
-    values["parallel"] |= {
-        "sequence": False,
-        "plan": None,
-        "schedule": "1f1b",
-        "stages": None,
-        "context_method": "auto",
-    }
+    values["parallel"] |= dict.fromkeys(("replicate", "tensor", "context", "pipeline", "chunks"), 1)
+    values["parallel"] |= {"shard": "auto", "sequence": False, "plan": None, "schedule": "1f1b", "stages": None}
+    values["parallel"]["context_method"] = "auto"
     stage = values["zero"]["stage"] = config.zero.stage if divided else 1 if config.zero.stage == 3 else 3
     if stage < 3:
         values["offload"]["parameters"] = {"tier": "none", "fraction": 1.0}
