@@ -191,7 +191,7 @@ def test_ssh_asks_for_no_password(folder: Path, capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["parallel.shard=4"], "the world has 6 ranks"),
+        (["parallel.shard=4"], "the run has 6 ranks"),
         (["zero.stage=5"], "zero.stage: got 5"),
         (["--env", "NOT_THERE_AT_ALL"], "--env NOT_THERE_AT_ALL: the variable is not set here"),
         (["--env", "a-b=1"], "--env 'a-b' is no variable's name"),
