@@ -117,7 +117,7 @@ def refusals(mesh: Mesh, folder: str) -> None:
     mesh.world.barrier("files")
     for name, why in {
         "encoder": "T5ForConditionalGeneration has an encoder",
-        "wordless": "answers are text, and the model has no tokenizer",
+        "wordless": "answers are text, and the model's directory has no tokenizer",
     }.items():
         with contextlib.chdir(root):
             said = command(mesh, ["serve", name, "--port", "0"])

@@ -153,7 +153,7 @@ def refuses(mesh: Mesh, folder: str) -> None:
         ({"attention_mask": ids * 0}, "pad prompts on the left"),
         (
             {"max_new_tokens": 2 + mesh.rank},
-            r"compute one batch together \(parallel.tensor, parallel.pipeline\); give all",
+            r"compute one batch together \(parallel.tensor, parallel.context, parallel.pipeline\); give all",
         ),
     ]
     with Trainer(seeded(llama), config, train_dataset=sentences()) as trainer:

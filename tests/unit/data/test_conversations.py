@@ -466,7 +466,7 @@ def test_a_mixture_of_text_conversations_and_pairs(tmp_path: Path, own: Pretrain
     assert len(data.train) == sum(lengths)
     assert set(data.eval) == ({"text", "chat"} if lengths[1] else {"text"})
     assert all(sorted(data.train[index]) == ["input_ids", "labels", "position_ids"] for index in range(len(data.train)))
-    assert "data.mixture: text 50.0%, chat 25.0%, pairs 25.0% of the sequences" in data.notes[-1]
+    assert "data.mixture: text 50.0%, chat 25.0%, pairs 25.0% of sequences" in data.notes[-1]
     for part in data.train.parts:
         part.check_vocabulary(340)
     with pytest.raises(DataError, match="vocabulary has 4 tokens"):

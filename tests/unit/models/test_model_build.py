@@ -126,7 +126,7 @@ def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config\.json"):
         build(None, source=str(unknown))
     other = directory_with(tmp_path)
-    with pytest.raises(ConfigError, match="differs from 'llama'"):
+    with pytest.raises(ConfigError, match="is not 'llama'"):
         build({"model_type": "gpt2"}, source=str(other))
 
 

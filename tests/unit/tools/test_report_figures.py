@@ -104,7 +104,7 @@ def test_a_mesh_has_its_ranks_and_what_failed(tmp_path: Path) -> None:
     ]
     (run / "ranks.json").write_text(json.dumps({"ranks": rows}))
     made = page_of(read_runs([run]))
-    assert "pipeline 2 x replicate 1 x shard 2 x tensor 2: 8 ranks, beside each other along tensor" in made
+    assert "pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2: 8 ranks, beside each other along tensor" in made
     assert "rank 3 failed in step 4: OSError: x" in made
     boxes = re.findall(r'<div class="(rank[ a-z]*)" title="(.*?)">(\d+)</div>', made)
     assert [(kind, int(rank)) for kind, _, rank in boxes] == [

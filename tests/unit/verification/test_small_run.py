@@ -17,7 +17,7 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink, small_config, without_dropout
 
 
-def mesh_of(data: int = 1, tensor: int = 1, pipeline: int = 1) -> Any:
+def mesh_of(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1) -> Any:
     return SimpleNamespace(**{name: SimpleNamespace(size=size) for name, size in locals().items()})
 
 
