@@ -8,8 +8,7 @@
 
 Every rank runs the same program, and all compute what is outside of placed modules. A stub replaces each module of other ranks:
 its output, and in backward the gradients of its inputs, come from the first rank of the module's set. Autograd visits a graph in
-the reverse order of its construction, so ranks communicate in the same order in backward. Recompute activations inside a placed
-module: around it, ranks would differ."""
+reverse, so ranks communicate in the same order in backward. Recompute inside a placed module: around it, ranks would differ."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -179,8 +179,7 @@ STAGING_SHARE = 64
 class OffloadOptions(keys.OffloadKeys):
     """The tiers of states between uses: master weights and moments (`optimizer`), gradient shards, and parameters at stage 3. The
     caller offloads `activations`, the block inputs that recomputation keeps for backward. `gradients` None follows the optimizer.
-    `update` names the processor that computes updates of offloaded states. `staging_bytes` bounds the buffers through which states
-    pass to it; None: see `staging_on`."""
+    `update` is the processor of offloaded states, `staging_bytes` bounds the buffers on the way to it; None: see `staging_on`."""
 
     optimizer: TierChoice = field(default_factory=TierChoice)
     gradients: TierChoice | None = None

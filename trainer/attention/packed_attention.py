@@ -147,8 +147,7 @@ class PackedAttention:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Inside the block the masks of transformers' models are those of this batch, and experts are balanced over the tokens of
-        all ranks that share it."""
+        """Inside the block masks are those of this batch, and experts are balanced over the tokens of all ranks that share it."""
         with ExitStack() as undone:
             if self.documents is not None or self._on_device:
                 _install()

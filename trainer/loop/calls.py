@@ -1,5 +1,4 @@
-"""Calls of a partitioned model in a loop of one's own: documents of a packed sequence stay apart, and ranks of the context axis
-share the sequences of a call."""
+"""Calls of a partitioned model in a user's loop: packed documents stay apart, and ranks of the context axis share sequences."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps

@@ -190,8 +190,7 @@ def _difference(model: Any | None) -> str:
 
 
 def _pass(small: Any, document: int | None = None) -> small_copy.Pass:
-    """Run one document alone, as a user would, or all of them packed. The loss is a weighted sum of the logits or, without a head,
-    of the hidden states."""
+    """Run a document alone, as a user would, or all packed; the loss is a weighted sum of logits or, for no head, hidden states."""
     packed = packed_batch(small)
     ids, positions = packed["input_ids"], packed["position_ids"]
     takes = inspect.signature(type(small).forward).parameters

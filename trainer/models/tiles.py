@@ -35,8 +35,7 @@ TokenWise = Mapping[tuple[str, type], nn.Module]
 
 
 def find_token_wise(model: nn.Module) -> TokenWise | str:
-    """Return the outermost modules in the blocks of a small copy of `model` that compute the same in tiles and save less, or the
-    reason why there are none."""
+    """Return the outermost modules in blocks of a small copy that compute the same in tiles and save less, or why none does."""
     inside = pretrained_of(model)
     small = "it is no model of transformers" if inside is None else small_copy.small_copy(inside, _loss)
     if isinstance(small, str):

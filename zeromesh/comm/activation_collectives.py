@@ -251,8 +251,7 @@ class SharedExchange(Exchange):
 def _encode(
     kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
 ) -> list[int]:
-    """Encode the exchange as words of a ring entry, which all ranks compare: a checksum, and the text for an error message. The
-    cached list must not be changed."""
+    """Encode an exchange as words of a ring entry, which ranks compare, a checksum and a text. The cached list is not to change."""
     along = f" along dim {dim}" if dim >= 0 else ""
     text = f"{_PHRASES[kind]}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"
     room = (ABOUT_WORDS - 1) * 8

@@ -39,8 +39,7 @@ class DecodingBuffer(GatherBuffer):
             self._is_due = True
 
     def wait(self) -> None:
-        """Wait for the bytes, decode them where they were asked for since the last release, and release them. Raises `StorageError`
-        when there is no memory for the values."""
+        """Wait for the bytes, decode those asked for since the last release, and release them. Raises `StorageError`."""
         self._gathered.wait()
         if not self._is_due:
             return

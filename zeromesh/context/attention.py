@@ -117,8 +117,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _whole(given: Sequence[Tensor], shares: Context | None) -> tuple[Tensor, ...]:
-    """Return the queries, and keys and values of whole sequences. The kernel wants values as wide as keys; zeros change no scores
-    and no other values."""
+    """Return queries, and whole keys and values. The kernel wants values as wide as keys; zeros change no score or other value."""
     query, key, value = given
     width = max(query.shape[-1], value.shape[-1])
     if shares is not None:

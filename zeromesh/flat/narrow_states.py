@@ -209,8 +209,7 @@ class StateFormat:
     def allocate(
         self, numel: int, wide: torch.dtype, tiers: Tiers, at: TierChoice, label: str, *, squares: bool
     ) -> tuple[TieredTensor, Rounding | None]:
-        """Allocate zeros, of averages of `squares` or of others. Returns how an update rounds to them; None: it writes them itself.
-        Raises `StorageError`."""
+        """Allocate zeros, of averages of `squares` or others; returns how updates round, if they do. Raises `StorageError`."""
         (dtype, _), *scaled = self.lengths(numel, wide).items()
         rest = tiers.allocate(numel, dtype, at, Purpose.MOMENTS, label)
         if not scaled:

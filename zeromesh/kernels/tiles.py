@@ -19,8 +19,7 @@ def run_in_tiles(
     """Return `forward(x)` `[batch, sequence, out]` for `x` `[batch, sequence, in]`, on `tokens` of the sequence at once. `forward`
     must act on each token alone, and reads no trained tensor but `parameters`. These get their whole gradient at once, summed over
     the tiles in fp32 where their dtype is narrower; dropout draws in backward what it drew before."""
-    # The input is saved before anything is computed: the recomputation of a block ends where it has what its backward reads, and
-    # does not run a last module for nothing.
+    # The input is saved first: a block's recomputation ends where it has what backward reads, and does not run a last module.
     saved = _SavedInput.apply(x, *parameters)  # type: ignore[no-untyped-call]
     tiled = _TiledPass(forward, parameters, tokens, x)
     return cast(Tensor, _Tiled.apply(tiled, saved.grad_fn, saved, *parameters))  # type: ignore[no-untyped-call]

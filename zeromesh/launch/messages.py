@@ -186,8 +186,7 @@ class LauncherConnection:
         return message
 
     def loss(self, error: Exception) -> tuple[str, float]:
-        """Return what became of the other end's host, for the text `host NAME...`, and the monotonic time in seconds from which
-        none of its processes is alive."""
+        """Return what became of the other host, for `host NAME...`, and from which monotonic second none of its processes lives."""
         return " is gone", 0.0
 
     def _digest(self, data: bytes, by_server: bool) -> bytes:

@@ -83,8 +83,7 @@ class DeviceWorks:
 
     def connect(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
         """Connect the communicator of a group at once. Made at its first use instead, ranks could wait for one another in different
-        groups. All its ranks call this, and connect the groups that they share in the same order. Raises `CollectiveError` when the
-        ranks do not connect."""
+        groups. All its ranks call this, and connect the groups that they share in the same order. Raises `CollectiveError`."""
 
         def bytes_of_others() -> int:  # In use outside of torch's allocator in this process.
             memory = accelerator.device_memory(self.device)

@@ -122,8 +122,7 @@ class MeshGroups:
 
     def leave(self, *, default: bool = False) -> None:
         """Leave the board and this mesh's groups; with `default`, which ranks do at the same time, also the default group, if this
-        module created it and no other mesh uses it. Leaving waits for collectives in flight; after a failed wait one may hang, and
-        the groups stay until the process ends."""
+        module created it and no other mesh uses it. Leaving waits for collectives in flight; after a failed wait groups stay."""
         groups, self._groups = [group for group in self._groups.values() if group is not None], {}
         watch, self.watch = self.watch, None
         joined, self._joined = self._joined, False

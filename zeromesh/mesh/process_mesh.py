@@ -332,8 +332,7 @@ def host_identity() -> str:
 
 
 def island_of(device: torch.device) -> int:
-    """Return the number of the NUMA node that has all cores of this process, or of the lowest device with direct access to the
-    memory of `device`; 0 if unknown."""
+    """Return the NUMA node with all cores of this process, or the lowest device that reaches the memory of `device`; 0: unknown."""
     if accelerator.is_accelerator(device):
         return min([*accelerator.peer_devices(device), device.index or 0])
     own_cores = os.sched_getaffinity(0)

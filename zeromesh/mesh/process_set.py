@@ -100,8 +100,7 @@ class ProcessSet:
         return [json.loads(text) for text in self.gather_bytes(json.dumps(value).encode(), what)]
 
     def require_same(self, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
-        """Compare named values, as text, on all ranks of the set. Raises `error` on every rank, with the names that differ, what
-        each rank has, and `advice`."""
+        """Compare named values, as text, on all ranks. Raises `error` on each, with what differs, what ranks have, and `advice`."""
         content = json.dumps({name: str(value) for name, value in values.items()}).encode()
         digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
         if len({row[0] for row in self.gather_integers([digest])}) == 1:

@@ -206,8 +206,7 @@ class OptimizerStep:
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
         update_on, own_class = options.offload.update, options.optimizer.own_class
-        # A user's class has an unknown cost, inside backward the device would wait for an update on the CPU, and moments in blocks
-        # are decoded for it wherever they rest.
+        # A user's class has an unknown cost, inside backward the device would wait for the CPU, and moments in blocks are decoded.
         untried = own_class is not None or options.optimizer_in_backward or options.optimizer.format.block
         device, self.note = choose_device(
             "device" if update_on == "auto" and untried else update_on,

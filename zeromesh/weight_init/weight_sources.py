@@ -401,8 +401,7 @@ def build_deferred(
     build: Callable[[], nn.Module], seed: int, *, stored: Callable[[nn.Module], frozenset[str]] | None = None
 ) -> BuiltModel:
     """Call `build` on the meta device and return a model without memory, whose values a `SeededSource` draws later. If that would
-    lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: every rank then holds the whole model
-    for a while, and a note says why."""
+    lose or change values, `build` is called on CPU, with torch's generator seeded by `seed`: ranks hold it whole for a while."""
     log = WriteLog()
     try:
         with log, torch.device("meta"):

@@ -45,8 +45,7 @@ class Section(BaseModel):
 
 
 def find_object(name: str, where: str, folders: Sequence[str] = ()) -> Any:
-    """Import the object of a name such as `package.module:function`, from `folders`, the current folder or the import path. Raises
-    `ConfigError` for key `where`."""
+    """Import `package.module:function` from `folders`, this folder or the import path. Raises `ConfigError` for key `where`."""
     module, _, path = name.partition(":")
     places = list(dict.fromkeys((*folders, os.getcwd())))
     sys.path[:0] = places

@@ -1,5 +1,4 @@
-"""Operators without values, and their work by PyTorch's FLOP formulas and by the bytes that they move. Floating-point results are
-on the meta device, integers are real."""
+"""Operators without values but for integers, and their work by PyTorch's FLOP formulas and by the bytes that they move."""
 
 from __future__ import annotations
 

@@ -134,8 +134,7 @@ class NanStub(Stub):
             output = self._copy[0](*positional, **named)
 
         def nan(like: torch.Tensor) -> torch.Tensor:
-            # Models take dtypes of masks from it, and may write into the results of embeddings. A head's result is large, and is
-            # one number expanded to the shape.
+            # Models take dtypes of masks from it, and may write into results of embeddings. A head's large one is one number.
             shape = like.shape if self._before else ()
             if not like.is_floating_point():
                 return torch.zeros(shape, dtype=like.dtype, device=device).expand(like.shape)
