@@ -377,7 +377,7 @@ class Stepper:
                 require_separate_documents(self.model)
             batch = attention.told()
             # They told the documents. Those of a share are needed, and the trial of shares has shown that the model reads them.
-            if not self._takes_positions and type(attention) is PackedAttention:
+            if not self._takes_positions and (whole or self.context is None):
                 batch = {name: each for name, each in batch.items() if name != "position_ids"}
             coming.append(DeviceBatch(batch, self.mesh.device, self.compute, targets, self._copies, attention))
         for each, following in pairwise(coming):
