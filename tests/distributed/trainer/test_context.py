@@ -8,7 +8,7 @@ from tests.support.tables import row, tried
 from tests.support.workers import PoolOptions, Workers
 
 FULL = pytest.mark.full
-MODELS = ("llama", "keywords", "sinks", "windows", "capped", "latent", "lora")
+MODELS = ("llama", "sinks", "windows", "capped", "latent", "lora")
 TWO, HEADS, THREE = {"context": 2}, {"context": 2, "context_method": "heads"}, {"context": 3}
 WIDE = {"tensor 2": {"context": 2, "tensor": 2}, "pipeline 2": {"context": 2, "pipeline": 2}, "four": {"context": 4}}
 test_a_model_trains_on_shares_as_on_whole_sequences = pytest.mark.sampled(3)(
@@ -30,6 +30,7 @@ test_loops_bytes_and_refusals = tried(
         *(row(2, "bytes_told", method=method) for method in ("gather", "heads")),
         row(4, "bytes_told", FULL, method="gather"),
         row(2, "refused"),
+        row(2, "exact", kind="keywords", axes=TWO),
     ],
 )
 
