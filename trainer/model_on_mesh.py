@@ -72,7 +72,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         placed.require_average(ema)
-        return _named(placed, "state_dict", ema=ema)
+        return _tensors(placed, "state_dict", ema=ema)
 
     def check_weights(self) -> None:
         """Compare the digests of replicated weights between ranks, between steps.
@@ -99,7 +99,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-        weights = _named(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
+        weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
         return ((name, cut_part(name, tensor, part_of(name))) for name, tensor in weights)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
@@ -219,8 +219,9 @@ class PlacedModel(ModelOnMesh):
 
     @contextmanager
     def guarded(self, call: str) -> Iterator[None]:
-        """Guard the collective `call`, such as `trainer.fit()`; that of an empty name is not collective. An error in a collective
-        operation makes the model unusable, and other ranks are told; one before any has no effect. One rank loses only its step."""
+        """Guard the collective call that `call` names, such as `trainer.fit()`; the block of an empty name is not collective. An
+        error during a collective operation makes the model unusable, and is reported to the other ranks; one before any has no
+        effect. On a single rank only the current step is lost."""
         self.require_sound()
         watch = self.mesh.watch
         begun = watch.operations_begun
@@ -246,7 +247,9 @@ class PlacedModel(ModelOnMesh):
         self.divided.close()
 
 
-def _named(placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None) -> Named:
+def _tensors(
+    placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None
+) -> Named:
     """Yield `(name, tensor)` of whole parameters; with `form`, its result for the tensors of a file: the parameters, tied ones
     once, and the persistent buffers. An error of `form` is reported to the other ranks as one of the call."""
     found: Named

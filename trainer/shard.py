@@ -93,7 +93,8 @@ def shard(
 
     The loop calls the model as before, and `loss.backward()` sums gradients over the data-parallel ranks. Several calls may come
     before a backward, several backwards before a step, and evaluation under `torch.no_grad()` anywhere. All ranks run the same
-    program, each on its own batches. Their number and its rank come from the launcher, such as torchrun; without one it is alone.
+    program, each on its own batches. Rank and number of ranks are read from the variables of torchrun or another launcher; where
+    there are none, this process is the only rank.
 
     Args:
         model: a built model with its initial values; rank 0's are used if they differ. The compute dtype is the
@@ -215,8 +216,9 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 def _require_unpartitioned(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
-        problem = f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
+        )
     for name, parameter in model.named_parameters():
         if issubclass(type(parameter), AtRest | GuardedParameter):
             raise ConfigError(
@@ -284,8 +286,9 @@ def placed_of(model: nn.Module) -> ShardedModel:
     """Return this rank's part of a partitioned model, with the operations of `Trainer`. Raises `ConfigError` for others."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
-        problem = f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
+        )
     return placed
 
 
@@ -317,8 +320,9 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
 
-    Its `ShardedOptimizer` cannot be used afterwards. Parameters frozen by `shard` are trainable again. With `keep_codes`, weights
-    quantized by bitsandbytes, of a model partitioned without an optimizer, are on the meta device for another `shard`, not decoded.
+    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again. With `keep_codes`,
+    weights that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the meta
+    device, for another `shard`.
     """
     placed = placed_of(model)
     placed.engine.wait_for_gathers()
@@ -442,6 +446,7 @@ def load(
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
     if next(path.glob("*.safetensors"), None) is not None:
-        problem = f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
-        raise CheckpointError(problem)
+        raise CheckpointError(
+            f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
+        )
     return None

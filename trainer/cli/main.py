@@ -202,8 +202,7 @@ def run_completion(options: argparse.Namespace) -> int:
         # What replaces a function of shtab's stands at the end of the script.
         preamble, _, end = text.partition("# ---\n")
     overrides = {
-        "bash": "_zeromesh_keys",
-        "zsh": "_zeromesh_keys",
+        **dict.fromkeys(("bash", "zsh"), "_zeromesh_keys"),
         "fish": f"{keys} {values}",
         "preamble": {shell: preamble},
     }

@@ -132,8 +132,10 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
         if "label" in columns and not labelled:
-            keys_of_one = "data.format=labels model.head=sequence_classification"
-            _hint(f"the column label is not read: {model} is no classifier (for one: {keys_of_one})")
+            _hint(
+                f"the column label is not read: {model} is no classifier (for one: data.format=labels "
+                "model.head=sequence_classification)"
+            )
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys: dict[str, Any] = {
@@ -240,9 +242,10 @@ def _launch(options: argparse.Namespace, processes: int) -> WorkersFailed | int:
     least, most = options.nnodes
     if most > 1 and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
-    if (node := options.node_rank) is not None and not (options.rdzv_endpoint and least == most > node):
-        problem = f"--node-rank {node} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
-        raise ConfigError(problem)
+    if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
+        raise ConfigError(
+            f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
+        )
     _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 

@@ -1,4 +1,5 @@
-"""Tokenization of rows (`encode_rows`), rendered to text with the characters of their answers (`Renderer`), the targets.
+"""Tokenization of rows (`encode_rows`), rendered to text with the characters of their answers (`Renderer`), which become
+targets.
 
 A template marks answers by `{% generation %}`; in other templates, an answer is the text that a turn of the assistant appends,
 provided that the text before it, and the text with the turn, are prefixes of the whole. A template that breaks this is refused."""

@@ -1,7 +1,8 @@
 """Datasets for training and evaluation, the same on every rank, built from the `data` section of a configuration: text is found,
 rendered and tokenized, held out or not, and packed into sequences. Token ids are kept in a cache on disk (`token_cache.py`).
 
-datasets' `imagefolder` tells and decodes the pictures of folders, whose files are listed here, so that no cache gets a copy."""
+Folders of pictures are those of datasets' `imagefolder`, which decides which files are pictures and decodes them; files are
+listed here, so that nothing is copied into a cache."""
 
 import hashlib
 import json
@@ -84,8 +85,10 @@ class _DatasetLoader:
 
     def load(self) -> RunData:
         section = self.section
-        sets = section.eval_sets().items()
-        sources = {key: find_text(paths_of(each), where=key, encoding=section.encoding) for key, each in sets}
+        sources = {
+            where: find_text(paths_of(each), where=where, encoding=section.encoding)
+            for where, each in section.eval_sets().items()
+        }
         trained, held = dict[str, TokenDataset](), dict[str, TokenDataset]()
         entropy = None
         for name, part in section.parts().items():

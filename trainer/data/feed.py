@@ -117,10 +117,10 @@ class Feeds:
 
 def require_same_data(mesh: Mesh, sets: Mapping[str, Any], others: Mapping[str, object]) -> None:
     """Raise `DataError` where the datasets' kinds and lengths, or `others`, differ between ranks."""
-    lengths = {
-        name: counted(len(each), "sample") for name, each in sets.items() if not isinstance(each, StreamedDataset)
+    kinds = {
+        name: "a stream" if isinstance(dataset, StreamedDataset) else counted(len(dataset), "sample")
+        for name, dataset in sets.items()
     }
-    kinds = dict.fromkeys(sets, "a stream") | lengths
     advice = "Give every rank the whole of each dataset: the trainer deals its samples out to ranks"
     mesh.world.require_same({**kinds, **others}, DataError, advice=advice)
 

@@ -55,10 +55,9 @@ class TokenWriter:
 
     def append(self, ids: TokenArray, *, text_bytes: int, targets: TokenArray | None = None) -> None:
         """Append the tokens of one document, and their target mask, bool. Raises `DataError` for ids outside of the vocabulary."""
-        least, most = int(ids.min()), int(ids.max())
-        if least < 0 or most >= self._vocab_size:
+        if ids.min() < 0 or ids.max() >= self._vocab_size:
             raise DataError(
-                f"the tokenizer gave ids from {least} to {most}, and says that its vocabulary has {self._vocab_size}"
+                f"the tokenizer gave ids from {ids.min()} to {ids.max()}, and says that its vocabulary has {self._vocab_size}"
             )
         stored = ids
         if self._marked and targets is not None:
@@ -67,7 +66,7 @@ class TokenWriter:
         self._file.write(stored.astype(self.dtype).tobytes())
         documents, all_bytes, count = self.amount
         self.amount = TextAmount(documents + 1, all_bytes + text_bytes, count + ids.size)
-        self.largest = max(self.largest, most)
+        self.largest = max(self.largest, int(ids.max()))
 
 
 _Write = Callable[[TokenWriter, TokenWriter], None]
@@ -95,8 +94,10 @@ class StoredText:
             if self.blocks[block] not in (None, xxhash.xxh3_64_intdigest(data.tobytes())):
                 with suppress(OSError):
                     (self.path / _ENTRY).unlink()
-                damage = f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}"
-                raise DataError(f"{damage}; start again, and the text is tokenised anew")
+                raise DataError(
+                    f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; start again, and the text is "
+                    "tokenised anew"
+                )
             self.blocks[block] = None
 
 

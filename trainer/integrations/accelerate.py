@@ -149,11 +149,14 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])
             ]
             if len(updating) > 1:
-                problem = f"{type(model).__name__} has {len(updating)} optimizers; make one of them by zeromesh.ChainedOptimizer"
-                raise ConfigError(problem)
+                raise ConfigError(
+                    f"{type(model).__name__} has {len(updating)} optimizers; make one of them by zeromesh.ChainedOptimizer"
+                )
             pairs.append((model, updating[0] if updating else None))
         if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
-            raise ConfigError("prepare() got an optimizer without its model; pass a model and its optimizer together")
+            raise ConfigError(
+                "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
+            )
         for model, optimizer in pairs:
             # The model may have been evaluated before, or trained by another optimizer.
             if optimizer is not None and is_sharded(model):
@@ -249,7 +252,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 continue
             if norm_type != 2 or given - trained.keys() or any(trained[each] for each in trained.keys() - given):
                 raise ConfigError(
-                    "clip_grad_norm_ needs all parameters of a prepared model and norm_type=2: gradients are sharded"
+                    "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2: gradients are divided among ranks"
                 )
             norm: Tensor = optimizer.clip_grad_norm_(max_norm).to(self.device, torch.float32)
             return norm
@@ -282,7 +285,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """Return a model's whole state, in its dtypes, on the main process's CPU, and an empty dict on others; all call it."""
+        """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
+        call it; the others get an empty dict, as with accelerate's FSDP."""
         if self._leaves_models_alone:
             return {}
         if not is_sharded(model):
@@ -308,7 +312,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def load_state(
         self, input_dir: str | PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **named: Any
     ) -> None:
-        """Load `save_state`'s files on any number of ranks. Raises `load`'s errors, and `PhaseError` where files are missing."""
+        """Load the files of `save_state`, on any number of ranks. Raises `CheckpointError` and `LayoutError` as `load` does, and
+        `PhaseError` where the files of a model are missing."""
         read: list[Path] = []
 
         def note(models: list[nn.Module], directory: str) -> None:
@@ -377,13 +382,13 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
 
 
 def _replace(
-    model: nn.Module, name: str, make: Callable[[Callable[..., Any], Any], Callable[..., Any]], option: Any
+    model: nn.Module, name: str, make_replacement: Callable[[Callable[..., Any], Any], Callable[..., Any]], option: Any
 ) -> None:
     method: Any = getattr(model, name, None)
     if method is None or hasattr(method, "of_accelerator"):
         return
     function = getattr(method, "__func__", None) or (lambda _, *arguments, **named: method(*arguments, **named))
-    replaced: Any = wraps(function)(make(function, option))
+    replaced: Any = wraps(function)(make_replacement(function, option))
     replaced.of_accelerator = True
     setattr(model, name, MethodType(replaced, model))
 

@@ -63,8 +63,9 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
     optimizer: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
-        """Take transformers' arguments and `zeromesh`, the configuration of `shard`: a path of a YAML or JSON file, or a dict, with
-        the sections `zero`, `parallel`, `precision`, `offload`. Raises `ConfigError` for another plugin, and for pipelines."""
+        """Create a trainer with transformers' arguments, and with `zeromesh`, the configuration of `shard`: a path of a YAML or
+        JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. Raises `ConfigError` for another
+        partitioning plugin, and for a pipeline axis."""
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
         if not any(each.__module__.startswith("trl.") for each in type(self).__mro__):
@@ -184,7 +185,7 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
         head: Any = output_layer(inside)
         if type(head) not in (nn.Linear, ColumnParallelLinear):
             raise ConfigError(
-                f"the head is a {type(head).__name__}, and TRL takes its weight alone; leave it out of target_modules"
+                f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of target_modules"
             )
         change = LogitChange(scale=scale, cap=cap or 0.0)
         if verdict.change is not None and not change.close_to(verdict.change):

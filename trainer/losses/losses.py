@@ -68,19 +68,21 @@ class Loss:
 
 
 def make_loss(
-    model: nn.Module, *, mode: LossMode = "auto", compute_loss: ComputeLoss | None = None, smoothing: float = 0
+    model: nn.Module, *, mode: LossMode = "auto", compute_loss: ComputeLoss | None = None, smoothing: float = 0.0
 ) -> Loss:
-    """Return the loss of an undivided `model`, perhaps on the meta device, which is not run. `auto` computes a language model's
-    loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients;
-    `native` takes the model's own, and `compute_loss` is taken as is. With `smoothing`, the share of each target that is spread
-    over all classes, it is computed from logits. Raises `ConfigError` for smoothing with unknown targets, or without a loss."""
+    """Return the loss of `model`, which is undivided, may be on the meta device, and is not run. `auto` computes a language model's
+    loss in chunks of tokens, or over a divided vocabulary, where a trial on a small copy gives the model's own loss and gradients.
+    `native` always takes the model's own, and a user's `compute_loss` is taken as is. With `smoothing`, the share of each target
+    that is spread over all classes, it is computed from the model's logits. Raises `ConfigError` for smoothing of a loss with
+    unknown targets, and for models without a loss."""
     kind: Any = getattr(model, "loss_type", None)
     if smoothing:
         causal = False if kind in _LABELLED else _shifts_labels(model)
         if compute_loss is not None or pretrained_of(model) is None or causal is None:
             whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
-            problem = f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
-            raise ConfigError(problem)
+            raise ConfigError(
+                f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
+            )
         line = f"loss: cross entropy with label smoothing {smoothing:g}"
         return _label_loss(model, line, causal=causal, smoothing=smoothing)
     if compute_loss is not None:
@@ -93,8 +95,9 @@ def make_loss(
         )
     arguments = signature(type(inside).forward).parameters
     if inside.base_model is inside and not any("label" in name for name in arguments):
-        problem = f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
-        raise ConfigError(problem)
+        raise ConfigError(
+            f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
+        )
     kind, config = getattr(inside, "loss_type", None), inside.config
     if kind in _LABELLED or type(inside).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")

@@ -38,8 +38,10 @@ def require_divisible_sequences(
         raise refused("has no loss of next tokens, whose labels could be shifted before sequences are shared out")
     heads = getattr(inside.config.get_text_config(), "num_attention_heads", 0) // mesh.tensor.size
     if context.method == "heads" and heads % ranks:
-        problem = f"heads: {ranks} ranks (parallel.context) cannot have equally many of {heads} query heads; set gather or auto"
-        raise ConfigError(problem, where="parallel.context_method")
+        raise ConfigError(
+            f"heads: {ranks} ranks (parallel.context) cannot have equally many of {heads} query heads; set gather or auto",
+            where="parallel.context_method",
+        )
     made: list[Loss] = []
 
     def run(small: nn.Module) -> Tensor:
@@ -92,8 +94,10 @@ def _passes(
 
 def _difference(mesh: Mesh, context: Context, found: small_copy.Pass, whole: small_copy.Pass, small: nn.Module) -> str:
     """Return what differs between shares, summed over their ranks, and the whole; empty if nothing does. All ranks call it."""
-    summed = partial(mesh.context.all_reduce, what="trial")
-    sums = {name: summed(each.cpu().reshape(-1).clone()).view_as(each) for name, each in found.gradients.items()}
+    sums = {
+        name: mesh.context.all_reduce(each.cpu().reshape(-1).clone(), "trial").view_as(each)
+        for name, each in found.gradients.items()
+    }
 
     def part_of(whole: Tensor, share: Tensor) -> Tensor | None:
         dims = small_copy.changed_dims(whole, share)

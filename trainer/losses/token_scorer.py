@@ -53,7 +53,8 @@ class TokenScorer:
             batch: the model's inputs with `labels` [batch, tokens], -100 where nothing is to be scored.
             temperature: a positive number by which the logits are divided.
 
-        Raises `DataError` for labels missing or outside of the vocabulary, and `PhaseError` for logits changed unlike the copy's.
+        Raises `DataError` for a batch without labels or with labels outside of the vocabulary, and `PhaseError` for a model that
+        changes its logits otherwise than the small copy did.
         """
         if not isinstance(labels := batch.get("labels"), Tensor):
             raise DataError(f"the batch has no `labels` to score; it has {', '.join(map(str, batch)) or 'nothing'}")

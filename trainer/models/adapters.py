@@ -91,8 +91,10 @@ def require_adapters_fit(model: Any, stages: int) -> None:
         return
     methods = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()}
     if shared := sorted(methods & _SHARED):
-        problem = f"the layers of {some(shared)} share tensors, and a stage has but its own; set it to 1, or use LORA"
-        raise ConfigError(problem, where="parallel.pipeline")
+        raise ConfigError(
+            f"the layers of {some(shared)} share tensors, and each stage has but its own; set it to 1, or use LORA",
+            where="parallel.pipeline",
+        )
 
 
 _TASKS: Mapping[Head, str] = {
@@ -262,8 +264,11 @@ def add_adapters(
 
 def _complete(configs: Mapping[str, Any], base: Any, head: Head) -> list[str]:
     """Complete PEFT's configurations: the task, a head that is trained whole, and layers without adapters, which are returned."""
-    body, own = base.base_model_prefix, base.named_children()
-    heads = [name for name, each in own if name != body and not is_pretrained_model(each) and [*each.parameters()]]
+    heads = [
+        name
+        for name, each in base.named_children()
+        if name != base.base_model_prefix and not is_pretrained_model(each) and [*each.parameters()]
+    ]
     left_out: list[str] = []
     for each in configs.values():
         each.task_type = each.task_type or _TASKS.get(head)

@@ -138,8 +138,11 @@ class HubForm:
                 if around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
-        originals = [(name, first) for name, first in firsts if ".original_module." in first]
-        self._outside = {first: name for name, first in originals if self._layers.keys().isdisjoint(_parents(name))}
+        self._outside = {
+            first: name
+            for name, first in firsts
+            if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
+        }
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
         self._counts = Counter(self.layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
@@ -147,8 +150,10 @@ class HubForm:
         for layer in self._counts:
             base = _base_of(self._layers[layer])
             plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
-        shown = self._in_files(iter(plain.items()))
-        self._tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in shown}
+        self._tensors = {
+            name: torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for name, each in self._in_files(iter(plain.items()))
+        }
 
     def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in

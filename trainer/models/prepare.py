@@ -291,8 +291,10 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
     sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
     layers = [each for each in sized if each is not head]
     if not layers:
-        problem = f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out"
-        raise ConfigError(problem, where=where)
+        raise ConfigError(
+            f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
+            where=where,
+        )
     # torchao pads the number of tokens, over which weight gradients are summed, to a multiple that a product takes.
     for layer in layers:
         (twin,) = convert_to_float8_training(nn.ModuleList([layer]), config=Float8LinearConfig(pad_inner_dim=True))

@@ -73,7 +73,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     for shares in dict.fromkeys((sequence, False)):
         try:
             divided, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
-            found = _division_difference(small, divided, run, sequence=shares, inside=inside)
+            found = _difference_when_divided(small, divided, run, sequence=shares, inside=inside)
         except LayoutError as error:
             found = str(error)
             continue
@@ -92,7 +92,8 @@ def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
 def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
     """Describe a difference of modules or division that makes the trial of `small` invalid for `model`; empty if there is none."""
     kinds, copied = (
-        {(*_numberless({key: ""}), type(sub).__name__) for key, sub in one.named_modules()} for one in (model, small)
+        {(*_numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()}
+        for one in (model, small)
     )
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
@@ -166,7 +167,7 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
     return whole
 
 
-def _division_difference(
+def _difference_when_divided(
     whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
 ) -> str:
     """Return the first module with other outputs (inner ones if `inside`) or gradients in copies divided by `plan`; empty: none."""

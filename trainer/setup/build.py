@@ -218,7 +218,8 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
 def _with_data_size(
     config: TrainerConfig, plan: BatchPlan, data: RunData, console: Console
 ) -> tuple[TrainerConfig, BatchPlan]:
-    """Return configuration and plan with the data's classes, steps and epochs; `ConfigError` for no step or a long warm-up."""
+    """Return the configuration with the classes and steps of the data, and the plan with its epochs. Raises `ConfigError` for a
+    warm-up that outlasts the run, and for epochs without a step."""
     train, given = data.train, config.model.config or {}
     if data.classes and "num_labels" not in given and "id2label" not in given:
         names: dict[str, Any] = {
@@ -307,9 +308,9 @@ def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
     size = config.batch.global_size
     if config.run.epochs is not None:
         raise ConfigError("run.epochs: train_dataset is a stream, whose length is not known; set run.max_steps")
-    if (last := config.batch.last) != "carry":
+    if config.batch.last != "carry":
         raise ConfigError(
-            f"batch.last: {last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
+            f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
         )
     if config.batch.tokens is not None:
         raise ConfigError(

@@ -131,10 +131,10 @@ def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, conso
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
-        problem = (
-            f"null: bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer"
+        raise ConfigError(
+            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
+            where="data.tokenizer",
         )
-        raise ConfigError(problem, where="data.tokenizer")
     inside, text = pretrained_of(model), data.tokenizer is not None
     if data.classes:
         what, head = ("labels", "sequence") if text else ("pictures", "image")
@@ -262,8 +262,9 @@ def divide_model(
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
     loss_of: Callable[[nn.Module], Loss] = make_loss,
 ) -> Divided:
-    """Leave this rank its part of an undivided model, as `divide` does. Raises `ConfigError` for one that would compute something
-    else under tensor parallelism or on shares of sequences (its loss is `loss_of`'s), and `LayoutError` for an indivisible one."""
+    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `ConfigError` for a model
+    that would compute something else under tensor parallelism or on shares of sequences, whose loss `loss_of` makes, and
+    `LayoutError` for one that cannot be divided."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         base = pretrained_of(model) or model

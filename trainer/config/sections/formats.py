@@ -18,7 +18,8 @@ class RowFormat(NamedTuple):
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     parts: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
-    """Makes contents of columns (None if a row lacks one); raises `TypeError` or `KeyError` for invalid ones. None: as they are."""
+    """The function that converts columns (None if a row lacks one) to contents; raises `TypeError` or `KeyError` for invalid ones.
+    None takes the needed columns as they are."""
     holds: Literal["text", "messages", "either", "pictures"] = "messages"
     identifying_column: str | None = None
     label: str | None = None

@@ -74,7 +74,8 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
     groups: Annotated[
         keys.Listed[tuple[GroupSection, ...]], keys.Allowed('a list such as [{match: "*.embed*", lr_factor: 0.1}]')
     ] = ()
-    """Own rates or weight decays, such as `[{match: "*.embed*", lr_factor: 0.1, weight_decay: 0}]`; the first match counts."""
+    """Parameters with a learning rate or a weight decay of their own, such as `[{match: "*.embed*", lr_factor: 0.1, weight_decay:
+    0}]`; the first that matches a parameter counts."""
     in_backward: bool = False
     """Update each bucket inside backward, which frees its gradient at once. Needs clip_norm 0, on_nonfinite stop and no float16."""
 
@@ -220,11 +221,11 @@ def muon(
 
     def part(*, matrices: bool) -> list[dict[str, Any]]:
         """Return the groups with their matrices alone, or with their other parameters; none that is empty."""
-        wanted = {
-            id(p) for group in params for p in group["params"] if (p.dim() == 2 and id(p) not in tables) == matrices
-        }
-        divided = ({**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in params)
-        return [group for group in divided if group["params"]]
+        divided = [
+            (group, [each for each in group["params"] if (each.dim() == 2 and id(each) not in tables) == matrices])
+            for group in params
+        ]
+        return [{**group, "params": listed} for group, listed in divided if listed]
 
     layers, others = part(matrices=True), part(matrices=False)
     common: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}

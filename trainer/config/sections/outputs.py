@@ -157,7 +157,8 @@ class TrackingSection(Section):
     """The trackers that receive a run's metrics beside its files. Their failures neither stop nor slow training."""
 
     backends: keys.Names = ()
-    """wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one registered with accelerate."""
+    """Trackers: wandb, tensorboard, aim, clearml, comet_ml, dvclive, mlflow, swanlab, trackio, or one that was given to
+    accelerate's register_tracker_class."""
     project: keys.Text = "zeromesh"
     """The project that trackers file the run under."""
     name: keys.Text | None = None
