@@ -27,7 +27,7 @@ class Divided:
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     context: Context | None = None
-    """What the ranks of a context axis have of sequences; None: this rank has all of them."""
+    """The shares of sequences on the context axis; None: this rank has whole ones."""
 
     def restore(self) -> None:
         """Restore the model's own modules; divided parameters are then whole and on the meta device."""

@@ -80,7 +80,7 @@ class DocumentMask(Tensor):
 
 
 class PackedAttention:
-    """What the host knows of a batch's masks before it is copied to a device: its documents, and where padding pads nothing."""
+    """The host's knowledge of a batch's masks before its copy to a device: its documents, and where padding pads nothing."""
 
     fused_on: tuple[str, ...] = ("cpu",)  # The devices whose masks have an attention of ours.
 
@@ -219,7 +219,10 @@ class PackedAttention:
         """Return this rank's part of the balance loss, from the router logits `[rows x tokens, experts]` of its tokens."""
         if not isinstance(logits, tuple):
             return own(logits, *arguments, **named)
-        rows, length = self._unpadded["labels"].shape
+        ids = next(
+            self._unpadded[each] for each in ("input_ids", "inputs_embeds") if self._unpadded.get(each) is not None
+        )
+        rows, length = ids.shape[:2]
         wholes = [shares.gather_with_gradient(each.unflatten(0, (rows, -1)), 1) for each in logits]
         call = signature(own).bind(tuple(each[:, :length].flatten(0, 1) for each in wholes), *arguments, **named)
         if (padding := self._unpadded.get("attention_mask")) is not None:

@@ -193,8 +193,7 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     keys = {f"{name}.{key}": value for name in own for key, value in getattr(config, name).model_dump().items()}
     named = training_arguments(keys)
     del named["load_best_model_at_end"], named["eval_on_start"]
-    parallel = config.parallel
-    ranks = max(1, read_environment().world_size // (parallel.tensor * parallel.context * parallel.pipeline))
+    ranks = max(1, read_environment().world_size // config.parallel.model_size)
     known = config.schedule.name in transformers.SchedulerType._value2member_map_
     named |= {
         "output_dir": f"{config.run.output_dir}/{config.run.name}",

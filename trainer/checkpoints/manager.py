@@ -361,12 +361,10 @@ def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:
     return reader.manifest.step, state.get("passed_over", 0)
 
 
-def _fill(
-    reader: CheckpointReader, engine: ZeroEngine, count: int, callbacks: Mapping[str, Any], *, whole: bool
-) -> None:
+def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mapping[str, Any], *, whole: bool) -> None:
     """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any."""
     averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
-    absent = callbacks.get(LOOP, {}).get("without", ())
+    absent = calls.get(LOOP, {}).get("without", ())
 
     def loads(spec: TensorSpec) -> bool:
         kept = spec.name not in absent if spec.kind in WEIGHTS else whole

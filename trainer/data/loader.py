@@ -202,8 +202,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return [self.batch(step, index) for index in range(self.feed.plan.rounds_of(step))]
 
     def batch(self, step: int, index: int) -> Batch:
-        """Return the batch of microbatch `index` of a step. Raises `DataError` for a sample that cannot be read, a batch that
-        cannot be trained on, and a worker that died or hangs."""
+        """Return microbatch `index` of a step. Raises `DataError` for data that cannot be read or trained on, and a lost worker."""
         if not self._workers.count:
             made = self._maker.make(*self._place(step, index))
         else:

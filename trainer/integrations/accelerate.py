@@ -94,8 +94,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
         self.layout = parallel = self._config.parallel
-        self.together = parallel.tensor * parallel.context
-        """The number of ranks that compute one batch together."""
+        self.together = parallel.model_size
         if self.together > 1:
             # Loaders ask the device mesh for their ranks, so that those of a batch get the same one.
             shape = MeshShape.resolve(self.num_processes, tensor=parallel.tensor, context=parallel.context)

@@ -54,7 +54,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     if config.train.method == "grpo" and "max_length" in arguments:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
     if "batch.global_size" in keys:
-        once = config.batch.micro_size * (ranks // (config.parallel.tensor * config.parallel.context))
+        once = config.batch.micro_size * (ranks // config.parallel.model_size)
         if config.batch.global_size % once:
             problems.append(f"batch.global_size: {config.batch.global_size} is no multiple of {once}, all ranks' batch")
         arguments["per_device_train_batch_size"] = config.batch.micro_size

@@ -25,7 +25,7 @@ PartOf = Callable[[Tensor, Tensor], Tensor | None]
 
 
 class Pass(NamedTuple):
-    """What a forward and its backward have computed."""
+    """The results of a forward and its backward."""
 
     outputs: Outputs
     gradients: dict[str, Tensor]  # of trained parameters, and under the empty name the loss

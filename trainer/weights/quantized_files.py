@@ -180,10 +180,8 @@ def stored_form(
     state |= {"dtype": str(dtype).removeprefix("torch."), "shape": list(shape)}
     found = {name: parameter.codes.view(-1, 1), f"{name}.absmax": parameter.scales, f"{name}.quant_map": codec.values()}
     if codec.nested:
-        found |= {
-            f"{name}.nested_absmax": parameter.tables[:-1].clone(),
-            f"{name}.nested_quant_map": Codec(name="int8", block=GROUP).values(),
-        }
+        found[f"{name}.nested_absmax"] = parameter.tables[:-1].clone()
+        found[f"{name}.nested_quant_map"] = Codec(name="int8", block=GROUP).values()
         state |= {"nested_blocksize": GROUP, "nested_dtype": "float32", "nested_offset": parameter.tables[-1].item()}
     state |= {"xxh3": _digest(parameter)} if checked else {}
     text = json.dumps(state).ljust(_STATE_BYTES).encode()

@@ -7,15 +7,13 @@ their shares of all heads for whole sequences of some heads (Ulysses: Jacobs et 
 """
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import LayoutError
+from zeromesh.settings.keys import ContextMethod
 from zeromesh.tensor.autograd_collectives import apply_collective
-
-Method = Literal["gather", "heads"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,7 +21,7 @@ class Context:
     """The ranks that share sequences. Tensors are shares along a dim, or whole, in order; lengths are multiples of 2 x ranks."""
 
     exchange: Exchange
-    method: Literal["gather", "heads", "auto"] = "auto"
+    method: ContextMethod = "auto"
     heads_first: bool = False
     """True if `auto` takes heads wherever ranks can divide them, since the device has fused kernels for whole sequences alone."""
     sequence: int = 1
@@ -71,7 +69,7 @@ class Context:
         """Undo `to_heads`."""
         return apply_collective(heads, None, self._to_shares, self._to_heads)
 
-    def method_for(self, heads: int, key_heads: int) -> Method:
+    def method_for(self, heads: int, key_heads: int) -> ContextMethod:
         """Return the method for attention with these numbers of heads of queries and of keys; auto: that receives fewer bytes."""
         ranks = self.exchange.size
         if self.method != "auto" or heads % ranks:

@@ -22,7 +22,7 @@ _CHUNK_TOKENS = 256  # of forward; a chunk of backward has at most twice as many
 
 
 class TokenScores(NamedTuple):
-    """What is known of each token, of one shape, 0 without a target. Only the first two have gradients. The names are TRL's."""
+    """The scores of tokens, tensors of one shape, 0 without a target. Only the first two have gradients. The names are TRL's."""
 
     log_probs: Tensor
     entropy: Tensor

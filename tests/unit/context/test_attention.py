@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.support.tensor_sizes import LargestTensor
 from zeromesh.context import documents as documents_module
 from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Pattern, Span
@@ -140,17 +139,9 @@ def test_memory_and_work_are_those_of_documents() -> None:
     plan = documents_module.blocks(documents, Pattern(), ((0, 4096),))
     assert [sum(part.end - part.begin for part in block.parts) for block in plan] == [64] * 64
     query = torch.randn(1, 2, 4096, 8, requires_grad=True)
-    sizes: list[int] = []
-
-    class Sizes(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            found = func(*args, **(kwargs or {}))
-            sizes.extend(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))
-            return found
-
-    with Sizes():
+    with LargestTensor() as largest:
         document_attention(query, query, query, documents, Pattern(left=9)).sum().backward()
-    assert max(sizes) <= query.numel()
+    assert largest.nbytes <= query.nbytes
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
+from tests.support.tensor_sizes import LargestTensor
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError, PhaseError
 from zeromesh.kernels import chunked_cross_entropy as cross_entropy
@@ -175,20 +176,10 @@ def test_a_rank_with_the_whole_vocabulary_exchanges_nothing_new(
 
 def test_logits_are_never_held_whole() -> None:
     """The largest tensor that any operation makes is one chunk of logits or the weight's gradient."""
-    largest = 0
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                largest = max(largest, out.untyped_storage().nbytes())
-            return out
-
     case = leaves(512, 8, 256, bias=False, masked=0.0, dtype=torch.float32)
-    with Sizes():
+    with LargestTensor() as largest:
         chunked_cross_entropy(*case, seed=1.0, chunk_tokens=64).backward()
-    assert largest == 64 * 256 * 4
+    assert largest.nbytes == 64 * 256 * 4
 
 
 def test_default_chunks_and_changes_that_are_alike_in_16_bits() -> None:

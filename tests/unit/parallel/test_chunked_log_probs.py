@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from tests.support.tensor_sizes import LargestTensor
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError
 from zeromesh.kernels import chunked_cross_entropy as cross_entropy
@@ -147,21 +148,11 @@ def test_is_as_precise_as_whole_logits(dtype: torch.dtype, widened: bool, monkey
 
 def test_logits_are_never_held_whole() -> None:
     """The largest tensor that forward and backward make is one chunk of logits in backward, or the weight's gradient."""
-    largest = 0
-
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, Tensor):
-                largest = max(largest, out.untyped_storage().nbytes())
-            return out
-
     one = case((2, 256), 8, 256, bias=False, masked=0.0, dtype=torch.float32)
-    with Sizes():
+    with LargestTensor() as largest:
         scores = scores_of(one, chunk=64)
         (scores.log_probs + scores.entropy).sum().backward()
-    assert largest == 2 * 64 * 256 * 4
+    assert largest.nbytes == 2 * 64 * 256 * 4
 
 
 def test_what_does_not_fit_is_refused() -> None:

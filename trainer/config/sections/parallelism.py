@@ -1,9 +1,11 @@
 """The sections `offload`, `parallel`, `precision` and `zero`."""
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
+from zeromesh.mesh.mesh_shape import MODEL_AXES
 from zeromesh.settings import keys
 from zeromesh.trainer.config.sections.base import Seconds, Section, Texts
 
@@ -89,6 +91,11 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     timeout_seconds: Seconds = 60.0
     """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first."""
+
+    @property
+    def model_size(self) -> int:
+        """The number of ranks that compute one batch together."""
+        return math.prod(getattr(self, axis) for axis in MODEL_AXES)
 
     @property
     def pieces(self) -> int:

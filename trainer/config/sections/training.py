@@ -24,7 +24,7 @@ class BatchSection(Section):
     eval_micro_size: keys.Count | None = None
     """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`, or `tokens`."""
     last: Literal["carry", "partial", "drop"] = "carry"
-    """What an epoch's last samples that fill no global batch do: go into the next (carry), make a smaller one (partial), drop."""
+    """Treatment of the last samples of an epoch that fill no global batch: into the next (carry), a smaller one (partial), drop."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
