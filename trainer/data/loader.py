@@ -94,12 +94,13 @@ class Feed:
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
             steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
-        with torch.random.fork_rng(devices=[]):  # so that random masking later is unchanged
-            for step, index in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
-                batch = self._make_batch(plan.microbatch(step, 0, index))
-                labels = batch.get("labels")
-                if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
-                    return batch
+        for step, index in (divmod(number, plan.accumulation) for number in range(steps * plan.accumulation)):
+            microbatch = plan.microbatch(step, 0, index)
+            with data_randomness(self.order.seed, microbatch.first_sample):  # The ranks mask the same tokens.
+                batch = self._make_batch(microbatch)
+            labels = batch.get("labels")
+            if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
+                return batch
         raise DataError(
             f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
             "mean of nothing; check how the dataset or the data_collator masks labels"

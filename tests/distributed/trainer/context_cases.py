@@ -14,7 +14,7 @@ import transformers as tf
 import zeromesh
 from tests.support.architecture_cases import differences
 from tests.support.plain import calling, error_of, fitted
-from tests.support.trainer_cases import LLAMA, VOCABULARY, lines_of, llama, seeded, sentences, settings
+from tests.support.trainer_cases import LLAMA, VOCABULARY, digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
@@ -226,3 +226,13 @@ def evaluated(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> dict[str, Any
         trainer.fit()
         found = trainer.predict(sentences(5, seed=6))
     return {"predictions": found.predictions.flatten()[::37].tolist(), "loss": found.metrics["test_loss"]}
+
+
+def stages_alike(mesh: Mesh, folder: str) -> None:
+    """The stages give the same bits on shares of sequences, without accumulation and clipping (docs/numerics.md)."""
+    digests = []
+    for stage in range(4):
+        sections = {"parallel": {"context": mesh.world_size}, "batch": {"micro_size": 8}, "zero": {"stage": stage}}
+        config = settings(folder, **sections, run={"name": str(stage), "clip_norm": 0.0})
+        digests.append(digest(fitted(seeded(llama), config, packed())))
+    assert len({*digests}) == 1, digests

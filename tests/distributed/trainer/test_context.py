@@ -30,6 +30,7 @@ test_loops_bytes_and_refusals = tried(
         *(row(2, "bytes_told", method=method) for method in ("gather", "heads")),
         row(4, "bytes_told", FULL, method="gather"),
         row(2, "refused"),
+        row(2, "stages_alike"),
         row(2, "exact", kind="keywords", axes=TWO),
     ],
 )
