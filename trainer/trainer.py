@@ -20,7 +20,7 @@ from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError, PhaseError, StorageError
+from zeromesh.errors import CollectiveError, ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.callbacks.callback import RunState
@@ -37,6 +37,7 @@ from zeromesh.trainer.inference.prompt_samples import prompt_samples
 from zeromesh.trainer.loop.context import FitReport, RunContext, UserInputs, Values
 from zeromesh.trainer.loop.evaluation import evaluate, generation_of, run_dataset
 from zeromesh.trainer.loop.prediction import PreprocessLogits
+from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.losses.losses import ComputeLoss
@@ -176,7 +177,22 @@ class Trainer(ModelOnMesh):
             self.config = self.config.model_copy(update=section)
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
+        config = self.config
+        recovery = Recovery.begin(config) if self._mesh is self._run is None else None
+        while True:
+            try:
+                return self._fit(recovery)
+            except CollectiveError as error:
+                if recovery is None or not recovery.rests(error, self._run, self._mesh, self.inputs):
+                    raise
+            resumed = config.checkpoint.model_copy(update={"resume": "auto"})
+            self.config, self._run, self._mesh = config.model_copy(update={"checkpoint": resumed}), None, None
+            self.start_times = StartTimes()
+
+    def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
+        if recovery is not None:
+            recovery.watch(mesh)
         self.start_times.begin()
         with ExitStack() as stack:
             with self._reporting_errors(mesh):

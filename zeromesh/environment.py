@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from zeromesh.errors import ConfigError
 
@@ -18,7 +19,7 @@ DEFAULT_PORT = 29500
 # Names of variables, with what their values are:
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the interface for gloo to use
 SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts authenticate each other
-ERRORS = "ZEROMESH_ERROR_FILE"  # the file for a worker's error
+LINE = "ZEROMESH_LINE"  # the descriptor of a worker's line to its launcher
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -137,6 +138,15 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     if (parent or int(setting(_LAUNCHER_PID) or os.getppid())) != os.getppid():
         raise SystemExit(128 + int(signal.SIGKILL))
+
+
+def process_state(pid: int) -> str:
+    """Return the letter that proc(5) has for the state of a process of this host, such as `T` for a stopped one; empty: it is gone."""
+    try:
+        # The name in parentheses may hold anything; the state follows the last one.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def launched_by(pid: int) -> dict[str, str]:

@@ -36,6 +36,7 @@ class TrainerConfig(Section):
     train: training.TrainSection = Field(default_factory=training.TrainSection)
     run: outputs.RunSection = Field(default_factory=outputs.RunSection)
     checkpoint: outputs.CheckpointSection = Field(default_factory=outputs.CheckpointSection)
+    recovery: outputs.RecoverySection = Field(default_factory=outputs.RecoverySection)
     hub: outputs.HubSection = Field(default_factory=outputs.HubSection)
     tracking: outputs.TrackingSection = Field(default_factory=outputs.TrackingSection)
     profile: outputs.ProfileSection = Field(default_factory=outputs.ProfileSection)

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
+from zeromesh.environment import IMPORTED, LINE, die_with_parent, export, launched_by
 
 
 def _obstacle() -> str | None:
@@ -46,6 +47,7 @@ def _serve(connection: Connection) -> list[str] | None:
         if connection in ready:
             try:
                 request = json.loads(connection.recv_bytes())
+                line = recv_handle(connection)
             except EOFError:
                 return None
             leads, not_yet = Pipe(duplex=False)
@@ -56,12 +58,13 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
                     each.close()
-                export({**request["variables"], **launched_by(parent)})
+                export({**request["variables"], **launched_by(parent), LINE: str(line)})
                 die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
                     sys.modules["numpy.random"].seed()
                 return list(request["arguments"])
             running.add(pid)
+            os.close(line)
             not_yet.close()
             wait([leads])  # Until the fork leads a group of its own, signals to that would reach nobody.
             leads.close()

@@ -7,18 +7,21 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import ERRORS, RankRange, die_with_parent, setting, worker_environment
+from zeromesh.environment import RankRange, die_with_parent, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
+from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
 
 _CAUSE_SECONDS = 2.0  # to wait for the error of the rank that failed first, once others have ended that noticed it
 _STOP_SECONDS = 30.0  # for ranks to end after a failure, before they are killed
+_CLOSE_SECONDS = 10.0  # for ranks that rest to end by their errors
 USERS_MISTAKE = 2  # the exit code after an error that would recur, such as one in the configuration
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
@@ -37,6 +40,9 @@ class WorkersFailed:
     """The distance from the cause: 0 for a possible cause, 1 for ranks that noticed a peer's failure, 2 for stopped ranks."""
     time: float = 0.0  # the time of the failure, in seconds of the clock
     pid: int = 0  # the process id of a rank that ended without recording an error
+    limit: int = 0
+    """The recoveries in an hour by which ranks that did not fail themselves may go on (`recovery.limit`); 0: there are none such."""
+    step: int = 0  # the latest step after which a rank has left the mesh; 0: unknown
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -47,21 +53,56 @@ class WorkersFailed:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _RankProcess:
-    """The process of one rank, and the file in memory that it writes its error into."""
+    """The process of one rank, and this end of its line (see `line`)."""
 
     rank: int
     process: Fork
-    error: int
+    line: Connection
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the rank has told: its `error`; `recovers`, the limit and its patience with others; `rests`, with a `step`."""
     ended: float = 0.0
     killed: bool = False
 
+    def look(self) -> None:
+        """Take note of the messages that have come, and of the end of the process."""
+        ended = self.process.poll() is not None  # Its messages have all come then.
+        with suppress(EOFError, OSError):
+            while self.line.poll():
+                self.told |= json.loads(self.line.recv_bytes())
+        self.ended = self.ended or ended * time.time()
+
+    @property
+    def rests(self) -> bool:
+        return "rests" in self.told and not self.ended
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which the rank has noticed that others are lost, and rests; 0: it ends."""
+        return float(self.told.get("recovers", {}).get("patience", 0.0))
+
+    def tell(self, **message: Any) -> None:
+        with suppress(OSError):
+            self.line.send_bytes(json.dumps(message).encode())
+
+    def place(self, rank: int, variables: Mapping[str, str]) -> None:
+        """Give a rank that rests a place in the next start."""
+        self.rank, self.told, self.killed = rank, {}, False
+        self.tell(place=variables)
+
+    def stands_still(self) -> bool:
+        """Return True if the process is stopped, as by SIGSTOP, so that no signal but SIGKILL ends it."""
+        with suppress(OSError):
+            return process_state(self.process.pid) in ("T", "t")
+        return False
+
     def end(self) -> WorkersFailed:
-        """Return the error that the process has recorded, or else the way in which it ended."""
+        """Return the error that the process has told, why it rests, or else the way in which it ended."""
         ranks = (self.rank,)
-        try:
-            return WorkersFailed(**json.loads(os.pread(self.error, os.fstat(self.error).st_size, 0)), ranks=ranks)
-        except (ValueError, TypeError):  # The record is missing or incomplete.
-            code, distance = self.process.wait(), 0
+        if "error" in self.told:
+            return WorkersFailed(**self.told["error"], ranks=ranks)
+        if self.rests:
+            return WorkersFailed(message=self.told["rests"], exit_code=1, ranks=ranks, distance=1, time=time.time())
+        code, distance = self.process.wait(), 0
         if code >= 0:
             stopped = _STOPPED.get(code)
             message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
@@ -76,41 +117,64 @@ class _RankProcess:
 
 
 class RankProcesses:
-    """The processes `python ARGUMENTS` of one start on this host, which the nursery forks, in separate sessions, away from the
-    terminal's Ctrl-C. Each writes its error into an anonymous file in memory, so nothing has to be removed after a kill."""
+    """The processes `python ARGUMENTS` of this host's ranks, in separate sessions, away from the terminal's Ctrl-C. Those that rest
+    after a start (see `line`) are ranks of the next one, in the same process."""
 
-    def __init__(self, arguments: Sequence[str], assigned: RankRange, nursery: Nursery) -> None:
-        self._arguments, self._assigned, self._nursery = arguments, assigned, nursery
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
+        self._ranks: list[_RankProcess] = []
         self._cause_until: float | None = None
         self._stop_until: float | None = None
-        self._ranks = [self._start(local_rank) for local_rank in range(assigned.processes)]
 
-    def _start(self, local_rank: int) -> _RankProcess:
-        """Start the process of one rank: all that a rank is given when it starts is given here."""
-        assigned, error = self._assigned, os.memfd_create(f"zeromesh-error-{local_rank}")
+    def start(self, assigned: RankRange, nursery: Nursery) -> None:
+        """Begin a start: place the processes that rest, and have the nursery fork the others. No process may be running."""
+        self._cause_until = self._stop_until = None
+        before, self._ranks = self._ranks, []
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
-        variables = {**shared, **assigned.variables(local_rank), ERRORS: f"/proc/{os.getpid()}/fd/{error}"}
-        fork = self._nursery.fork(self._arguments, variables)
-        return _RankProcess(rank=assigned.first + local_rank, process=fork, error=error)
+        for local_rank in range(assigned.processes):
+            rank, variables = assigned.first + local_rank, {**shared, **assigned.variables(local_rank)}
+            each = before[local_rank] if local_rank < len(before) else None
+            if each is not None and each.rests:
+                each.place(rank, variables)
+            else:
+                line, theirs = Pipe()
+                with theirs:
+                    each = _RankProcess(rank=rank, process=nursery.fork(self._arguments, variables, theirs), line=line)
+            self._ranks.append(each)
+        _close([each for each in before if each not in self._ranks])
 
     def over(self) -> bool:
-        """Return True if all processes have ended. Call it repeatedly: after a failure it also stops the other processes."""
+        """Return True if all processes have ended or rest. Call it repeatedly: after a failure it also stops the other processes."""
         now = time.monotonic()
         for each in self._ranks:
-            if not each.ended and each.process.poll() is not None:
-                each.ended = time.time()
-        if all(each.ended for each in self._ranks):
+            each.look()
+        running = [each for each in self._ranks if not (each.ended or each.rests)]
+        if not running:
             return True
-        failed = [each for each in self._ranks if each.ended and each.process.returncode]
-        # A process that has recorded its error may not end while a stopped peer holds its connections.
-        recorded = any(os.fstat(each.error).st_size for each in self._ranks)
-        if self._stop_until is None and (failed or recorded):
+        # A process that has told its error may not end while a stopped peer holds its connections.
+        ended = [each for each in self._ranks if each.ended and each.process.returncode]
+        if self._stop_until is None and (ended or any(each.rests or "error" in each.told for each in self._ranks)):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
-            if now > self._cause_until or any(each.end().distance == 0 for each in failed):
-                self.stop(signal.SIGTERM)
-        if self._stop_until is not None and now > self._stop_until:
-            self.send(signal.SIGKILL)
+            if now > self._cause_until or any(each.end().distance == 0 for each in ended):
+                self.leave(_STOP_SECONDS, lost=str(self.failure() or "a rank has failed"))
+        if self._stop_until is not None:
+            late = now > self._stop_until
+            self.send(signal.SIGKILL, [each for each in running if late or each.stands_still()])
         return False
+
+    def leave(self, seconds: float, lost: str = "") -> None:
+        """Have all processes end, or rest where they stay, within `seconds`; later they are killed. `lost` says which others are
+        waited for in vain; where it is empty, ranks that stay leave the mesh after their step, unless they have 0 seconds."""
+        if self._stop_until is not None:
+            return
+        running = [each for each in self._ranks if not (each.ended or each.rests)]
+        stay = [each for each in running if each.patience and (lost or seconds)]
+        # Who does not rest after its own patience is late by its own rules.
+        patience = max((each.patience for each in stay if lost), default=seconds)
+        self._stop_until = time.monotonic() + max(patience, seconds * (len(stay) < len(running)))
+        for each in stay:
+            each.tell(**({"lost": lost} if lost else {"leave": True}))
+        self.send(signal.SIGTERM if seconds else signal.SIGKILL, [each for each in running if each not in stay])
 
     def stop(self, number: int, seconds: float = _STOP_SECONDS) -> None:
         """Send a signal to all processes, and SIGKILL to those that have not ended after `seconds`."""
@@ -118,9 +182,9 @@ class RankProcesses:
             self._stop_until = time.monotonic() + seconds
             self.send(number)
 
-    def send(self, number: int) -> None:
-        """Send a signal to the running processes and to all that they have started in their sessions."""
-        for each in self._ranks:
+    def send(self, number: int, ranks: Iterable[_RankProcess] | None = None) -> None:
+        """Send a signal to processes, by default all, and to all that they have started in their sessions."""
+        for each in self._ranks if ranks is None else ranks:
             if each.process.poll() is None:
                 with suppress(ProcessLookupError):
                     os.killpg(each.process.pid, number)
@@ -128,19 +192,36 @@ class RankProcesses:
 
     def failure(self) -> WorkersFailed | None:
         """Return the failure that caused the others, since peers of a dead rank fail too or are stopped; None if there is none."""
-        ends = [each.end() for each in self._ranks if each.process.returncode]
+        ends = [each.end() for each in self._ranks if each.rests or each.process.returncode]
         if not ends:
             return None
         first = min(ends, key=lambda each: (each.distance, each.time))
         same = tuple(rank for each in ends if each.message == first.message for rank in each.ranks)
-        return replace(first, ranks=same, pid=first.pid if len(same) == 1 else 0)
+        limit = max(each.told.get("recovers", {}).get("limit", 0) for each in self._ranks)
+        return replace(
+            first,
+            ranks=same,
+            pid=first.pid if len(same) == 1 else 0,
+            limit=limit if any(each.distance for each in ends) else 0,
+            step=max(each.told.get("step", 0) for each in self._ranks),
+        )
 
     def close(self) -> None:
+        """End all processes: those that rest by their own errors, since there is no next start."""
+        for each in self._ranks:
+            each.line.close()
+        until = time.monotonic() + _CLOSE_SECONDS
+        while any(each.rests and each.process.poll() is None for each in self._ranks) and time.monotonic() < until:
+            time.sleep(0.01)
         self.send(signal.SIGKILL)
-        while self._ranks:
-            each = self._ranks.pop()
-            each.process.wait()
-            os.close(each.error)
+        _close(self._ranks)
+        self._ranks = []
+
+
+def _close(ranks: Iterable[_RankProcess]) -> None:
+    for each in ranks:
+        each.process.wait()
+        each.line.close()
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:
@@ -153,17 +234,14 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
             error = refused_path(error) or error
         if isinstance(error, KeyboardInterrupt):
             return
-        text, path = "".join(traceback.format_exception(kind, error, trace)), setting(ERRORS)
-        if path is None:
+        text, line = "".join(traceback.format_exception(kind, error, trace)), line_to_launcher()
+        if line is None:
             sys.stderr.write(text)
             return
         says_all = isinstance(error, ZeromeshError) and not whole
         message = str(error) if says_all else f"{type(error).__name__}\n{text.rstrip()}"
         code, distance = exit_code_of(error), int(isinstance(error, CollectiveError))
-        details = {"message": message, "time": time.time(), "exit_code": code, "distance": distance}
-        descriptor = os.open(path, os.O_WRONLY | os.O_TRUNC)
-        os.write(descriptor, json.dumps(details).encode())
-        os.close(descriptor)
+        line.tell(error={"message": message, "time": time.time(), "exit_code": code, "distance": distance})
 
     sys.excepthook = record
 

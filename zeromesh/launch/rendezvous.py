@@ -1,8 +1,8 @@
 """Starts a command as the ranks of this host, together with the launchers of other hosts, and restarts it when hosts come or go.
 
-The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a host
-fails, is lost or joins, the leader ends all ranks and numbers the hosts anew. A single launcher leads itself, and listens nowhere;
-so does `zeromesh launch`, which leads the launchers that it has started over ssh (see `ssh`)."""
+The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a rank
+fails, or a host is lost or joins, all ranks end, or rest if they can do without the others, and the leader numbers the hosts anew.
+A single launcher leads itself, and listens nowhere; so does `zeromesh launch`, which leads those that it has started (see `ssh`)."""
 
 import errno
 import os
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
 
 from zeromesh.environment import LOOPBACK, SECRET, RankRange, export, setting, worker_environment
 from zeromesh.errors import ConfigError, counted
@@ -29,6 +30,8 @@ _JOIN_SECONDS = 600.0  # until there are enough launchers
 _LAST_CALL_SECONDS = 1.0  # for further launchers to come once there are enough of them
 _TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
 _REST_SECONDS = 300  # for ranks to save and end before a restart
+_SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
+_HOUR = 3600.0
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
 TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 """The modules that ranks import for most commands."""
@@ -49,7 +52,7 @@ class Nodes:
     restarts_from: str = "the newest checkpoint"
     """The state from which workers resume after a restart, as a message says it."""
     rest_seconds: int = _REST_SECONDS
-    """Seconds that ranks may take to save and end before a restart; 0: they are killed."""
+    """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
     cause_seconds: float = 0.0
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
 
@@ -64,6 +67,15 @@ class Nodes:
 
 ALONE = Nodes()
 Result = WorkersFailed | int
+
+
+class Stop(NamedTuple):
+    """The seconds in which ranks have to end or rest, 0 to kill those that do not stay, and what others are lost, if any."""
+
+    seconds: int
+    lost: str = ""
+
+
 Stopped = Callable[[], bool]
 Notify = Callable[[str], object]
 
@@ -111,8 +123,10 @@ class Leader:
         self._hosts_dead_at = 0.0  # the monotonic time after which no process of the run is alive on lost hosts
         self._failed_at: float | None = None
         self._refused: set[str] = set()
-        self._has_new_hosts = self._stopping = False
+        self._has_new_hosts = False
+        self._stop_told: Stop | None = None
         self._failures = self._starts = 0
+        self._recoveries: list[tuple[float, int]] = []  # the monotonic times of those of the last hour, and the steps before
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
     def first_start(self) -> RankRange | Result:
@@ -139,8 +153,8 @@ class Leader:
             self._wait()
         return 0
 
-    def poll(self) -> int | None:
-        """Return the seconds in which ranks have to end, 0 to kill them at once, or None to let them run."""
+    def poll(self) -> Stop | None:
+        """Return how ranks have to end or rest, or None to let them run."""
         self._serve()
         numbered = sum(each.numbered for each in self._members)
         self._has_new_hosts = numbered < min(len(self._known), self._nodes.most - 1)
@@ -149,13 +163,13 @@ class Leader:
         late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
         failed = late or bool(self._lost) or any(not each.distance for each in failures)
         if self._has_new_hosts or (failed and not self.ending):
-            self._stop()
-        return self._nodes.rest_seconds if self._stopping else None
+            self._stop(min([*self._lost, *failures], key=lambda each: each.distance, default=None))
+        return self._stop_told
 
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
-            self._stop()
+            self._stop(failure)
         while any(each.running for each in self._members):
             self.poll()
             if self._stopped():
@@ -170,13 +184,25 @@ class Leader:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
             return self._end(cause)
-        if not self._lost and not self._has_new_hosts:
+        recovers = self._recovers([*found, *(each.failure for each in self._members if each.failure)])
+        if not self._lost and not self._has_new_hosts and not recovers:
             self._failures += 1
             if self._failures > self._nodes.max_restarts:
                 return self._end(cause)
         if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
-            self._explain_restart(cause)
+            self._explain_restart(cause, recovers=recovers)
         return self.first_start()
+
+    def _recovers(self, failures: Sequence[WorkersFailed]) -> bool:
+        """Return True if there are ranks that have not failed themselves, which go on, within their limit, and count that."""
+        now, limit = time.monotonic(), max((each.limit for each in failures), default=0)
+        step = max((each.step for each in failures), default=0)
+        self._recoveries = [each for each in self._recoveries if each[0] > now - _HOUR]
+        before = [each for _, each in self._recoveries[1 - _SAME_STEP :]]
+        if len(self._recoveries) >= limit or before == [step] * (_SAME_STEP - 1):
+            return False
+        self._recoveries.append((now, step))
+        return True
 
     def close(self) -> None:
         """Leave, and tell the connected launchers that the run is over."""
@@ -217,13 +243,13 @@ class Leader:
         for each in self._members:
             each.numbered = each in members
         self._starts += 1
-        self._lost, self._failed_at, self._has_new_hosts, self._stopping = [], None, False, False
+        self._lost, self._failed_at, self._has_new_hosts, self._stop_told = [], None, False, None
         return assigned
 
-    def _stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self.send({"stop": self._nodes.rest_seconds})
+    def _stop(self, cause: WorkersFailed | None) -> None:
+        if self._stop_told is None:
+            self._stop_told = Stop(self._nodes.rest_seconds, "" if cause is None else str(cause))
+            self.send({"stop": self._stop_told.seconds, "lost": self._stop_told.lost})
 
     def send(self, message: Message) -> None:
         """Send a message to all launchers that have introduced themselves."""
@@ -240,8 +266,9 @@ class Leader:
             self._listener = None
         return result
 
-    def _explain_restart(self, cause: WorkersFailed) -> None:
-        again = f"all ranks start again from {self._nodes.restarts_from}"
+    def _explain_restart(self, cause: WorkersFailed, *, recovers: bool = False) -> None:
+        who = "the ranks that are left, and new ones for the others, go on" if recovers else "all ranks start again"
+        again = f"{who} from {self._nodes.restarts_from}"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
             self._notify(str(cause))
@@ -252,6 +279,8 @@ class Leader:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._has_new_hosts:
             self._notify(f"another host has come; {again}")
+        elif recovers:
+            self._notify(f"{cause}\nzeromesh: {again}")
         else:
             self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
 
@@ -298,7 +327,8 @@ class Leader:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)
-                each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed))
+                counts = {name: field(message, name, 0) for name in ("limit", "step")}
+                each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed), **counts)
 
     def _introduce(self, each: Member, message: Message) -> None:
         if each.greeting is not None:
@@ -331,7 +361,7 @@ class Follower:
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None
         self._assigned: RankRange | None = None
-        self._stop: int | None = None
+        self._stop: Stop | None = None
 
     def first_start(self) -> RankRange | Result:
         until = time.monotonic() + (_REACH_SECONDS if self._attach is None else 0.0)
@@ -350,7 +380,7 @@ class Follower:
         reached = socket.create_connection(self._nodes.where, timeout=messages.HELLO_SECONDS)
         return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False)
 
-    def poll(self) -> int | None:
+    def poll(self) -> Stop | None:
         self._receive()
         return self._stop
 
@@ -360,7 +390,8 @@ class Follower:
         if self._connection is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
             code, noticed = min(end.exit_code, messages.MAX_EXIT_CODE), end.distance > 0
-            self._connection.send({"rest": code, "text": str(end), "noticed": noticed})
+            counts = {"limit": end.limit, "step": end.step}
+            self._connection.send({"rest": code, "text": str(end), "noticed": noticed, **counts})
         found = self._wait()
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
         if failure is not None and not failure.distance and isinstance(found, WorkersFailed):
@@ -406,16 +437,16 @@ class Follower:
                 self._take(message)
         except (MessageError, ConnectionError) as error:
             if self._result is None:
-                self._result, self._stop = self._unreachable_error(str(error)), 0
+                self._result, self._stop = self._unreachable_error(str(error)), Stop(0)
         if self._result is not None:
-            self._stop = self.rest_seconds if self._stop is None else self._stop
+            self._stop = self._stop or Stop(self.rest_seconds)
             self.close()
 
     def _take(self, message: Message) -> None:
         if "start" in message:
             self._assigned = messages.rank_range(message)
         elif "stop" in message:
-            self._stop = field(message, "stop", messages.MISSING)
+            self._stop = Stop(field(message, "stop", messages.MISSING), field(message, "lost", ""))
         elif "over" in message:
             end = field(message, "over", {})
             code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
@@ -469,25 +500,26 @@ def run_starts(
     modules: Sequence[str] = TRAINER,
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
-    nursery: Nursery | None = None
+    nursery, ranks = None, RankProcesses(arguments)
     try:
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
             if nursery is None or nursery.lost:
                 shared = worker_environment(found.processes or 1, alone=False)
                 nursery = Nursery(modules if found.processes else (), shared, notify)
-            found = others.next_start(_run(arguments, found, others, requests, nursery))
+            found = others.next_start(_run(ranks, found, others, requests, nursery))
     finally:
         others.close()
+        ranks.close()
         if nursery is not None:
             nursery.close()
     return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(
-    arguments: Sequence[str], assigned: RankRange, others: Leader | Follower, requests: StopSignals, nursery: Nursery
+    ranks: RankProcesses, assigned: RankRange, others: Leader | Follower, requests: StopSignals, nursery: Nursery
 ) -> WorkersFailed | None:
-    """Start ranks, pass signals on until all have ended, and return the failure that caused the others."""
+    """Start ranks, pass signals on until all have ended or rest, and return the failure that caused the others."""
     while not nursery.ready:
         if requests.pending:
             name = signal.Signals(requests.pending[0]).name
@@ -495,7 +527,7 @@ def _run(
         if others.poll() is not None:
             return None
         nursery.receive(_TICK_SECONDS)
-    ranks = RankProcesses(arguments, assigned, nursery)
+    ranks.start(assigned, nursery)
 
     def hand_on(number: int) -> None:
         if number not in requests.only_forwarded:
@@ -503,15 +535,9 @@ def _run(
         if number in requests.only_forwarded or requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
-    try:
-        while not ranks.over():
-            seconds = others.poll()
-            if seconds == 0:
-                ranks.send(signal.SIGKILL)
-            elif seconds is not None:
-                ranks.stop(signal.SIGTERM, seconds)
-            requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL))
-            time.sleep(_TICK_SECONDS)
-        return ranks.failure()
-    finally:
-        ranks.close()
+    while not ranks.over():
+        if (stop := others.poll()) is not None:
+            ranks.leave(*stop)
+        requests.pass_on(hand_on, lambda: ranks.send(signal.SIGKILL))
+        time.sleep(_TICK_SECONDS)
+    return ranks.failure()

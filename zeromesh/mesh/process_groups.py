@@ -2,7 +2,10 @@
 
 import atexit
 import itertools
+import os
+import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -14,11 +17,13 @@ from zeromesh.errors import ConfigError, counted
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import Axis, MeshShape
 from zeromesh.mesh.network_interfaces import interface_for
-from zeromesh.mesh.run_store import START_SECONDS, run_store
+from zeromesh.mesh.run_store import START_SECONDS, forget_run, run_store
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.telemetry.watchdog import Watchdog
 
-_NUMBERS = itertools.count()
+_numbers = itertools.count()
+_sockets: dict[int, str] = {}
+"""The descriptors that gloo has opened for groups, and what `/proc` says that they are, since numbers are used again."""
 GroupPurpose = Literal["control", "data", "reduce"]
 """The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
@@ -54,13 +59,13 @@ class MeshGroups:
         else:
             ranks = counted(dist.get_world_size(), "rank")
             raise ConfigError(f"the process group has {ranks}, the launch environment {self._environment.world_size}")
-        return dist.distributed_c10d.PrefixStore(f"zeromesh/mesh-{next(_NUMBERS)}", store)
+        return dist.distributed_c10d.PrefixStore(f"zeromesh/mesh-{next(_numbers)}", store)
 
     def join(self, rank: int) -> None:
         """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
             # The key prefix is new for each group, so that it does not read addresses that an earlier one has stored.
-            prefix = f"zeromesh/group-{next(_NUMBERS)}"
+            prefix = f"zeromesh/group-{next(_numbers)}"
             store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
             if self._environment.local_world_size != self._environment.world_size:
                 # A rank whose interface the user has set still stores its route, since others may wait for it.
@@ -71,7 +76,8 @@ class MeshGroups:
             if is_accelerator(self._device):
                 backend = f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
             patience = timedelta(seconds=START_SECONDS)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+            with _noting_sockets():
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
         MeshGroups._default_users += 1
@@ -150,7 +156,8 @@ def make_group(ranks: Sequence[int], works: DeviceWorks | None, patience: timede
         backend = str(dist.get_default_backend_for_device(works.device))
         # torch's own watchdog, which ends the process without naming a peer, comes later than `works`.
         patience = timedelta(seconds=2 * START_SECONDS + works.watch.timeout_seconds)
-    made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
+    with _noting_sockets():
+        made: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=patience, **as_given)
     if works is not None and dist.get_rank() in ranks:
         works.connect(made, ranks)
     return made
@@ -175,6 +182,44 @@ def leave_group(group: dist.ProcessGroup, works: DeviceWorks | None) -> None:
     if works is not None:
         works.groups = [each for each in works.groups if each is not group]
     dist.destroy_process_group(group)
+
+
+@contextmanager
+def _noting_sockets() -> Iterator[None]:
+    """Note the connections that are made inside the block, so that `forget_groups` can cut them."""
+    before = _open_sockets()
+    yield
+    _sockets.update(_open_sockets().items() - before.items())
+
+
+def _open_sockets() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # It was closed meanwhile.
+            if (what := os.readlink(f"/proc/self/fd/{name}")).startswith("socket:"):
+                found[int(name)] = what
+    return found
+
+
+def are_ours() -> bool:
+    """Return True if this process's groups are those of one mesh, so that `forget_groups` takes them from nobody else."""
+    return MeshGroups._default_made_here and MeshGroups._default_users == 1
+
+
+def forget_groups() -> None:
+    """Leave all process groups of a mesh whose ranks do not answer, and the run's store, so that this process can join the next
+    start. Destroying a group waits for its collectives in flight, which end once their connections are cut."""
+    global _numbers
+    for number, what in (_sockets.items() & _open_sockets().items()):
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # gloo may close it itself.
+            if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                connection.shutdown(socket.SHUT_RDWR)
+    _sockets.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    MeshGroups._default_made_here, MeshGroups._default_users, MeshGroups._default_may_hang = False, 0, False
+    _numbers = itertools.count()
+    forget_run()
 
 
 def _leave_default() -> None:

@@ -24,7 +24,7 @@ from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, Divided, MeshShape, axes_of
-from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
+from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
 from zeromesh.mesh.run_store import START_SECONDS, rows
@@ -278,6 +278,12 @@ class ProcessMesh:
         """Publish the error because of which this rank does not start, and leave the groups; the mesh is unusable afterwards."""
         self.watch.fail(error)
         self._mesh_groups.leave()
+
+    def forget(self) -> None:
+        """Leave the mesh though other ranks may be gone or not answer. The mesh cannot be used afterwards."""
+        self.watch.may_hang = True  # So that groups are not destroyed before their connections are cut.
+        self._mesh_groups.leave()
+        forget_groups()
 
     def close(self) -> None:
         """Leave the process groups, on all ranks alike, when no collective is in flight. The mesh cannot be used afterwards."""

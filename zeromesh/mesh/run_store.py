@@ -24,7 +24,9 @@ from zeromesh.mesh.network_interfaces import listen
 START_SECONDS = 300  # for a start, more than for a step: processes import and read models at different speeds
 _STORES: dict[LaunchEnvironment, Store] = {}
 _DESCRIPTORS: dict[LaunchEnvironment, tuple[int, int]] = {}
-_MESHES = itertools.count()
+_former: list[tuple[int, int]] = []  # descriptors of the start before, whose numbers those of this start take
+_listeners: list[socket.socket] = []
+_meshes = itertools.count()
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
@@ -87,7 +89,7 @@ def rows(environment: LaunchEnvironment) -> LocalRowStore | None:
     """Return the store for the board's rows of the next mesh; None for ranks on several hosts, whose rows are in `run_store`."""
     if environment.local_world_size != environment.world_size:
         return None
-    return LocalRowStore(_descriptors(environment)[1], next(_MESHES), environment.world_size)
+    return LocalRowStore(_descriptors(environment)[1], next(_meshes), environment.world_size)
 
 
 def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS) -> tuple[int, int]:
@@ -97,8 +99,9 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
     identity = hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest()
     name = b"\0zeromesh-" + identity.encode()
     if environment.rank:
-        return _DESCRIPTORS.setdefault(environment, _receive_descriptors(name, environment.rank, seconds))
-    made = os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")
+        received = _with_former_numbers(_receive_descriptors(name, environment.rank, seconds))
+        return _DESCRIPTORS.setdefault(environment, received)
+    made = _with_former_numbers((os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")))
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(name)
@@ -108,14 +111,39 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
             f"port {environment.master_port}: another run on this host uses this MASTER_PORT; give this run another one"
         ) from error
     listener.listen(environment.world_size)
+    _listeners.append(listener)
     others = set(range(1, environment.world_size))
     threading.Thread(target=_send_fds, args=(listener, made, others), name="zeromesh-store", daemon=True).start()
     return _DESCRIPTORS.setdefault(environment, made)
 
 
+def forget_run() -> None:
+    """Forget the store of the launch, so that this process can meet the ranks of the next start."""
+    global _meshes
+    _STORES.clear()
+    _former.extend(_DESCRIPTORS.values())
+    _DESCRIPTORS.clear()
+    _meshes = itertools.count()
+    while _listeners:
+        with suppress(OSError):
+            _listeners.pop().shutdown(socket.SHUT_RDWR)  # Ends a thread that waits for ranks which have not come.
+
+
+def _with_former_numbers(found: tuple[int, int]) -> tuple[int, int]:
+    """Give descriptors the numbers of those of the start before. Torch's `FileStore` opens its file by the number even when it is
+    destroyed, at a time that is not known: by then that number must not stand for something else."""
+    if not _former:
+        return found
+    numbers = _former.pop()
+    for descriptor, number in zip(found, numbers, strict=True):
+        os.dup2(descriptor, number, inheritable=False)
+        os.close(descriptor)
+    return numbers
+
+
 def _send_fds(listener: socket.socket, descriptors: tuple[int, int], others: set[int]) -> None:
     """Send the two file descriptors to each of the ranks `others` that connects, but to no process of another user."""
-    with listener:
+    with listener, suppress(OSError):
         while others:
             connection, _ = listener.accept()
             with connection, suppress(OSError, ValueError):

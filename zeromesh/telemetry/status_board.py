@@ -23,6 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
+from zeromesh.environment import process_state
 from zeromesh.errors import errors_as
 from zeromesh.files import read_whole, write_whole
 
@@ -242,11 +243,7 @@ def process_runs(pid: int) -> bool:
     """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since the rank has not published."""
     if pid == 0:
         return True
-    try:
-        # The name in parentheses may hold anything; the state follows the last one.
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    return process_state(pid) not in ("", "Z", "X")
 
 
 class Store(Protocol):

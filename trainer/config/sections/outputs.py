@@ -53,6 +53,15 @@ class CheckpointSection(Section):
     """Seconds that ranks wait for one in a slow disk call, and that the end of a run waits for the removal of old checkpoints."""
 
 
+class RecoverySection(Section):
+    """What happens when ranks of a run that `zeromesh` has started fail or are lost."""
+
+    survivors: Literal["keep", "restart", "end"] = "keep"
+    """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all ranks start again; end: all end."""
+    limit: keys.Count = 20
+    """Recoveries in an hour; a further one ends the run."""
+
+
 class HubSection(Section):
     """The upload of the model to the Hub. The token comes from `HF_TOKEN` or `hf auth login`, never from a configuration."""
 
