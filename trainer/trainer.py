@@ -183,11 +183,12 @@ class Trainer(ModelOnMesh):
             try:
                 return self._fit(recovery)
             except CollectiveError as error:
-                if recovery is None or not recovery.rests(error, self._run, self._mesh, self.inputs):
+                if recovery is None or not recovery.leaves(error, self._run, self._mesh, self.inputs):
                     raise
+                self._run = self._mesh = None
+            recovery.rest()
             resumed = config.checkpoint.model_copy(update={"resume": "auto"})
-            self.config, self._run, self._mesh = config.model_copy(update={"checkpoint": resumed}), None, None
-            self.start_times = StartTimes()
+            self.config, self.start_times = config.model_copy(update={"checkpoint": resumed}), StartTimes()
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh

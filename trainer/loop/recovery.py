@@ -1,13 +1,12 @@
 """Recovery of a run of which ranks are lost: the processes of the others stay, and take a place among the ranks of the next start.
 
-    a rank ends, another one's wait for it fails    CollectiveError out of `fit`
-    leave the mesh and its part of the model        `Recovery.rests`
-    the launcher has a new process for the lost     `Line.rest`
-    `fit` again, from the newest checkpoint
+a rank ends, another one's wait for it fails    CollectiveError out of `fit`
+leave the mesh and its part of the model        `Recovery.rests`
+the launcher has a new process for the lost     `Line.rest`
+`fit` again, from the newest checkpoint
 """
 
 import gc
-import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -32,6 +31,8 @@ class Recovery:
 
     config: TrainerConfig
     line: Line
+    _reason: str = ""
+    _step: int = 0
 
     @classmethod
     def begin(cls, config: TrainerConfig) -> Self | None:
@@ -54,24 +55,29 @@ class Recovery:
 
         mesh.watch.on_beat = heed
 
-    def rests(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
-        """Leave the mesh and wait for a place in the next start, after `error`; False where there is none, or where this rank's
-        weights cannot come from a checkpoint, so that its process has to end."""
+    def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
+        """Leave the mesh after `error`; returns False where this rank's process has to end, since its weights cannot come from a
+        checkpoint."""
         if self.config.recovery.survivors != "keep" or (mesh is not None and is_accelerator(mesh.device)):
             return False
         if isinstance(inputs.model, nn.Module) and not (run is not None and _is_emptied(run, inputs.model)):
             return False
-        step = 0 if run is None else run.progress.step
-        # Its frames refer to the states, which would stay in memory beside the new ones.
-        traceback.clear_frames(error.__traceback__)
+        self._reason, self._step = str(error), 0 if run is None else run.progress.step
+        cause: BaseException | None = error
+        while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
+            cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
         if run is not None:
             run.model.close()
         if mesh is not None:
             mesh.forget()
         forget_groups()
-        del run, mesh
+        return True
+
+    def rest(self) -> None:
+        """Wait for a place in the next start. Raises the error again that `leaves` was called for, where there is none."""
         gc.collect()
-        return self.line.rest(str(error), step)
+        if not self.line.rest(self._reason, self._step):
+            raise CollectiveError(self._reason)
 
 
 class _Lost:
@@ -91,7 +97,9 @@ def _is_emptied(run: RunContext, model: nn.Module) -> bool:
     """Give the user's model parameters without values, of which the next start divides and fills the others; False where the run
     has no checkpoint, or has changed the model in ways that it cannot undo."""
     trained, options = run.model, run.model.require_engine().options
-    has_checkpoint = bool(CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER).steps())
+    has_checkpoint = bool(
+        CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER).steps()
+    )
     if not has_checkpoint or trained.module is not model or options.weights is not None or run.config.model.lora:
         return False
     trained.divided.restore()

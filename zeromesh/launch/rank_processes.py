@@ -155,7 +155,8 @@ class RankProcesses:
         ended = [each for each in self._ranks if each.ended and each.process.returncode]
         if self._stop_until is None and (ended or any(each.rests or "error" in each.told for each in self._ranks)):
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
-            if now > self._cause_until or any(each.end().distance == 0 for each in ended):
+            known = any(each.end().distance == 0 for each in ended) or all(each.stands_still() for each in running)
+            if known or now > self._cause_until:
                 self.leave(_STOP_SECONDS, lost=str(self.failure() or "a rank has failed"))
         if self._stop_until is not None:
             late = now > self._stop_until

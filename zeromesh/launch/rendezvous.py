@@ -126,7 +126,9 @@ class Leader:
         self._has_new_hosts = False
         self._stop_told: Stop | None = None
         self._failures = self._starts = 0
-        self._recoveries: list[tuple[float, int]] = []  # the monotonic times of those of the last hour, and the steps before
+        self._recoveries: list[
+            tuple[float, int]
+        ] = []  # the monotonic times of those of the last hour, and the steps before
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
     def first_start(self) -> RankRange | Result:
