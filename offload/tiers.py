@@ -16,6 +16,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting
 from zeromesh.offload.memory.ledger import Ledger, Purpose, Tier
+from zeromesh.offload.memory.state_memory import StateMemory
 
 STAGING_BYTES = 64 << 20
 TierName = Literal["none", "host", "file"]
@@ -256,6 +257,7 @@ class Tiers:
     files: FileSettings = field(default_factory=FileSettings)
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
     waits: WaitTime = field(default_factory=WaitTime)  # of callers for tiers
+    states: StateMemory | None = None  # the memory of states that outlives this process
     _file: FileTier | None = None
 
     def allocate(
@@ -297,6 +299,11 @@ class Tiers:
                 gap = torch.zeros(start - at, dtype=dtype, device=self.device)
                 parts.append(TieredPart(start=at, end=start, tier=Tier.DEVICE, memory=gap))
         return self._counted(dtype, sorted(parts, key=lambda part: part.start), purpose)
+
+    @property
+    def warm(self) -> bool:
+        """True if states that are allocated have the values that an earlier process, or engine, has left in them."""
+        return self.states is not None and self.states.warm
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has separate pages."""

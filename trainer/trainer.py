@@ -148,6 +148,7 @@ class Trainer(ModelOnMesh):
         """The full name of the repository on the Hub, once its existence is known."""
         self.start_times = StartTimes()
         """The seconds of startup by phase, until the end of the first step."""
+        self._recovery: Recovery | None = None
         self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
@@ -193,7 +194,8 @@ class Trainer(ModelOnMesh):
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
         if recovery is not None:
-            recovery.watch(mesh)
+            recovery.join(mesh)
+        self._recovery = recovery
         self.start_times.begin()
         with ExitStack() as stack:
             with self._reporting_errors(mesh):
@@ -208,7 +210,7 @@ class Trainer(ModelOnMesh):
                     self._open_repository()
             self.start_times.end("directory")
             run = self.run
-            report = TrainingLoop(run=run, directory=directory, samples=prompt_samples(run)).fit()
+            report = TrainingLoop(run=run, directory=directory, samples=prompt_samples(run), recovery=recovery).fit()
         if self.config.hub.push:
             try:
                 self.push_to_hub()
@@ -494,7 +496,7 @@ class Trainer(ModelOnMesh):
                 mesh.call("the first method of the trainer that needs a run"),
                 Console(shown=mesh.rank == 0, verbose=self.config.run.verbose) as console,
             ):
-                run = build_run(self.config, mesh, self.inputs, self.events, console, self.start_times)
+                run = build_run(self.config, mesh, self.inputs, self.events, console, self.start_times, self._recovery)
                 self._run = replace(run, planned=self._planned)
         self._run.model.require_sound()
         return self._run

@@ -20,6 +20,7 @@ DEFAULT_PORT = 29500
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the interface for gloo to use
 SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts authenticate each other
 LINE = "ZEROMESH_LINE"  # the descriptor of a worker's line to its launcher
+STATES = "ZEROMESH_STATES"  # the descriptor of the memory that a worker's launcher holds for its states
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet

@@ -216,6 +216,9 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     clip_norm: float = 0.0
     optimizer_in_backward: bool = False
     gradient_slots: int = 2
+    gradients_outlive: bool = (
+        False  # Gradient shards have memory of their own, so that another process can finish the update.
+    )
 
     def __post_init__(self) -> None:
         budget: object = self.gathered_budget
@@ -276,7 +279,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         """Return True if gradient shards have memory of their own from step to step, on any tier, in a process that computes on
         `device`: sums over several microbatches, and offloaded shards. Otherwise they use memory just freed by activations."""
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves_device(device)
-        return self.accumulation > 1 or resting
+        return self.accumulation > 1 or resting or self.gradients_outlive
 
     @property
     def sums_before_reducing(self) -> bool:

@@ -17,6 +17,7 @@ from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.io.transfer import allocate_pages, register_state_pages, request_huge_pages
 from zeromesh.offload.memory.ledger import available_bytes
+from zeromesh.offload.memory.state_memory import StateMemory
 
 PAGE = mmap.PAGESIZE
 _HUGE_PAGE = 2 << 20
@@ -37,6 +38,8 @@ def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: t
     """Allocate zeros for a state that lasts as long as the run. On CPU they get separate pages outside the C library's heap,
     which long-lived blocks between activations would fragment (docs/decisions/0006-allocator.md)."""
     count = math.prod(shape) if isinstance(shape, tuple) else shape
+    if device.type == "cpu" and count and StateMemory.in_use is not None:
+        return StateMemory.in_use.allocate(count * dtype.itemsize).view(dtype).view(shape)
     if device.type != "cpu" or count * dtype.itemsize < _LEAST_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     return allocate_pages(count * dtype.itemsize).view(dtype).view(shape)

@@ -118,6 +118,8 @@ class RunProgress:
     """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
     report: FitReport | None = None
+    unfinished: StepResult | None = None
+    """The result of the latest step, until it is logged, callbacks have heard of it, and what it asked for is done."""
 
     @property
     def position(self) -> int:

@@ -1,13 +1,20 @@
 """Recovery of a run of which ranks are lost: the processes of the others stay, and take a place among the ranks of the next start.
 
-a rank ends, another one's wait for it fails    CollectiveError out of `fit`
-leave the mesh and its part of the model        `Recovery.rests`
-the launcher has a new process for the lost     `Line.rest`
-`fit` again, from the newest checkpoint
-"""
+    a rank ends, another one's wait for it fails    CollectiveError out of `fit`
+    keep what this process knows of the run         `Recovery.keep`
+    leave the mesh and the engine                   `Recovery.leaves`
+    the launcher has a new process for the lost     `Recovery.rest`
+    join a mesh, look at the states in memory       `Recovery.join`
+    build the model on them, finish the update      `Recovery.restore`, or the newest checkpoint
+
+No rank changes a state before the sums of the step have come to it, and none adds to them before its own gradients are complete. So
+either no rank has the sums, and the states of all are those before the step, or some have, and the others can finish the update
+by the record of one that has, with gradients that lie in their memory. Nothing that was computed is lost but the present step."""
 
 import gc
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,14 +22,38 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.environment import STATES, setting
 from zeromesh.errors import CollectiveError
+from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import Line, line_to_launcher
+from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
+from zeromesh.offload.memory.state_memory import StateMemory
+from zeromesh.optim.journal import COMPLETE, Journal
 from zeromesh.trainer.checkpoints.manager import FOLDER
+from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.loop.context import RunContext, UserInputs
+from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
+from zeromesh.trainer.monitoring.step_stats import StepResult
+from zeromesh.units.unit import Bucket
+from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.full_state import persistent_buffers
+
+_UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
+"""The sections of the configuration that have no influence on what the memory of states holds."""
+
+
+@dataclass
+class Kept:
+    """What a process that stays knows of the run that has ended in it."""
+
+    state: TrainerState
+    progress: RunProgress
+    shared: dict[str, Tensor]
+    """The buffers, by bucket, in which all ranks of a host have their master weights."""
+    plain: bool = True  # The parameters that are trained are those of the start.
 
 
 @dataclass
@@ -31,17 +62,31 @@ class Recovery:
 
     config: TrainerConfig
     line: Line
+    memory: StateMemory | None = None
     _reason: str = ""
-    _step: int = 0
+    _kept: Kept | None = None
+    _record: dict[str, Any] | None = None
+    """The record of the latest update, where states in memory are gone on from."""
+    _position: int = 0  # of that update in this rank's memory
+    _key: int = 0
+    _states: list[TrainerState | None] = field(default_factory=list)
 
     @classmethod
     def begin(cls, config: TrainerConfig) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or the configuration forbids it."""
-        line = line_to_launcher()
-        return None if line is None or config.recovery.survivors == "end" else cls(config, line)
+        line, states = line_to_launcher(), setting(STATES)
+        if line is None or states is None or config.recovery.survivors == "end":
+            return None
+        journals = config.recovery.survivors == "keep" and config.recovery.memory == "auto"
+        return cls(config, line, StateMemory(int(states)) if journals else None)
 
-    def watch(self, mesh: Mesh) -> None:
-        """Tell the launcher that this rank can go on without others, and heed what it tells, while the mesh is there."""
+    def join(self, mesh: Mesh) -> None:
+        """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
+        and heed what it tells, while the mesh is there."""
+        if is_accelerator(mesh.device) or mesh.world_size == 1:
+            self.memory = None
+        if self.memory is not None:
+            self._look_at(self.memory, mesh)
         stays = self.config.recovery.survivors == "keep" and not is_accelerator(mesh.device) and are_ours()
         patience = self.config.parallel.timeout_seconds if stays else 0.0
         self.line.tell(recovers={"limit": self.config.recovery.limit, "patience": patience})
@@ -55,14 +100,63 @@ class Recovery:
 
         mesh.watch.on_beat = heed
 
+    def _look_at(self, memory: StateMemory, mesh: Mesh) -> None:
+        sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
+        layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
+        self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
+        at, kept = memory.position(self._key), self._kept
+        records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
+        own = next(filter(None, records), None)
+        state = None if kept is None else kept.state.to_json().decode()
+        rows = mesh.world.gather_json(
+            {
+                "at": at,
+                "record": own,
+                "state": state,
+                "shares": bool(kept and kept.shared),
+                "plain": not kept or kept.plain,
+            },
+            "states in memory",
+        )
+        self._record, self._states = None, [None] * len(rows)
+        found = [row["record"] for row in rows if row["record"]]
+        last = max(found, key=lambda record: record["step"], default=None)
+        stay = [rank for rank, row in enumerate(rows) if row["state"]]
+        groups = mesh.shape.groups(*axes_of("states")) if any(row["shares"] for row in rows) else [range(len(rows))]
+        memory.warm = (
+            last is not None
+            and all(row["at"] and row["plain"] for row in rows)
+            and all(last["step"] - 1 <= row["at"][0] <= last["step"] for row in rows)
+            and all(any(rank in stay for rank in group) for group in groups)
+        )
+        if memory.warm and at is not None and last is not None:
+            self._record, self._position = last, COMPLETE if at[0] == last["step"] else at[1]
+            self._states = [row["state"] and TrainerState.from_json(json.loads(row["state"]), "memory") for row in rows]
+
+    def guard(self, engine: ZeroEngine) -> None:
+        """Journal the updates of a new engine, if all of its states are in memory that outlives this process."""
+        step = engine.optimizer_step
+        if self.memory is not None and step.can_be_finished_by_others and not persistent_buffers(engine.model):
+            step.journal = Journal(self.memory, self._key)
+
+    def keep(self, run: RunContext, state: TrainerState) -> None:
+        """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""
+        engine = run.model.require_engine()
+        if engine.optimizer_step.journal is not None:
+            buckets = [bucket for unit in engine.units for bucket in unit.buckets]
+            shared = {bucket.name: bucket.buffer.full for bucket in buckets if _is_shared(engine, bucket)}
+            plain = all(
+                bucket.training == [slot.spec.requires_grad for slot in bucket.layout.slots] for bucket in buckets
+            )
+            self._kept = Kept(state, run.progress, shared, plain)
+
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
-        """Leave the mesh after `error`; returns False where this rank's process has to end, since its weights cannot come from a
-        checkpoint."""
+        """Leave the mesh after `error`; returns False where this rank's process has to end, since it cannot build its model anew."""
         if self.config.recovery.survivors != "keep" or (mesh is not None and is_accelerator(mesh.device)):
             return False
-        if isinstance(inputs.model, nn.Module) and not (run is not None and _is_emptied(run, inputs.model)):
+        if isinstance(inputs.model, nn.Module) and not (run is not None and self._empties(run, inputs.model)):
             return False
-        self._reason, self._step = str(error), 0 if run is None else run.progress.step
+        self._reason = str(error)
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
             cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -76,15 +170,67 @@ class Recovery:
     def rest(self) -> None:
         """Wait for a place in the next start. Raises the error again that `leaves` was called for, where there is none."""
         gc.collect()
-        if not self.line.rest(self._reason, self._step):
+        step = self._kept.progress.step if self._kept is not None else 0
+        if not self.line.rest(self._reason, step):
             raise CollectiveError(self._reason)
 
+    def restore(self, run: RunContext) -> TrainerState | None:
+        """Finish the latest update in the memory that the model is built on; all ranks call it. Returns the state after it; None
+        where the newest checkpoint is to be loaded."""
+        record, kept, self._kept = self._record, self._kept, None
+        self._record = None
+        if record is None:
+            return None
+        engine = run.model.require_engine()
+        with engine.loading(finishing=True):
+            _bring_shared(engine, kept)
+            outcome = engine.optimizer_step.finish_recorded(record, self._position)
+        latest = max((each for each in self._states if each is not None), key=lambda state: state.step)
+        state, progress = (latest if kept is None else kept.state), run.progress
+        if kept is not None:
+            values = {each.name: getattr(kept.progress, each.name) for each in fields(RunProgress)}
+            # What the run was resumed from counts in its figures; where it goes on now is in the state.
+            values["resumed"] = replace(values["resumed"], stream=state.stream, tracker=state.tracker)
+            for name, value in values.items():
+                setattr(progress, name, value)
+        else:
+            progress.resume(state)
+        behind = any(each is not None and each.step < record["step"] for each in self._states)
+        if progress.step < record["step"]:
+            progress.add(StepResult(**record["note"], outcome=outcome))
+        unfinished = run.mesh.world.gather_integers([int(progress.unfinished is not None)])
+        if progress.unfinished is None and (behind or any(row[0] for row in unfinished)):
+            progress.unfinished = StepResult(**record["note"], outcome=outcome)
+        return state
 
-class _Lost:
-    """The values of a parameter that a checkpoint has, in place of those that are lost with a rank; see `BuiltSource`."""
+    def _empties(self, run: RunContext, model: nn.Module) -> bool:
+        """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
+        nowhere else, or the run has changed the model in ways that it cannot undo."""
+        trained, options = run.model, run.model.require_engine().options
+        store = CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER)
+        elsewhere = self._kept is not None or bool(store.steps())
+        if not elsewhere or trained.module is not model or options.weights is not None or run.config.model.lora:
+            return False
+        trained.divided.restore()
+        trained.restore_modules()
+        master, made = options.precision.master, dict[int, nn.Parameter]()
+        for module in model.modules():
+            for name, each in module._parameters.items():
+                if each is None:
+                    continue
+                if id(each) not in made:
+                    dtype = master if each.is_floating_point() else each.dtype
+                    empty = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
+                    empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
+                module._parameters[name] = made[id(each)]
+        return True
 
-    def __init__(self, parameter: Tensor) -> None:
-        self._dtype = parameter.dtype
+
+class _Elsewhere:
+    """The values of a parameter that come from a checkpoint or from memory later; see `BuiltSource`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
 
     def read(self, start: int, end: int) -> Tensor:
         return torch.zeros(end - start, dtype=self._dtype)
@@ -93,25 +239,27 @@ class _Lost:
         return None
 
 
-def _is_emptied(run: RunContext, model: nn.Module) -> bool:
-    """Give the user's model parameters without values, of which the next start divides and fills the others; False where the run
-    has no checkpoint, or has changed the model in ways that it cannot undo."""
-    trained, options = run.model, run.model.require_engine().options
-    has_checkpoint = bool(
-        CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER).steps()
-    )
-    if not has_checkpoint or trained.module is not model or options.weights is not None or run.config.model.lora:
-        return False
-    trained.divided.restore()
-    trained.restore_modules()
-    master, made = options.precision.master, dict[int, nn.Parameter]()
-    for module in model.modules():
-        for name, each in module._parameters.items():
-            if each is None:
+def _is_shared(engine: ZeroEngine, bucket: Bucket) -> bool:
+    """Return True if the master weights of a bucket are a part of a buffer that the ranks of a host share."""
+    return engine.transport.name == "shared" and bucket.buffer.persistent and bucket.copy is None
+
+
+def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
+    """Copy master weights from the buffers that the ranks of a host shared before: ranks that were there bring those of others."""
+    group = engine.mesh.shard
+    stays = [bool(row[0]) for row in group.gather_integers([int(kept is not None)])]
+    for bucket in (bucket for unit in engine.units for bucket in unit.buckets if _is_shared(engine, bucket)):
+        shared = None if kept is None else kept.shared[bucket.name]
+        length, own = bucket.length, bucket.buffer.own()
+        for index, stayed in enumerate(stays):
+            part = None if shared is None else shared[index * length : (index + 1) * length]
+            if stayed:
+                if index == group.index and part is not None:
+                    own.copy_(part)
                 continue
-            if id(each) not in made:
-                dtype = master if each.is_floating_point() else each.dtype
-                made[id(each)] = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
-                made[id(each)].stored = _Lost(made[id(each)])  # type: ignore[attr-defined]
-            module._parameters[name] = made[id(each)]
-    return True
+            giver = stays.index(True)
+            given = part if group.index == giver and part is not None else own[:0]
+            layouts = on_one_rank(length, group.size, giver), replicated(length, group.size)
+            found = redistribute(given, *layouts, group, "weights of a lost rank")
+            if index == group.index:
+                own.copy_(found)

@@ -213,6 +213,8 @@ class Stepper:
             mesh.post(Activity.IDLE)
             return None
         factor = 1.0 if count is not None else 1.0 / targets
+        note = {"loss": loss_sum / targets, "tokens": int(inputs), "unit": _count_inputs(batches[0])[0]}
+        engine.optimizer_step.step_note = {**note, "seconds": time.perf_counter() - began}
         if before_update is not None:
             with ExitStack() as undone:
                 undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
@@ -225,9 +227,7 @@ class Stepper:
         mesh.watch.count_step(phases)
         mesh.post(Activity.IDLE)
         return StepResult(
-            loss=loss_sum / targets,
-            tokens=int(inputs),
-            unit=_count_inputs(batches[0])[0],
+            **note,
             stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
             outcome=outcome,
             communication=mesh.recorder.take_traffic(),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.errors import DataError, NonFiniteError, counted, some
+from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
@@ -28,6 +28,7 @@ from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
+from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
@@ -81,6 +82,7 @@ class TrainingLoop:
     run: RunContext
     directory: RunDirectory
     samples: Samples | None = None
+    recovery: Recovery | None = None
     _checkpoints: RunCheckpoints = field(init=False)
     _request: StopRequest = field(init=False)
     _loader: BatchLoader = field(init=False)
@@ -154,18 +156,17 @@ class TrainingLoop:
 
     def _resume(self) -> None:
         run = self.run
+        if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
+            self._take_over(state)
+            run.console.note(f"went on after step {run.progress.step}, from the memory of the ranks")
+            return
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
         if state is None:
             return
-        # Settings that a forward has written into the model's configuration keep the values that the run's first process had.
-        kept = {name: value for name, value in run.model.description.items() if f"model.{name}" not in state.written}
-        first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
-        run.model.description = kept | first
+        run.progress.resume(state)
+        self._take_over(state)
         section, progress = run.config.run, run.progress
-        progress.resume(state)
-        self._evaluated = (state.step, state.eval_loss, state.metric)
-        run.events.restore(state.callbacks)
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
@@ -183,6 +184,16 @@ class TrainingLoop:
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
 
+    def _take_over(self, state: TrainerState) -> None:
+        """Go on with what an earlier process, or this one in an earlier mesh, has left in `state`."""
+        run = self.run
+        # Settings that a forward has written into the model's configuration keep the values that the run's first process had.
+        kept = {name: value for name, value in run.model.description.items() if f"model.{name}" not in state.written}
+        first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
+        run.model.description = kept | first
+        self._evaluated = (state.step, state.eval_loss, state.metric)
+        run.events.restore(state.callbacks)
+
     def _train(self, feed: Feed) -> None:
         run, progress, note = self.run, self.run.progress, self.run.console.note
         config, mesh, path, resumed = run.config, run.mesh, self.directory.path, progress.resumed
@@ -190,14 +201,19 @@ class TrainingLoop:
         facts = {"parameters": run.model.parameters, "given": given}
         with (
             self._checkpoints,
-            self.directory.open(config, progress.step, facts, mesh) as self._writer,
+            self.directory.open(config, progress.step - bool(progress.unfinished), facts, mesh) as self._writer,
             run.console,
             run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
             Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
             Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
         ):
             run.start_times.end("files and trackers")
-            self._take_steps()
+            try:
+                self._take_steps()
+            except CollectiveError:
+                if self.recovery is not None:
+                    self.recovery.keep(run, self._state(own=True))
+                raise
 
     def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
@@ -212,7 +228,12 @@ class TrainingLoop:
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
-        self._begin_epoch(resumed=progress.step > 0)
+        if (journal := run.model.require_engine().optimizer_step.journal) is not None:
+            journal.begin(progress.step)
+        if progress.unfinished is not None:
+            self._conclude(progress.unfinished, progress.position - 1)
+        else:
+            self._begin_epoch(resumed=progress.step > 0)
         while not self._is_over:
             self._train_one()
         wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
@@ -255,14 +276,22 @@ class TrainingLoop:
             )
             events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
         else:
+            progress.add(result)
+            progress.unfinished = result
+        self._conclude(progress.unfinished, position)
+
+    def _conclude(self, result: StepResult | None, position: int) -> None:
+        """Do what follows a step, and an epoch that ends with its data; `result` is None for data that were no step."""
+        run, progress, events = self.run, self.run.progress, self.run.events
+        if result is not None:
             self._finish_step(result, position)
         if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
             self._end_epoch(position)
+        progress.unfinished = None
 
     def _finish_step(self, result: StepResult, position: int) -> None:
-        """Count and log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
+        """Log a step, and then evaluate, save or stop as requested; `position` is the index of the step's data."""
         run, progress, events, times = self.run, self.run.progress, self.run.events, self.run.start_times
-        progress.add(result)
         number, first = progress.step, not times.over
         if first:
             times.end("first step")
@@ -467,7 +496,8 @@ class TrainingLoop:
             self._on_save_due = False
             self.run.events.call("on_save", self.run.progress.step)
 
-    def _state(self) -> TrainerState:
+    def _state(self, *, own: bool = False) -> TrainerState:
+        """Return the present state; `own`: without other ranks' parts."""
         run, progress = self.run, self.run.progress
         eval_loss, metric = self._current_evaluation
         now, before = description_of(run.model.module), run.model.description
@@ -478,7 +508,7 @@ class TrainingLoop:
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             skipped=progress.skipped,
-            **run.model.require_engine().progress(),
+            **run.model.require_engine().progress(own=own),
             loss=progress.last_loss,
             eval_loss=eval_loss,
             metric=metric,

@@ -34,6 +34,7 @@ from zeromesh.trainer.data.token_cache import TokenCache
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
+from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
@@ -118,8 +119,9 @@ def build_run(
     events: CallbackDispatcher,
     console: Console,
     times: StartTimes,
+    recovery: Recovery | None = None,
 ) -> RunContext:
-    """Build the parts of a run; all ranks call it. Checks that need neither data nor a model come first. Raises a `ZeromeshError`
+    """Build the parts of a run; all ranks call it. `recovery` has memory for states that outlives this process. Checks that need neither data nor a model come first. Raises a `ZeromeshError`
     for a run that cannot train, before anything large is allocated."""
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config, workers, plan, options = _plan_settings(config, mesh, inputs, console)
@@ -144,7 +146,7 @@ def build_run(
     # The model, and its measurements.
     parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
     parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite)
-    model = build_trained_model(config, mesh, options, **parts)
+    model = build_trained_model(config, mesh, options, recovery=recovery, **parts)
     try:
         ledger = model.require_engine().ledger
         stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)

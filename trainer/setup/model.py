@@ -35,6 +35,7 @@ from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.generation.settings import add_end_tokens
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
+from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.losses.losses import Loss, make_loss
@@ -72,6 +73,7 @@ def build_trained_model(
     progress: RunProgress,
     console: Console,
     start_times: StartTimes,
+    recovery: Recovery | None = None,
 ) -> TrainedModel:
     """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises a
     `ZeromeshError` for what cannot be trained before anything large is allocated."""
@@ -85,6 +87,8 @@ def build_trained_model(
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
+        if recovery is not None and recovery.memory is not None:
+            tiers.states, options = recovery.memory, replace(options, gradients_outlive=True)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
@@ -98,6 +102,8 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
+        if recovery is not None:
+            recovery.guard(engine)
         undone.pop_all()
     trained = TrainedModel(
         config=config,

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from zeromesh.environment import IMPORTED, LINE, die_with_parent, export, launched_by
+from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
 
 
 def _obstacle() -> str | None:
@@ -47,7 +47,7 @@ def _serve(connection: Connection) -> list[str] | None:
         if connection in ready:
             try:
                 request = json.loads(connection.recv_bytes())
-                line = recv_handle(connection)
+                handles = {name: recv_handle(connection) for name in request["handles"]}
             except EOFError:
                 return None
             leads, not_yet = Pipe(duplex=False)
@@ -58,13 +58,15 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
                     each.close()
-                export({**request["variables"], **launched_by(parent), LINE: str(line)})
+                numbers = {name: str(number) for name, number in handles.items()}
+                export({**request["variables"], **launched_by(parent), **numbers})
                 die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
                     sys.modules["numpy.random"].seed()
                 return list(request["arguments"])
             running.add(pid)
-            os.close(line)
+            for number in handles.values():
+                os.close(number)
             not_yet.close()
             wait([leads])  # Until the fork leads a group of its own, signals to that would reach nobody.
             leads.close()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from multiprocessing.reduction import send_handle
 
 from zeromesh.environment import kept_environment, launched_by, python_arguments, setting
@@ -54,13 +54,14 @@ class Nursery:
         self._forked: Fork | None = None
         self._forks: dict[int, Fork] = {}
 
-    def fork(self, arguments: Sequence[str], variables: Mapping[str, str], line: Connection) -> Fork:
-        """Fork a process that runs `python ARGUMENTS` with these variables too, and with the end `line` of its line to this one;
-        where the nursery is lost, one that is."""
-        self._forked = None
+    def fork(self, arguments: Sequence[str], variables: Mapping[str, str], handles: Mapping[str, int]) -> Fork:
+        """Fork a process that runs `python ARGUMENTS` with these variables too, and with descriptors `handles`, whose numbers there
+        are variables; where the nursery is lost, one that is."""
+        self._forked, request = None, {"arguments": arguments, "variables": variables, "handles": list(handles)}
         with suppress(OSError):
-            self._connection.send_bytes(json.dumps({"arguments": arguments, "variables": variables}).encode())
-            send_handle(self._connection, line.fileno(), self._process.pid)
+            self._connection.send_bytes(json.dumps(request).encode())
+            for descriptor in handles.values():
+                send_handle(self._connection, descriptor, self._process.pid)
             while self._forked is None and not self.lost:
                 self.receive(seconds=None)
         return self._forked or Fork(self, 0, _LOST)

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import RankRange, die_with_parent, process_state, worker_environment
+from zeromesh.environment import LINE, STATES, RankRange, die_with_parent, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
@@ -58,6 +58,8 @@ class _RankProcess:
     rank: int
     process: Fork
     line: Connection
+    states: int
+    """The descriptor of memory for the rank's states, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
     """What the rank has told: its `error`; `recovers`, the limit and its patience with others; `rests`, with a `step`."""
     ended: float = 0.0
@@ -138,8 +140,11 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
+                states = os.memfd_create(f"zeromesh-states-{local_rank}") if each is None else os.dup(each.states)
                 with theirs:
-                    each = _RankProcess(rank=rank, process=nursery.fork(self._arguments, variables, theirs), line=line)
+                    handles = {LINE: theirs.fileno(), STATES: states}
+                    process = nursery.fork(self._arguments, variables, handles)
+                each = _RankProcess(rank=rank, process=process, line=line, states=states)
             self._ranks.append(each)
         _close([each for each in before if each not in self._ranks])
 
@@ -223,6 +228,7 @@ def _close(ranks: Iterable[_RankProcess]) -> None:
     for each in ranks:
         each.process.wait()
         each.line.close()
+        os.close(each.states)
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:

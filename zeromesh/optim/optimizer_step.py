@@ -8,13 +8,15 @@ over. A bucket that lacks a gradient on this rank is updated at the end of the s
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
-from zeromesh.errors import NonFiniteError, plural, some
+from zeromesh.errors import NonFiniteError, PhaseError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
@@ -22,6 +24,7 @@ from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, Upd
 from zeromesh.optim import fused_optimizer
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
+from zeromesh.optim.journal import Journal
 from zeromesh.options import Placement, ScalerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, UpdateOn
 from zeromesh.telemetry.status_board import Activity
@@ -75,7 +78,8 @@ class WeightAverage:
     def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._tier, Purpose.AVERAGES, what)
-        bucket.average.copy_from(master)
+        if not self._tiers.warm:
+            bucket.average.copy_from(master)
 
     def is_due(self, update: int) -> bool:
         """Return True if update number `update`, counted from 1, enters the average."""
@@ -202,6 +206,7 @@ class OptimizerStep:
         self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
         """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
         self.updates = 0  # the number of updates: steps that were not skipped
+        self.step = 0  # the number of the present step, from 0
         self.last_order: list[Bucket] = []  # the buckets in the order of the latest step's updates
         self.before_change: Callable[[Bucket], None] = lambda bucket: None
         """Called before a bucket's states change; a concurrent reader, such as a save, finishes reading in it."""
@@ -215,6 +220,17 @@ class OptimizerStep:
             states_on_device=not self._most_offloaded_tensors(tiers.device),
         )
         self._stream = self._make_stream(device)
+        self.journal: Journal | None = None
+        self.step_note: Any = (
+            None  # What the caller wants to know of a step that another process finishes; JSON can express it.
+        )
+
+    @property
+    def can_be_finished_by_others(self) -> bool:
+        """True if all states and gradients are in memory that a `Journal` can guard, and change only in `finish`."""
+        whole = any(optimizer.whole for optimizer in self._optimizers.values())
+        inside = self._options.optimizer_in_backward or self._options.optimizer.own_class is not None
+        return not (whole or inside or self._most_offloaded_tensors(_CPU) or is_accelerator(self._stream.device))
 
     def _make_optimizers(self) -> None:
         self._buckets = [bucket for bucket in self._all_buckets if any(bucket.training)]
@@ -232,6 +248,9 @@ class OptimizerStep:
         for optimizer in self._optimizers.values():
             optimizer.update_segments()
         if len(self._optimizers) > known:
+            if self.journal is not None:  # The new states are elsewhere.
+                self.journal.forget()
+                self.journal = None
             self._stream.drop_read_ahead()
             self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
 
@@ -268,8 +287,8 @@ class OptimizerStep:
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.ever_trained)) for each in specs]
                 optimizer.update_segments()
 
-    def begin_step(self, groups: Sequence[fused_optimizer.Hyperparameters]) -> None:
-        self.groups = groups
+    def begin_step(self, step: int, groups: Sequence[fused_optimizer.Hyperparameters]) -> None:
+        self.step, self.groups = step, groups
         self._updated = []
         self.gradients.shards.begin_step()
         self._finished_units = set()
@@ -306,36 +325,92 @@ class OptimizerStep:
         if not finite and options.on_nonfinite == "stop":
             unchanged = "no parameter was changed (run.on_nonfinite: stop)"
             raise NonFiniteError(f"{cause}; {_INSIDE_BACKWARD if options.optimizer_in_backward else unchanged}")
+        factor *= clip_factor(norm, options.clip_norm) / scale
+        if self.journal is not None:
+            self.journal.commit(self.step + 1, self._record(factor, norm, cause))
         self.scaler.update(overflow=not finite)
-        self.update(units, factor / scale * clip_factor(norm, options.clip_norm), skip=not finite)
+        self.update(units, factor, skip=not finite)
+        if self.journal is not None:
+            self.journal.end()
         waited = self._tiers.waited()
         return StepOutcome(grad_norm=norm, skipped=not finite, loss_scale=scale, cause=cause, waited=waited)
+
+    def _record(self, factor: float, norm: float, cause: str) -> dict[str, Any]:
+        """Return what another process needs to finish an update on its own."""
+        counts = {bucket.name: self._optimizers[id(bucket)].steps for bucket in self._buckets}
+        return {
+            "factor": factor if math.isfinite(norm) else None,
+            "groups": self.groups,
+            "missing": {bucket.name: sorted(bucket.missing) for bucket in self._buckets if bucket.missing},
+            "updates": self.updates,
+            "steps": {name: steps for name, steps in counts.items() if {*steps} != {self.updates}},
+            "scaler": [self.scaler.scale, self.scaler.good_steps],
+            "averages": 0 if self.averages is None else self.averages.count,
+            "norm": str(norm),
+            "cause": cause,
+            "note": self.step_note,
+        }
+
+    def finish_recorded(self, record: Mapping[str, Any], position: int) -> StepOutcome:
+        """Finish the update of a `record`, of which the states in memory have `position`, without other ranks; called inside
+        `ZeroEngine.loading`."""
+        if self.journal is None:
+            raise PhaseError("an update without a journal cannot be finished")
+        self.groups, self.updates = record["groups"], record["updates"]
+        self.scaler.load(*record["scaler"])
+        if self.averages is not None:
+            self.averages.count = record["averages"]
+        for bucket in self._buckets:
+            optimizer = self._optimizers[id(bucket)]
+            optimizer.steps = list(record["steps"].get(bucket.name, [self.updates] * len(optimizer.steps)))
+            bucket.missing = frozenset(record["missing"].get(bucket.name, ()))
+            optimizer.update_segments()
+        skip, scale = record["factor"] is None, self.scaler.scale
+        self.scaler.update(overflow=skip)
+        self.journal.take_over(record["step"], position)
+        self._change_states(self._buckets if not skip else (), record["factor"] or 0.0, skip=skip)
+        self.journal.end()
+        return StepOutcome(grad_norm=float(record["norm"]), skipped=skip, loss_scale=scale, cause=record["cause"])
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
         """Update with gradients times `factor`, unless backward has, and release gradients; `skip` only releases them."""
         self._end_reads(units)
         late = [bucket for bucket, _ in self._updated if bucket not in self.last_order]
         due = late if self._options.optimizer_in_backward else self._buckets
-        if not skip:
-            if not is_accelerator(self._stream.device):
-                self.gradients.shards.wait()
-            for number, bucket in enumerate(due):
-                self._update(bucket, factor, due[number + 1 :])
+        if not skip and not is_accelerator(self._stream.device):
+            self.gradients.shards.wait()
+        self._change_states(() if skip else due, factor, skip=skip)
+
+    def _change_states(self, due: Sequence[Bucket], factor: float, *, skip: bool) -> None:
+        for number, bucket in enumerate(due):
+            self._update(bucket, factor, due[number + 1 :])
         self._stream.wait_for_writes()  # Wait for updates inside backward too: states may be read now.
         self.drop_gradients()
         if skip:
             return
         if (averages := self._due_averages) is not None:
+
+            def blend(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
+                with self._guarded(tensors[1:]) as changes:
+                    if changes:
+                        averages.blend(tensors[1], tensors[0])
+
             for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
                 if bucket.average is not None and not any(bucket.training) and not self._options.evaluates_average:
                     self.before_change(bucket)
                     modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
                     uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
-                    rows = list(self._stream.rows(id(bucket), bucket.length, uses))
-                    self._stream.run(rows, lambda _row, tensors: averages.blend(tensors[1], tensors[0]))
+                    self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), blend)
             self._stream.wait_for_writes()
             averages.count += 1
         self.updates += 1
+
+    def _guarded(self, states: Sequence[torch.Tensor]) -> AbstractContextManager[bool]:
+        """Guard a change of states by the journal, if there is one; see `Journal.chunk`."""
+        return nullcontext(True) if self.journal is None else self.journal.chunk(states)
+
+    def _cut(self, rows: Iterable[StreamRow]) -> Iterable[StreamRow]:
+        return rows if self.journal is None else chain.from_iterable(map(self.journal.rows, rows))
 
     def drop_gradients(self) -> None:
         for bucket in self._buckets:
@@ -406,15 +481,18 @@ class OptimizerStep:
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
             part = tensors.pop() if grad is None else grad[row.start : row.end].to(tensors[0].device)
-            if factor != 1.0:
-                part.mul_(factor)
-            average = tensors.pop() if averages is not None else None
-            master, *moments = tensors
-            optimizer.step(row.start, [master, part, *moments], self.groups)
+            with self._guarded(tensors) as changes:
+                if not changes:
+                    return
+                if factor != 1.0:  # A journal keeps no copy of gradients, which have to stay as they are.
+                    part = part.mul_(factor) if self.journal is None else part * factor
+                average = tensors.pop() if averages is not None else None
+                master, *moments = tensors
+                optimizer.step(row.start, [master, part, *moments], self.groups)
+                if averages is not None and average is not None:
+                    averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
             if copy is not None:
                 copy.copy_(master)
-            if averages is not None and average is not None:
-                averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
 
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()
@@ -426,9 +504,9 @@ class OptimizerStep:
                 self._stream.run(list(self._rows(bucket)), compute, ahead)
             bucket.buffer.end_write()
 
-    def _rows(self, bucket: Bucket) -> Iterator[StreamRow]:
+    def _rows(self, bucket: Bucket) -> Iterable[StreamRow]:
         uses = self._operands(bucket, averaging=self._due_averages is not None)
-        return self._stream.rows(id(bucket), bucket.length, uses)
+        return self._cut(self._stream.rows(id(bucket), bucket.length, uses))
 
     def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
         """List the operands of an update in the order in which `_update` takes them: master weights, moments, averages, gradients

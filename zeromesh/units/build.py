@@ -228,7 +228,7 @@ class _BucketBuilder:
             master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
             if gathered.persistent or master.whole(self.tiers.device) is None:
                 copy = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, Purpose.PARAMETERS)
-        for piece in layout.pieces(interval):
+        for piece in layout.pieces(interval) if not self.tiers.warm else ():
             _fill_piece(master, piece, self.source)
         if copy is not None:
             copy.copy_from(master)
@@ -267,7 +267,8 @@ class _BucketBuilder:
                 continue
             parameter = encoded_part(slot.spec, codec, self.source.read, origin.encoded(name, codec, slot.spec.dtype))
             tables.append(parameter.tables.to(device))
-            for begin, data in shard.stored(pieces[slot.spec.fqn], parameter) if slot.spec.fqn in pieces else ():
+            filled = self.tiers.warm or slot.spec.fqn not in pieces
+            for begin, data in () if filled else shard.stored(pieces[slot.spec.fqn], parameter):
                 encoded.write(begin, data).wait()
         buffer = DecodingBuffer(
             gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport.spare_pages

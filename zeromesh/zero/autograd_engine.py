@@ -421,7 +421,7 @@ class AutogradEngine(ZeroEngine):
             self.read_step()
         scale = self.loss_scale
         skip = self.options.precision.loss_scale is not None and not math.isfinite(self.gradient_norm(factor))
-        self.optimizer_step.begin_step(groups)
+        self.optimizer_step.begin_step(self.optimizer_step.updates, groups)
         with self._updating():
             self.optimizer_step.scaler.update(overflow=skip)
             self.optimizer_step.update(self.units, factor * self._passes.step.clip / scale, skip=skip)

@@ -8,7 +8,7 @@ gets master weights, moments and gradients when the first of its parameters is t
 as a torch optimizer does for parameters without a gradient: trained again, it continues with its own moments and update count."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -103,8 +103,9 @@ class ZeroEngine:
             names = chain.from_iterable(mesh.pipeline.gather_json(stage_names, "names of all parameters"))
             if unmatched := rules.unmatched(list(names)):
                 raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
-            built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
-            return cls(model, built, mesh, options, cuts)
+            with tiers.states.allocating() if tiers.states is not None else nullcontext():
+                built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
+                return cls(model, built, mesh, options, cuts)
         except BaseException:
             tiers.close()
             raise
@@ -135,8 +136,9 @@ class ZeroEngine:
         """The factor that multiplies losses of this step before backward; 1 without float16 gradients."""
         return self.optimizer_step.scaler.scale
 
-    def progress(self) -> dict[str, Any]:
-        """Return the progress that a checkpoint stores beside tensors, see docs/checkpoint-format.md. All ranks call it."""
+    def progress(self, *, own: bool = False) -> dict[str, Any]:
+        """Return the progress that a checkpoint stores beside tensors, see docs/checkpoint-format.md. All ranks call it; with `own`
+        it is that of this rank's stage, and no other rank is asked."""
         step = self.optimizer_step
         changed = {
             slot.spec.name: (trained, steps)
@@ -145,7 +147,7 @@ class ZeroEngine:
             for slot, trained, steps in zip(bucket.layout.slots, bucket.training, optimizer.steps, strict=True)
             if slot.spec.fqn in bucket.ever_trained and (trained, steps) != (slot.spec.requires_grad, step.updates)
         }
-        rows = self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
+        rows = [changed] if own else self.mesh.pipeline.gather_json(changed, "changes of requires_grad")
         return {
             "updates": step.updates,
             "trained": {name: (trained, steps) for row in rows for name, (trained, steps) in row.items()},
@@ -181,7 +183,7 @@ class ZeroEngine:
     def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
         """Begin a step, with the present `requires_grad` of parameters, and these hyperparameters; None: those of the options."""
         self._apply_flags()
-        self.optimizer_step.begin_step(groups or hyperparameters(self.options.optimizer))
+        self.optimizer_step.begin_step(step, groups or hyperparameters(self.options.optimizer))
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def _apply_flags(self) -> None:
@@ -321,10 +323,16 @@ class ZeroEngine:
         self.transport.poll()
 
     @contextmanager
-    def loading(self, averaged_updates: int | None = None) -> Iterator[None]:
+    def loading(
+        self, averaged_updates: int | None = None, *, swaps: bool = False, finishing: bool = False
+    ) -> Iterator[None]:
         """Inside the block all ranks may overwrite their shards; afterwards all parameters are gathered anew. `averaged_updates` is
         the number of updates in the loaded averages; None keeps the present one. After an error the shards hold parts of both
-        states until such a block succeeds; after a `LayoutError` nothing was read."""
+        states until such a block succeeds; after a `LayoutError` nothing was read. `swaps`: they
+        are swapped with the weights. `finishing`: the block ends a recorded update."""
+        journal = None if finishing else self.optimizer_step.journal
+        if journal is not None:
+            journal.forget()
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
@@ -347,6 +355,9 @@ class ZeroEngine:
         averages = self.optimizer_step.averages
         if averages is not None and averaged_updates is not None:
             averages.count = averaged_updates
+        self._averages_swapped ^= swaps
+        if journal is not None and not self._averages_swapped:
+            journal.begin()
 
     def _gather_all(self) -> None:
         for unit in self.units:
@@ -380,12 +391,11 @@ class ZeroEngine:
         averages = self.optimizer_step.averages
         if averages is None or not averages.count:
             return
-        with self.loading():
+        with self.loading(swaps=True):
             for bucket in self._buckets:
                 if bucket.average is not None:
                     self.optimizer_step.before_change(bucket)
                     averages.swap(bucket.master, bucket.average)
-        self._averages_swapped = not self._averages_swapped
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, for reading; see `FullState.whole`."""

@@ -60,6 +60,9 @@ class RecoverySection(Section):
     """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all ranks start again; end: all end."""
     limit: keys.Count = 20
     """Recoveries in an hour; a further one ends the run."""
+    memory: Literal["auto", "off"] = "auto"
+    """auto: where the ranks compute on CPUs, their states outlive them in memory of the launcher, and a run goes on from the latest
+    step; off: from the newest checkpoint."""
 
 
 class HubSection(Section):

@@ -1,0 +1,103 @@
+"""`StateMemory`: host memory for a rank's states that its launcher has made and holds too, so that it outlives the process.
+
+    head      word: steps complete, and how far the update of the next one is | key of the layout
+    records   two, in turn: what is needed to finish an update
+    undo      the elements that are being updated, as they were
+    states    tensors, in the order in which the engine allocates them
+
+A process that takes the place of a lost rank, or that goes on itself, allocates the same states in the same order, and so finds
+them where they are."""
+
+import json
+import mmap
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from zeromesh.offload.io.transfer import PAGE, register_state_pages
+
+UNDO_BYTES = 8 << 20
+_RECORD_BYTES = 1 << 19
+_UNDO_AT = PAGE + 2 * _RECORD_BYTES
+_STATES_AT = _UNDO_AT + UNDO_BYTES
+_HEAD = 8  # bytes before a record's text: its length and checksum
+_POSITION_BITS = 24  # of the word: 2 x the chunks that are complete, plus 1 while the next one changes
+
+
+class StateMemory:
+    """The memory behind `descriptor`, an anonymous file. Nothing in it counts before `begin`."""
+
+    in_use: "ClassVar[StateMemory | None]" = None  # where lasting memory of the host is allocated now
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._end = descriptor, _STATES_AT
+        if os.fstat(descriptor).st_size < _STATES_AT:
+            os.ftruncate(descriptor, _STATES_AT)
+        self._head = mmap.mmap(descriptor, _STATES_AT)
+        self._words = memoryview(self._head)[:PAGE].cast("q")
+        self.undo = torch.frombuffer(self._head, dtype=torch.uint8, count=UNDO_BYTES, offset=_UNDO_AT)
+        self.warm = False
+        """True if the states that are allocated next keep the values that they have here."""
+
+    def position(self, key: int) -> tuple[int, int] | None:
+        """Return the number of steps that are complete, and how far the next update is; None without states of the layout `key`."""
+        word, found = self._words[0], self._words[1]
+        return divmod(word, 1 << _POSITION_BITS) if found == key else None
+
+    def mark(self, step: int, position: int = 0) -> None:
+        """Set the position, in one word: two would be a race with a kill."""
+        self._words[0] = step << _POSITION_BITS | position
+
+    def begin(self, step: int, key: int) -> None:
+        """Let the states count, which are whole after `step` steps of the layout `key`."""
+        self.mark(step)
+        self._words[1] = key
+
+    def forget(self) -> None:
+        """Let the states not count any more."""
+        self._words[1] = 0
+
+    def write_record(self, step: int, record: Mapping[str, Any]) -> None:
+        """Write what is needed to finish the update of `step`, from 1. Raises `ValueError` for more than there is room for."""
+        data, at = json.dumps({**record, "step": step}).encode(), self._record_at(step)
+        if len(data) > _RECORD_BYTES - _HEAD:
+            raise ValueError(f"a record of {len(data)} bytes")
+        self._head[at + _HEAD : at + _HEAD + len(data)] = data
+        self._head[at : at + _HEAD] = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
+
+    def record(self, step: int) -> dict[str, Any] | None:
+        """Return the record of `step`; None if it is not there, or not whole."""
+        at = self._record_at(step)
+        length, digest = (int.from_bytes(self._head[at + n : at + n + 4], "little") for n in (0, 4))
+        data = self._head[at + _HEAD : at + _HEAD + min(length, _RECORD_BYTES - _HEAD)]
+        if not data or zlib.crc32(data) != digest:
+            return None
+        found = json.loads(data)
+        return found if found["step"] == step else None
+
+    def _record_at(self, step: int) -> int:
+        return PAGE + step % 2 * _RECORD_BYTES
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Inside the block lasting memory of the host is allocated here, from the start on; without `warm` it is zero."""
+        if not self.warm:
+            self.forget()
+            os.ftruncate(self._descriptor, _STATES_AT)
+        self._end, StateMemory.in_use = _STATES_AT, self
+        try:
+            yield
+        finally:
+            StateMemory.in_use = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Allocate `[nbytes]`, uint8, on pages of their own. Raises `OSError` where there is no memory."""
+        start, length = self._end, -(-nbytes // PAGE) * PAGE
+        self._end = start + length
+        os.posix_fallocate(self._descriptor, start, length)  # A lack of memory is an error now, and not a signal later.
+        pages = register_state_pages(mmap.mmap(self._descriptor, length, offset=start))
+        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)

@@ -1,0 +1,75 @@
+"""`Journal`: makes a kill at any instant of an update harmless, by the record of the update and an undo copy of what it changes.
+
+An update is a fixed order of chunks. Before a chunk changes, its elements are copied, and then a word of the state memory says that
+it changes. Who takes the memory over undoes that chunk, and does it and those after it again, with the gradients in the memory."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zeromesh.offload.memory.allocation import tensor_bytes
+from zeromesh.offload.memory.state_memory import UNDO_BYTES, StateMemory
+from zeromesh.offload.update_stream import StreamRow
+
+COMPLETE = 1 << 24  # the position of an update of which nothing is left to do
+CHUNK_ELEMENTS = 1 << 17  # so that weights, two moments and an average in float64 have half of the room for undo
+
+
+class Journal:
+    """The journal of a rank's updates in `memory`; `key` identifies the layout."""
+
+    def __init__(self, memory: StateMemory, key: int) -> None:
+        self._memory, self._key = memory, key
+        self._step = 0  # the number of steps that are complete
+        self._chunk = 0  # the number of the next chunk of the update
+        self._done, self._interrupted = 0, False  # of an update that another process has begun
+
+    def begin(self, step: int | None = None) -> None:
+        """Let the states count, which are whole after `step` steps (None: as many as before)."""
+        self._step = self._step if step is None else step
+        self._memory.begin(self._step, self._key)
+
+    def forget(self) -> None:
+        self._memory.forget()
+
+    def commit(self, step: int, record: dict[str, Any]) -> None:
+        """Record an update before it changes anything: that of `step`, from 1."""
+        self._step, self._chunk = step - 1, 0
+        self._memory.write_record(step, record)
+
+    def end(self) -> None:
+        """Mark the update as complete."""
+        self._step, self._done, self._interrupted = self._step + 1, 0, False
+        self._memory.mark(self._step)
+
+    def take_over(self, step: int, position: int) -> None:
+        """Run the update of `step` again, of which the memory has `position`."""
+        self._step, self._chunk = step - 1, 0
+        self._done, self._interrupted = position // 2, bool(position % 2)
+
+    def rows(self, row: StreamRow) -> Iterator[StreamRow]:
+        """Cut a row into chunks."""
+        for start in range(row.start, row.end, CHUNK_ELEMENTS):
+            yield replace(row, start=start, end=min(start + CHUNK_ELEMENTS, row.end))
+
+    @contextmanager
+    def chunk(self, tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
+        """Guard a change of `tensors` in the block; yields False where it has been made already."""
+        number, self._chunk = self._chunk, self._chunk + 1
+        if number < self._done:
+            yield False
+            return
+        states, at = [tensor_bytes(each) for each in tensors], 0
+        undo = number == self._done and self._interrupted
+        if sum(each.numel() for each in states) > UNDO_BYTES:
+            raise ValueError(f"a chunk of {len(states)} tensors has no room for undo")
+        for each in states:
+            kept = self._memory.undo[at : at + each.numel()]
+            each.copy_(kept) if undo else kept.copy_(each)
+            at += each.numel()
+        self._memory.mark(self._step, 2 * number + 1)
+        yield True
+        self._memory.mark(self._step, 2 * number + 2)
