@@ -87,6 +87,9 @@ class StateMemory:
         """Inside the block lasting memory of the host is allocated here, from the start on; without `warm` it is zero."""
         if not self.warm:
             self.forget()
+            for step in range(2):
+                at = self._record_at(step)
+                self._head[at : at + _HEAD] = bytes(_HEAD)
             os.ftruncate(self._descriptor, _STATES_AT)
         self._end, StateMemory.in_use = _STATES_AT, self
         try:

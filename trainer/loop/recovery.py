@@ -14,6 +14,7 @@ by the record of one that has, with gradients that lie in their memory. Nothing 
 import gc
 import hashlib
 import json
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -143,12 +144,9 @@ class Recovery:
         """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""
         engine = run.model.require_engine()
         if engine.optimizer_step.journal is not None:
-            buckets = [bucket for unit in engine.units for bucket in unit.buckets]
-            shared = {bucket.name: bucket.buffer.full for bucket in buckets if _is_shared(engine, bucket)}
-            plain = all(
-                bucket.training == [slot.spec.requires_grad for slot in bucket.layout.slots] for bucket in buckets
-            )
-            self._kept = Kept(state, run.progress, shared, plain)
+            buckets = (bucket for unit in engine.units for bucket in unit.buckets)
+            plain = all(each.training == [slot.spec.requires_grad for slot in each.layout.slots] for each in buckets)
+            self._kept = Kept(state, run.progress, _shared_buffers(engine), plain)
 
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
         """Leave the mesh after `error`; returns False where this rank's process has to end, since it cannot build its model anew."""
@@ -177,30 +175,38 @@ class Recovery:
     def restore(self, run: RunContext) -> TrainerState | None:
         """Finish the latest update in the memory that the model is built on; all ranks call it. Returns the state after it; None
         where the newest checkpoint is to be loaded."""
-        record, kept, self._kept = self._record, self._kept, None
-        self._record = None
+        record, kept, self._record = self._record, self._kept, None
         if record is None:
+            self._kept = None
             return None
-        engine = run.model.require_engine()
+        engine, world, progress = run.model.require_engine(), run.mesh.world, run.progress
         with engine.loading(finishing=True):
+            # Nobody goes on before all know that the new buffers count in place of the old ones, where a rank is lost now.
             _bring_shared(engine, kept)
+            world.barrier("weights of lost ranks")
+            if kept is not None:
+                kept.shared = _shared_buffers(engine)
+            world.barrier("end of the recovery's copies")
             outcome = engine.optimizer_step.finish_recorded(record, self._position)
-        latest = max((each for each in self._states if each is not None), key=lambda state: state.step)
-        state, progress = (latest if kept is None else kept.state), run.progress
         if kept is not None:
-            values = {each.name: getattr(kept.progress, each.name) for each in fields(RunProgress)}
+            state = kept.state
+            values = {each.name: copy(getattr(kept.progress, each.name)) for each in fields(RunProgress)}
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             values["resumed"] = replace(values["resumed"], stream=state.stream, tracker=state.tracker)
             for name, value in values.items():
                 setattr(progress, name, value)
         else:
+            state = max((each for each in self._states if each is not None), key=lambda each: each.step)
             progress.resume(state)
-        behind = any(each is not None and each.step < record["step"] for each in self._states)
+        result = StepResult(**record["note"], outcome=outcome)
         if progress.step < record["step"]:
-            progress.add(StepResult(**record["note"], outcome=outcome))
-        unfinished = run.mesh.world.gather_integers([int(progress.unfinished is not None)])
-        if progress.unfinished is None and (behind or any(row[0] for row in unfinished)):
-            progress.unfinished = StepResult(**record["note"], outcome=outcome)
+            progress.add(result)
+        # A rank 0 that is lost may not have written the step's line.
+        behind = self._states[0] is None or any(each is not None and each.step < record["step"] for each in self._states)
+        unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
+        if progress.unfinished is None and any(row[0] for row in unfinished):
+            progress.unfinished = result
+        self._kept = Kept(state, progress, _shared_buffers(engine))
         return state
 
     def _empties(self, run: RunContext, model: nn.Module) -> bool:
@@ -239,16 +245,23 @@ class _Elsewhere:
         return None
 
 
-def _is_shared(engine: ZeroEngine, bucket: Bucket) -> bool:
-    """Return True if the master weights of a bucket are a part of a buffer that the ranks of a host share."""
-    return engine.transport.name == "shared" and bucket.buffer.persistent and bucket.copy is None
+def _shared_buckets(engine: ZeroEngine) -> list[Bucket]:
+    """Return the buckets whose master weights are a part of a buffer that the ranks of a host share."""
+    if engine.transport.name != "shared":
+        return []
+    buckets = (bucket for unit in engine.units for bucket in unit.buckets)
+    return [bucket for bucket in buckets if bucket.buffer.persistent and bucket.copy is None]
+
+
+def _shared_buffers(engine: ZeroEngine) -> dict[str, Tensor]:
+    return {bucket.name: bucket.buffer.full for bucket in _shared_buckets(engine)}
 
 
 def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
     """Copy master weights from the buffers that the ranks of a host shared before: ranks that were there bring those of others."""
     group = engine.mesh.shard
     stays = [bool(row[0]) for row in group.gather_integers([int(kept is not None)])]
-    for bucket in (bucket for unit in engine.units for bucket in unit.buckets if _is_shared(engine, bucket)):
+    for bucket in _shared_buckets(engine):
         shared = None if kept is None else kept.shared[bucket.name]
         length, own = bucket.length, bucket.buffer.own()
         for index, stayed in enumerate(stays):

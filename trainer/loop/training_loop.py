@@ -137,7 +137,7 @@ class TrainingLoop:
             run.start_times.end("checkpoints")
             if not run.finished:
                 self._checkpoints.require_room()
-            if not run.finished or progress.owes_evaluation:
+            if not run.finished or progress.owes_evaluation or progress.unfinished is not None:
                 self._train(feed)
             if not self._signal:
                 progress.report = self._end()
