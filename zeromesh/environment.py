@@ -19,7 +19,7 @@ DEFAULT_PORT = 29500
 # Names of variables, with what their values are:
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the interface for gloo to use
 SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts authenticate each other
-LINE = "ZEROMESH_LINE"  # the descriptor of a worker's line to its launcher
+LINE = "ZEROMESH_LINE"  # a worker's process id and the descriptor of its line to its launcher, as `PID:DESCRIPTOR`
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -97,7 +97,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> LaunchEnvironme
 def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(1, processes)))}
     if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}

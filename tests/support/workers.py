@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -86,7 +86,9 @@ class Source:
 
     def fork(self, module: str, *words: str, **environment: str) -> int:
         """Have a process forked that runs a module of this folder; returns its id."""
-        return self._nursery.fork(["-m", f"tests.support.{module}", *words], environment).pid
+        _, line = Pipe()  # Nobody listens to what it tells.
+        with line:
+            return self._nursery.fork(["-m", f"tests.support.{module}", *words], environment, line).pid
 
     def close(self) -> None:
         """End it, and with it all workers."""

@@ -58,7 +58,7 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
                     each.close()
-                export({**request["variables"], **launched_by(parent), LINE: str(line)})
+                export({**request["variables"], **launched_by(parent), LINE: f"{os.getpid()}:{line}"})
                 die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.
                     sys.modules["numpy.random"].seed()

@@ -19,7 +19,6 @@ class Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.leaves = False  # The launcher has asked all ranks to leave the mesh after a step.
         self.lost = ""  # What the launcher has told of ranks that are lost; empty: nothing.
 
     def tell(self, **message: Any) -> None:
@@ -32,7 +31,6 @@ class Line:
         with suppress(EOFError, OSError):
             while self._connection.poll(seconds):
                 message = json.loads(self._connection.recv_bytes())
-                self.leaves |= "leave" in message
                 self.lost = message.get("lost", self.lost)
                 if "place" in message:
                     return dict(message["place"])
@@ -46,12 +44,13 @@ class Line:
         if place is None:
             return False
         export(place)
-        self.leaves, self.lost = False, ""
+        self.lost = ""
         return True
 
 
 @cache
 def line_to_launcher() -> Line | None:
     """Return this rank's end of the line; None where no launcher of zeromesh has started this process."""
-    descriptor = setting(LINE)
-    return None if descriptor is None else Line(Connection(os.dup(int(descriptor))))
+    process, _, descriptor = (setting(LINE) or "").partition(":")
+    # What the process starts has its variables, but not its descriptors.
+    return Line(Connection(os.dup(int(descriptor)))) if process == str(os.getpid()) else None

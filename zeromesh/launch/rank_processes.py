@@ -164,20 +164,20 @@ class RankProcesses:
         return False
 
     def leave(self, seconds: float, lost: str = "") -> None:
-        """Have all processes end, or rest where they stay, within `seconds`; later they are killed. `lost` says which others are
-        waited for in vain; where it is empty, ranks that stay leave the mesh after their step, unless they have 0 seconds."""
+        """Have all processes end within `seconds`; later they are killed. `lost` says which others are waited for in vain, if any:
+        ranks that can do without these rest instead."""
         if self._stop_until is not None:
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]
-        stay = [each for each in running if each.patience and (lost or seconds)]
+        stay = [each for each in running if each.patience and lost]
         # Who does not rest after its own patience is late by its own rules.
-        patience = max((each.patience for each in stay if lost), default=seconds)
+        patience = max((each.patience for each in stay), default=0.0)
         self._stop_until = time.monotonic() + max(patience, seconds * (len(stay) < len(running)))
         for each in stay:
-            each.tell(**({"lost": lost} if lost else {"leave": True}))
+            each.tell(lost=lost)
         self.send(signal.SIGTERM if seconds else signal.SIGKILL, [each for each in running if each not in stay])
 
-    def stop(self, number: int, seconds: float = _STOP_SECONDS) -> None:
+    def stop(self, number: int, seconds: float) -> None:
         """Send a signal to all processes, and SIGKILL to those that have not ended after `seconds`."""
         if self._stop_until is None:
             self._stop_until = time.monotonic() + seconds
