@@ -19,8 +19,9 @@ DEFAULT_PORT = 29500
 # Names of variables, with what their values are:
 INTERFACE = "GLOO_SOCKET_IFNAME"  # the interface for gloo to use
 SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts authenticate each other
-LINE = "ZEROMESH_LINE"  # the descriptor of a worker's line to its launcher
-STATES = "ZEROMESH_STATES"  # the descriptor of the memory that a worker's launcher holds for its states
+# A worker's process id, and the descriptor that its launcher has handed to it, as `PID:DESCRIPTOR`:
+LINE = "ZEROMESH_LINE"  # of its line to the launcher
+STATES = "ZEROMESH_STATES"  # of the memory for its states
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -98,7 +99,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> LaunchEnvironme
 def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // processes))}
+    wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(1, processes)))}
     if alone:
         wanted[INTERFACE] = "lo"
     return {name: value for name, value in wanted.items() if not environ.get(name)}
@@ -142,12 +143,18 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def process_state(pid: int) -> str:
-    """Return the letter that proc(5) has for the state of a process of this host, such as `T` for a stopped one; empty: it is gone."""
+    """Return the letter of proc(5) for the state of a process of this host, such as `T` for a stopped one; empty: it is gone."""
     try:
         # The name in parentheses may hold anything; the state follows the last one.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
     except (FileNotFoundError, ProcessLookupError):
         return ""
+
+
+def handed_over(name: str) -> int | None:
+    """Return the descriptor that a launcher has handed to this very process, by the name of its variable; None without one."""
+    pid, _, descriptor = (setting(name) or "").partition(":")
+    return int(descriptor) if pid == str(os.getpid()) else None
 
 
 def launched_by(pid: int) -> dict[str, str]:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.waiting import ended, is_running, wait_for
 from zeromesh.environment import python_arguments
-from zeromesh.launch.rank_processes import RankProcesses
+from zeromesh.launch import rank_processes
 from zeromesh.launch.rendezvous import Nodes, WorkersFailed, launch_workers
 
 WORKER = """\
@@ -132,7 +132,7 @@ def test_a_failure_names_its_rank_and_what_became_of_it(
     words: str,
 ) -> None:
     """Also in the line about each restart."""
-    monkeypatch.setattr(RankProcesses.stop, "__defaults__", (0.3,))
+    monkeypatch.setattr(rank_processes, "_STOP_SECONDS", 0.3)
     began = time.monotonic()
     failed, told = launch(tmp_path, body, restarts)
     assert isinstance(failed, WorkersFailed)

@@ -34,7 +34,7 @@ from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.launch.rank_processes import become_worker
 become_worker(lambda error: 2 if isinstance(error, ConfigError) else 1)
 folder, alone, *bodies = sys.argv[1:]
-host, launcher = os.environ.get("HOST_NAME", "a"), int(os.environ["ZEROMESH_ERROR_FILE"].split("/")[2])
+host, launcher = os.environ.get("HOST_NAME", "a"), int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
 
 def there():
     open(f"{folder}/{host}", "a").write(f"{os.getpid()}\\n")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.environment import STATES, setting
+from zeromesh.environment import STATES, handed_over
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import Line, line_to_launcher
@@ -75,11 +75,11 @@ class Recovery:
     @classmethod
     def begin(cls, config: TrainerConfig) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or the configuration forbids it."""
-        line, states = line_to_launcher(), setting(STATES)
+        line, states = line_to_launcher(), handed_over(STATES)
         if line is None or states is None or config.recovery.survivors == "end":
             return None
         journals = config.recovery.survivors == "keep" and config.recovery.memory == "auto"
-        return cls(config, line, StateMemory(int(states)) if journals else None)
+        return cls(config, line, StateMemory(states) if journals else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
@@ -202,7 +202,9 @@ class Recovery:
         if progress.step < record["step"]:
             progress.add(result)
         # A rank 0 that is lost may not have written the step's line.
-        behind = self._states[0] is None or any(each is not None and each.step < record["step"] for each in self._states)
+        behind = self._states[0] is None or any(
+            each is not None and each.step < record["step"] for each in self._states
+        )
         unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
         if progress.unfinished is None and any(row[0] for row in unfinished):
             progress.unfinished = result

@@ -58,7 +58,7 @@ def _serve(connection: Connection) -> list[str] | None:
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
                     each.close()
-                numbers = {name: str(number) for name, number in handles.items()}
+                numbers = {name: f"{os.getpid()}:{number}" for name, number in handles.items()}
                 export({**request["variables"], **launched_by(parent), **numbers})
                 die_with_parent()
                 if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork.

@@ -11,7 +11,7 @@ from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
-from zeromesh.environment import LINE, export, setting
+from zeromesh.environment import LINE, export, handed_over
 
 
 class Line:
@@ -19,7 +19,6 @@ class Line:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self.leaves = False  # The launcher has asked all ranks to leave the mesh after a step.
         self.lost = ""  # What the launcher has told of ranks that are lost; empty: nothing.
 
     def tell(self, **message: Any) -> None:
@@ -32,7 +31,6 @@ class Line:
         with suppress(EOFError, OSError):
             while self._connection.poll(seconds):
                 message = json.loads(self._connection.recv_bytes())
-                self.leaves |= "leave" in message
                 self.lost = message.get("lost", self.lost)
                 if "place" in message:
                     return dict(message["place"])
@@ -46,12 +44,12 @@ class Line:
         if place is None:
             return False
         export(place)
-        self.leaves, self.lost = False, ""
+        self.lost = ""
         return True
 
 
 @cache
 def line_to_launcher() -> Line | None:
     """Return this rank's end of the line; None where no launcher of zeromesh has started this process."""
-    descriptor = setting(LINE)
-    return None if descriptor is None else Line(Connection(os.dup(int(descriptor))))
+    descriptor = handed_over(LINE)
+    return None if descriptor is None else Line(Connection(os.dup(descriptor)))

@@ -41,7 +41,7 @@ class WorkersFailed:
     time: float = 0.0  # the time of the failure, in seconds of the clock
     pid: int = 0  # the process id of a rank that ended without recording an error
     limit: int = 0
-    """The recoveries in an hour by which ranks that did not fail themselves may go on (`recovery.limit`); 0: there are none such."""
+    """The recoveries in an hour in which ranks that did not fail themselves may go on (`recovery.limit`); 0: there are none."""
     step: int = 0  # the latest step after which a rank has left the mesh; 0: unknown
 
     def __str__(self) -> str:
@@ -169,20 +169,20 @@ class RankProcesses:
         return False
 
     def leave(self, seconds: float, lost: str = "") -> None:
-        """Have all processes end, or rest where they stay, within `seconds`; later they are killed. `lost` says which others are
-        waited for in vain; where it is empty, ranks that stay leave the mesh after their step, unless they have 0 seconds."""
+        """Have all processes end within `seconds`; later they are killed. `lost` says which others are waited for in vain, if any:
+        ranks that can do without these rest instead."""
         if self._stop_until is not None:
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]
-        stay = [each for each in running if each.patience and (lost or seconds)]
+        stay = [each for each in running if each.patience and lost]
         # Who does not rest after its own patience is late by its own rules.
-        patience = max((each.patience for each in stay if lost), default=seconds)
+        patience = max((each.patience for each in stay), default=0.0)
         self._stop_until = time.monotonic() + max(patience, seconds * (len(stay) < len(running)))
         for each in stay:
-            each.tell(**({"lost": lost} if lost else {"leave": True}))
+            each.tell(lost=lost)
         self.send(signal.SIGTERM if seconds else signal.SIGKILL, [each for each in running if each not in stay])
 
-    def stop(self, number: int, seconds: float = _STOP_SECONDS) -> None:
+    def stop(self, number: int, seconds: float) -> None:
         """Send a signal to all processes, and SIGKILL to those that have not ended after `seconds`."""
         if self._stop_until is None:
             self._stop_until = time.monotonic() + seconds

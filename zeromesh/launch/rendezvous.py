@@ -507,7 +507,7 @@ def run_starts(
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
             if nursery is None or nursery.lost:
-                shared = worker_environment(found.processes or 1, alone=False)
+                shared = worker_environment(found.processes, alone=False)
                 nursery = Nursery(modules if found.processes else (), shared, notify)
             found = others.next_start(_run(ranks, found, others, requests, nursery))
     finally:

@@ -210,7 +210,7 @@ def forget_groups() -> None:
     """Leave all process groups of a mesh whose ranks do not answer, and the run's store, so that this process can join the next
     start. Destroying a group waits for its collectives in flight, which end once their connections are cut."""
     global _numbers
-    for number, what in _sockets.items() & _open_sockets().items():
+    for number, _what in _sockets.items() & _open_sockets().items():
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:  # gloo may close it itself.
             if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 connection.shutdown(socket.SHUT_RDWR)

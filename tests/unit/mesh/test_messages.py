@@ -20,7 +20,7 @@ from zeromesh.environment import SECRET, RankRange
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, MessageError
-from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, WorkersFailed, launch_workers
+from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Stop, WorkersFailed, launch_workers
 from zeromesh.launch.ssh import BEGIN, Host, HostStream, LaunchPlan, supervise
 
 VALUES = st.recursive(
@@ -269,7 +269,7 @@ def test_a_leader_that_is_gone_is_named_not_ranks_that_noticed(in_order: bool) -
             leader.close()
         else:
             leader._members.pop().connection.close()
-        assert follower.poll() == (follower.rest_seconds if in_order else 0)
+        assert follower.poll() == Stop(follower.rest_seconds if in_order else 0)
         if in_order:
             noticed = WorkersFailed(ranks=(1,), message="rank 0 is gone", exit_code=1, distance=1)
             found = follower.next_start(noticed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeromesh.launch.nursery import Nursery
+from zeromesh.launch.nursery import Fork, Nursery
 
 MODULES = {
     "imported": "import os\nPID = os.getpid()\n",
@@ -64,6 +64,11 @@ def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         each.close()
 
 
+def fork(found: Nursery, *words: object, **variables: str) -> Fork:
+    """Fork a process that runs the program."""
+    return found.fork(["-m", "program", *map(str, words)], variables)
+
+
 def wait_for_line(path: Path) -> None:
     until = time.monotonic() + 30
     while not (path.exists() and path.read_text()):
@@ -73,8 +78,8 @@ def wait_for_line(path: Path) -> None:
 
 def test_a_fork_runs_a_module_with_its_variables_and_ends_in_order(nursery, tmp_path):
     found, notified = nursery("imported")
-    forks = [found.fork(["-m", "program", "tells", str(tmp_path / name)], {"GIVEN": name}) for name in "ab"]
-    assert [fork.wait() for fork in forks] == [0, 0]
+    forks = [fork(found, "tells", tmp_path / name, GIVEN=name) for name in "ab"]
+    assert [each.wait() for each in forks] == [0, 0]
     for name in "ab":
         first, *rest = (tmp_path / name).read_text().splitlines()
         assert first == f"__main__ {name} early True True 0"
@@ -87,44 +92,45 @@ def test_a_fork_runs_a_module_with_its_variables_and_ends_in_order(nursery, tmp_
 )
 def test_the_end_of_a_fork_is_that_of_an_interpreter(nursery, tmp_path, what, code, written):
     (tmp_path / "out").touch()
-    assert nursery("imported")[0].fork(["-m", "program", what, str(tmp_path / "out")], {}).wait() == code
+    assert fork(nursery("imported")[0], what, tmp_path / "out").wait() == code
     assert (tmp_path / "out").read_text() == written
 
 
 def test_forks_draw_different_numbers(nursery, tmp_path):
     found, notified = nursery("numpy.random")
-    assert [found.fork(["-m", "program", "draws", str(tmp_path / "out")], {}).wait() for _ in range(3)] == [0, 0, 0]
+    assert [fork(found, "draws", tmp_path / "out").wait() for _ in range(3)] == [0, 0, 0]
     assert notified == []
     assert len(set((tmp_path / "out").read_text().split())) == 6
 
 
 def test_a_killed_fork_says_so_and_others_go_on(nursery, tmp_path):
     found, _ = nursery("imported")
-    waiting = [found.fork(["-m", "program", "waits", str(tmp_path / name)], {}) for name in "ab"]
+    waiting = [fork(found, "waits", tmp_path / name) for name in "ab"]
     os.killpg(waiting[0].pid, signal.SIGTERM)
     assert waiting[0].wait() == -signal.SIGTERM
     assert waiting[1].poll() is None
-    assert found.fork(["-m", "program", "0", "-"], {}).wait() == 0
+    assert fork(found, 0, "-").wait() == 0
 
 
 def test_a_fork_is_told_of_once_signals_to_its_group_reach_it(nursery, tmp_path):
     found, _ = nursery("slow")
-    fork = found.fork(["-m", "program", "waits", str(tmp_path / "out")], {})
-    os.killpg(fork.pid, signal.SIGKILL)
-    assert fork.wait() == -signal.SIGKILL
+    waiting = fork(found, "waits", tmp_path / "out")
+    os.killpg(waiting.pid, signal.SIGKILL)
+    assert waiting.wait() == -signal.SIGKILL
 
 
 def test_forks_die_with_their_nursery(nursery, tmp_path):
     found, _ = nursery("imported")
-    fork = found.fork(["-m", "program", "waits", str(tmp_path / "out")], {})
+    waiting = fork(found, "waits", tmp_path / "out")
     wait_for_line(tmp_path / "out")
     found.close()
-    assert fork.poll() == -signal.SIGKILL
+    assert waiting.poll() == -signal.SIGKILL
     assert found.lost
-    assert found.fork(["-m", "program", "0", "-"], {}).wait() == -signal.SIGKILL
+    assert fork(found, 0, "-").wait() == -signal.SIGKILL
     until = time.monotonic() + 10
     while (
-        Path(f"/proc/{fork.pid}").exists() and "Z" not in Path(f"/proc/{fork.pid}/stat").read_text().split(")")[1][:3]
+        Path(f"/proc/{waiting.pid}").exists()
+        and "Z" not in Path(f"/proc/{waiting.pid}/stat").read_text().split(")")[1][:3]
     ):
         assert time.monotonic() < until
         time.sleep(0.01)
@@ -135,7 +141,7 @@ def test_forks_die_with_their_nursery(nursery, tmp_path):
 )
 def test_where_imports_hinder_forks_nothing_is_imported(nursery, module, reason):
     found, notified = nursery(module)
-    assert found.fork(["-m", "program", "3", "-"], {}).wait() == 3
+    assert fork(found, 3, "-").wait() == 3
     assert not found.lost
     assert len(notified) == 1
     assert notified[0].startswith("each rank imports for itself: ")

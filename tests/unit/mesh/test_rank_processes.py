@@ -4,12 +4,13 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from zeromesh.environment import ERRORS, RankRange
+from zeromesh.environment import RankRange
 from zeromesh.launch import rank_processes
 from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
 
@@ -17,21 +18,39 @@ WHERE = {"master_address": "node0", "master_port": 29400, "run_id": "run", "rest
 
 
 class Forks:
-    """A nursery whose forks end as a test says; `variables` are those that each was given."""
+    """A nursery whose forks end as a test says; `variables` are those that each was given, `lines` their ends of the lines."""
 
     def __init__(self) -> None:
         self.forks: list[Any] = []
         self.variables: list[dict[str, str]] = []
+        self.lines: list[Connection] = []
 
-    def fork(self, arguments: Any, variables: dict[str, str]) -> Any:
+    def fork(self, arguments: Any, variables: dict[str, str], line: Connection) -> Any:
         fork = SimpleNamespace(pid=100 + len(self.forks), returncode=None)
         fork.poll = fork.wait = lambda: fork.returncode
         self.forks.append(fork)
         self.variables.append(variables)
+        self.lines.append(Connection(os.dup(line.fileno())))
         return fork
+
+    def tell(self, number: int, **message: Any) -> None:
+        """Send a message as a rank does."""
+        self.lines[number].send_bytes(json.dumps(message).encode())
+
+    def heard(self, number: int) -> list[Any]:
+        """Return the messages that have come to a rank."""
+        found = []
+        while self.lines[number].poll():
+            found.append(json.loads(self.lines[number].recv_bytes()))
+        return found
 
 
 Started = tuple[RankProcesses, Forks]
+
+
+def assigned(first: int = 4, processes: int = 3, world_size: int = 8, restart: int = 0) -> RankRange:
+    where = {**WHERE, "restart": restart}
+    return RankRange(first=first, processes=processes, world_size=world_size, **where)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -39,8 +58,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """Ranks 4 to 6 of eight, to which no signal is sent."""
     forks: Any = Forks()
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)
-    assigned = RankRange(first=4, processes=3, world_size=8, **WHERE)  # type: ignore[arg-type]
-    ranks = RankProcesses([], assigned, forks)
+    monkeypatch.setattr(rank_processes, "process_state", lambda pid: "S")
+    ranks = RankProcesses([])
+    ranks.start(assigned(), forks)
     yield ranks, forks
     for fork in forks.forks:
         fork.returncode = 0
@@ -48,10 +68,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 
 
 def record(forks: Forks, number: int, **details: Any) -> None:
-    """Write a rank's error as the rank does."""
-    error = {"message": "an error", "exit_code": 1, "distance": 0, "time": 5.0, **details}
-    with open(forks.variables[number][ERRORS], "w") as file:
-        json.dump(error, file)
+    """Tell a rank's error as the rank does."""
+    forks.tell(number, error={"message": "an error", "exit_code": 1, "distance": 0, "time": 5.0, **details})
 
 
 @pytest.mark.parametrize(
@@ -99,14 +117,20 @@ def test_the_cause_is_named_before_what_it_has_led_to(started: Started) -> None:
     record(forks, 0, message="a rank is gone", distance=1, time=1.0)
     record(forks, 1, message="no text", time=3.0, exit_code=2)
     record(forks, 2, message="no memory", time=2.0)
+    assert ranks.over()
     assert ranks.failure() == WorkersFailed(ranks=(6,), message="no memory", exit_code=1, time=2.0)
     record(forks, 2, message="no text", time=2.0)
+    assert ranks.over()
     found = ranks.failure()
     assert found is not None
     assert (found.ranks, found.exit_code, str(found)) == ((5, 6), 1, "ranks 5, 6: no text")
-    forks.forks[0].returncode = forks.forks[1].returncode = forks.forks[2].returncode = 7
-    for number in range(3):
-        os.truncate(forks.variables[number][ERRORS], 0)
+
+
+def test_ranks_that_end_alike_are_named_together(started: Started) -> None:
+    ranks, forks = started
+    for fork in forks.forks:
+        fork.returncode = 7
+    assert ranks.over()
     found = ranks.failure()
     assert found is not None
     assert (found.ranks, found.pid) == ((4, 5, 6), 0)
@@ -119,7 +143,7 @@ def test_the_others_are_stopped_once_the_cause_is_known(
     """At once, or after a while if its error does not come; those that go on long after that are killed."""
     ranks, forks = started
     clock, sent = [100.0], list[tuple[int, int]]()
-    monkeypatch.setattr(rank_processes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 9.0))
     monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
     assert not ranks.over()
     if how == "recorded":
@@ -155,10 +179,11 @@ def test_a_rank_gets_its_place_and_a_share_of_the_cores(monkeypatch: pytest.Monk
     monkeypatch.setattr(rank_processes, "worker_environment", shared)
     for world in (2, 4):
         forks: Any = Forks()
-        ranks = RankProcesses([], RankRange(first=0, processes=2, world_size=world, **WHERE), forks)  # type: ignore[arg-type]
+        ranks = RankProcesses([])
+        ranks.start(assigned(first=0, processes=2, world_size=world), forks)
         assert [each["RANK"] for each in forks.variables] == ["0", "1"]
         assert {each["SHARED"] for each in forks.variables} == {"yes"}
         for fork in forks.forks:
             fork.returncode = 0
         ranks.close()
-    assert asked == [(2, True), (2, True), (2, False), (2, False)]
+    assert asked == [(2, True), (2, False)]

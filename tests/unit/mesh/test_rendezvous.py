@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.launch import rendezvous
 from zeromesh.launch.messages import Message, MessageError
 from zeromesh.launch.rank_processes import StopSignals, WorkersFailed
-from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, launch_workers, run_starts
+from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Stop, launch_workers, run_starts
 
 
 class Wire:
@@ -113,8 +114,8 @@ def test_a_failure_elsewhere_stops_the_ranks_once_it_is_the_cause(
     leader.poll()
     clock[0] += later
     for _ in range(2):
-        assert leader.poll() == (7 if stops else None)
-    assert [each for each in sent_to(hosts[1]) if "stop" in each] == [{"stop": 7}] * stops
+        assert leader.poll() == (Stop(7, "no memory") if stops else None)
+    assert [each for each in sent_to(hosts[1]) if "stop" in each] == [{"stop": 7, "lost": "no memory"}] * stops
 
 
 def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
@@ -125,7 +126,7 @@ def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
     hosts[-1].processes = 1
     assert leader.poll() is None, "there are as many as are wanted"
     hosts[1].numbered = False
-    assert leader.poll() == 7
+    assert leader.poll() == Stop(7), "nobody is lost, so that all save before they end"
 
 
 def test_what_a_host_says_of_its_end() -> None:
@@ -139,8 +140,8 @@ def test_what_a_host_says_of_its_end() -> None:
         leader._take(host, said)
         assert (host.running, host.failure) == (running, found)
     host.running = True
-    leader._take(host, {"rest": 3, "text": "late", "noticed": True})
-    assert host.failure == failed("late", 3, 1)
+    leader._take(host, {"rest": 3, "text": "late", "noticed": True, "limit": 20, "step": 7})
+    assert host.failure == replace(failed("late", 3, 1), limit=20, step=7)
 
 
 GONE = ConnectionError("no sign")
@@ -296,15 +297,15 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     sent = [{"variables": {"ZEROMESH_SENT": "yes"}}, {"signal": 10}, {"start": START}]
-    follower, wire = following(sent, [{"stop": 5}], [], [{"start": START}])
+    follower, wire = following(sent, [{"stop": 5, "lost": "rank 0"}], [], [{"start": START}])
     assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
     assert wire.sent[0] | {"name": ""} == {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word"}
     assert os.environ["ZEROMESH_SENT"] == "yes"
     assert killed == [(os.getpid(), 10)]
-    assert follower.poll() == 5
-    long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,))
+    assert follower.poll() == Stop(5, "rank 0")
+    long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
     assert isinstance(follower.next_start(long), RankRange)
-    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True}
+    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True, "limit": 20, "step": 7}
     assert follower.poll() is None, "a stop is over with the start after it"
     follower.close()
     assert not wire.open
@@ -332,7 +333,7 @@ def test_ranks_of_a_leader_that_is_gone_are_killed_at_once() -> None:
     assert (follower.rest_seconds, Follower(ALONE, 1, bool).rest_seconds) == (0, 300)
     follower.rest_seconds = 30
     follower.first_start()
-    assert follower.poll() == 0
+    assert follower.poll() == Stop(0)
     found = follower.next_start(None)
     assert isinstance(found, WorkersFailed)
     assert "cannot be reached from here (no sign)" in found.message
@@ -375,7 +376,7 @@ def test_who_leads(monkeypatch: pytest.MonkeyPatch, most: int, rank: Any, here: 
 class Others:
     """The other launchers of a run, which say what comes next."""
 
-    def __init__(self, *starts: Any, stop: int | None = None) -> None:
+    def __init__(self, *starts: Any, stop: Stop | None = None) -> None:
         self.starts, self.stop, self.ended = list(starts), stop, list[Any]()
 
     def first_start(self) -> Any:
@@ -385,7 +386,7 @@ class Others:
         self.ended.append(failure)
         return self.starts.pop(0)
 
-    def poll(self) -> int | None:
+    def poll(self) -> Stop | None:
         return self.stop
 
     def close(self) -> None:
@@ -423,7 +424,7 @@ def test_a_stop_while_modules_are_imported_ends_the_start() -> None:
     waited: list[float] = []
     importing = SimpleNamespace(ready=False, receive=waited.append)
     requests = StopSignals()
-    assert run([], None, Others(stop=30), requests, importing) is None
+    assert run([], None, Others(stop=Stop(30)), requests, importing) is None
     requests.receive(signal.SIGTERM, None)
     assert run([], None, Others(), requests, importing) == failed("stopped by SIGTERM while importing", 143)
     assert waited == []

@@ -57,7 +57,7 @@ class RecoverySection(Section):
     """What happens when ranks of a run that `zeromesh` has started fail or are lost."""
 
     survivors: Literal["keep", "restart", "end"] = "keep"
-    """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all ranks start again; end: all end."""
+    """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all start again; end: all end."""
     limit: keys.Count = 20
     """Recoveries in an hour; a further one ends the run."""
     memory: Literal["auto", "off"] = "auto"
