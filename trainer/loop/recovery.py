@@ -74,7 +74,7 @@ class Recovery:
 
     @classmethod
     def begin(cls, config: TrainerConfig) -> Self | None:
-        """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or the configuration forbids it."""
+        """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end."""
         line, states = line_to_launcher(), handed_over(STATES)
         if line is None or states is None or config.recovery.survivors == "end":
             return None
@@ -149,7 +149,7 @@ class Recovery:
             self._kept = Kept(state, run.progress, _shared_buffers(engine), plain)
 
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
-        """Leave the mesh after `error`; returns False where this rank's process has to end, since it cannot build its model anew."""
+        """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
         if self.config.recovery.survivors != "keep" or (mesh is not None and is_accelerator(mesh.device)):
             return False
         if isinstance(inputs.model, nn.Module) and not (run is not None and self._empties(run, inputs.model)):

@@ -149,7 +149,7 @@ class RankProcesses:
         _close([each for each in before if each not in self._ranks])
 
     def over(self) -> bool:
-        """Return True if all processes have ended or rest. Call it repeatedly: after a failure it also stops the other processes."""
+        """Return True if all processes have ended or rest. Call it repeatedly: after a failure it also stops the others."""
         now = time.monotonic()
         for each in self._ranks:
             each.look()

@@ -2,7 +2,7 @@
 
 The launcher on the endpoint's host leads: it waits for enough launchers, numbers the hosts, and sends each its ranks. When a rank
 fails, or a host is lost or joins, all ranks end, or rest if they can do without the others, and the leader numbers the hosts anew.
-A single launcher leads itself, and listens nowhere; so does `zeromesh launch`, which leads those that it has started (see `ssh`)."""
+A single launcher leads itself, and listens nowhere; so does `zeromesh launch`, which leads those it has started (see `ssh`)."""
 
 import errno
 import os

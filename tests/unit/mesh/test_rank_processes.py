@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from zeromesh.environment import RankRange
+from zeromesh.environment import LINE, RankRange
 from zeromesh.launch import rank_processes
 from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
 
@@ -25,12 +25,12 @@ class Forks:
         self.variables: list[dict[str, str]] = []
         self.lines: list[Connection] = []
 
-    def fork(self, arguments: Any, variables: dict[str, str], line: Connection) -> Any:
+    def fork(self, arguments: Any, variables: dict[str, str], handles: dict[str, int]) -> Any:
         fork = SimpleNamespace(pid=100 + len(self.forks), returncode=None)
         fork.poll = fork.wait = lambda: fork.returncode
         self.forks.append(fork)
         self.variables.append(variables)
-        self.lines.append(Connection(os.dup(line.fileno())))
+        self.lines.append(Connection(os.dup(handles[LINE])))
         return fork
 
     def tell(self, number: int, **message: Any) -> None:
