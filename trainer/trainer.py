@@ -179,7 +179,7 @@ class Trainer(ModelOnMesh):
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         config = self.config
-        recovery = Recovery.begin(config) if self._mesh is self._run is None else None
+        recovery = Recovery.begin(config) if self._mesh is None and self._run is None else None
         while True:
             try:
                 return self._fit(recovery)

@@ -50,7 +50,7 @@ FLOORS = {
 }
 HOUSE = structure_report.sources(ROOT)
 MODULES = {source.module for source in HOUSE}
-LINES = 52_200
+LINES = 53_500
 """What the three floors may have: features come as rows and files of what is there."""
 
 

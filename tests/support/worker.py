@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.support.workers import host_of
-from zeromesh.environment import LINE, read_environment
+from zeromesh.environment import read_environment
 from zeromesh.mesh import process_mesh
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
@@ -114,7 +114,6 @@ def main() -> None:
     from tests.support import worker  # This module by its own name, as cases know it.
 
     address, options, path = sys.argv[1:]
-    os.environ.pop(LINE)  # There is no next start: a case that fails is told by the connection.
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), log, log)):

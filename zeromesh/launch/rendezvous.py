@@ -329,8 +329,10 @@ class Leader:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)
-                counts = {name: field(message, name, 0) for name in ("limit", "step")}
-                each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed), **counts)
+                limit, step = field(message, "limit", 0), field(message, "step", 0)
+                each.failure = WorkersFailed(
+                    message=text, exit_code=code, distance=int(noticed), limit=limit, step=step
+                )
 
     def _introduce(self, each: Member, message: Message) -> None:
         if each.greeting is not None:
