@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -40,6 +41,7 @@ class StateMemory:
         self._head = mmap.mmap(descriptor, _STATES_AT)
         self._words = memoryview(self._head)[:PAGE].cast("q")
         self.undo = torch.frombuffer(self._head, dtype=torch.uint8, count=UNDO_BYTES, offset=_UNDO_AT)
+        self._pages: WeakSet[mmap.mmap] = WeakSet()
         self.warm = False
         """True if the states that are allocated next keep the values that they have here."""
 
@@ -82,6 +84,11 @@ class StateMemory:
     def _record_at(self, step: int) -> int:
         return PAGE + step % 2 * _RECORD_BYTES
 
+    @property
+    def free(self) -> bool:
+        """True if no tensor is there any more that this process has allocated here."""
+        return not self._pages
+
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Inside the block lasting memory of the host is allocated here, from the start on; without `warm` it is zero."""
@@ -103,4 +110,5 @@ class StateMemory:
         self._end = start + length
         os.posix_fallocate(self._descriptor, start, length)  # A lack of memory is an error now, and not a signal later.
         pages = register_state_pages(mmap.mmap(self._descriptor, length, offset=start))
+        self._pages.add(pages)
         return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)

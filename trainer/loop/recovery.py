@@ -14,8 +14,10 @@ by the record of one that has, with gradients that lie in their memory. Nothing 
 import gc
 import hashlib
 import json
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,7 +81,7 @@ class Recovery:
         if line is None or states is None or config.recovery.survivors == "end":
             return None
         journals = config.recovery.survivors == "keep" and config.recovery.memory == "auto"
-        return cls(config, line, StateMemory(states) if journals else None)
+        return cls(config, line, _memory(states) if journals else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
@@ -102,37 +104,39 @@ class Recovery:
         mesh.watch.on_beat = heed
 
     def _look_at(self, memory: StateMemory, mesh: Mesh) -> None:
+        """Find out, on all ranks alike, if the states in memory are those of this layout, before and after one update."""
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
         self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
         at, kept = memory.position(self._key), self._kept
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
-        own = next(filter(None, records), None)
-        state = None if kept is None else kept.state.to_json().decode()
-        rows = mesh.world.gather_json(
-            {
-                "at": at,
-                "record": own,
-                "state": state,
-                "shares": bool(kept and kept.shared),
-                "plain": not kept or kept.plain,
-            },
-            "states in memory",
-        )
-        self._record, self._states = None, [None] * len(rows)
-        found = [row["record"] for row in rows if row["record"]]
-        last = max(found, key=lambda record: record["step"], default=None)
-        stay = [rank for rank, row in enumerate(rows) if row["state"]]
-        groups = mesh.shape.groups(*axes_of("states")) if any(row["shares"] for row in rows) else [range(len(rows))]
-        memory.warm = (
-            last is not None
-            and all(row["at"] and row["plain"] for row in rows)
-            and all(last["step"] - 1 <= row["at"][0] <= last["step"] for row in rows)
-            and all(any(rank in stay for rank in group) for group in groups)
-        )
-        if memory.warm and at is not None and last is not None:
-            self._record, self._position = last, COMPLETE if at[0] == last["step"] else at[1]
-            self._states = [row["state"] and TrainerState.from_json(json.loads(row["state"]), "memory") for row in rows]
+        own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
+        if kept is not None:
+            own |= {"state": kept.state.to_json().decode(), "shares": bool(kept.shared), "plain": kept.plain}
+        rows = mesh.world.gather_json(own, "states in memory")
+        self._record, memory.warm = None, False
+        self._states = [row.get("state") and TrainerState.from_json(json.loads(row["state"]), "memory") for row in rows]
+        last = max((row["record"]["step"] for row in rows if row["record"]), default=0)
+        if last and all(row["at"] and row.get("plain", True) and last - 1 <= row["at"][0] <= last for row in rows):
+            stages = [mesh.shape.coordinate(rank)["pipeline"] for rank in range(len(rows))]
+            # What a record says of single parameters is known to the ranks of the same stage.
+            latest = {stage: row["record"] for stage, row in zip(stages, rows, strict=True) if _step_of(row) == last}
+            some = next(iter(latest.values()))
+            alike = not any(each["missing"] or each["steps"] for each in latest.values())
+            known = [each for each in self._states if each is not None]
+            together = (
+                mesh.shape.groups(*axes_of("states")) if any(row.get("shares") for row in rows) else [mesh.world.ranks]
+            )
+            memory.warm = (
+                (alike or latest.keys() == {*stages})
+                and not any(each.stream and each.step < last for each in known)
+                and all(any(self._states[rank] is not None for rank in group) for group in together)
+            )
+            if memory.warm and at is not None:
+                self._record = latest.get(stages[mesh.rank], some)
+                self._position = COMPLETE if at[0] == last else at[1]
+        if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
+            self.memory = None
 
     def guard(self, engine: ZeroEngine) -> None:
         """Journal the updates of a new engine, if all of its states are in memory that outlives this process."""
@@ -232,6 +236,15 @@ class Recovery:
                     empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
                 module._parameters[name] = made[id(each)]
         return True
+
+
+@cache
+def _memory(descriptor: int) -> StateMemory:
+    return StateMemory(descriptor)
+
+
+def _step_of(row: Mapping[str, Any]) -> int:
+    return row["record"]["step"] if row["record"] else 0
 
 
 class _Elsewhere:

@@ -96,6 +96,7 @@ class TrainingLoop:
     """Seconds of the phases of startup, until a line of metrics has logged them."""
     _line: Line | None = None  # The current step's line of metrics, until it is logged.
     _last_written_step: int = 0  # The latest step whose line is in the file.
+    _went_on: bool = False  # True if this loop goes on with what another one has left in memory.
     _on_save_due: bool = False  # True if the current step is saved and `on_save` is still to be called.
     _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
@@ -137,7 +138,7 @@ class TrainingLoop:
             run.start_times.end("checkpoints")
             if not run.finished:
                 self._checkpoints.require_room()
-            if not run.finished or progress.owes_evaluation or progress.unfinished is not None:
+            if not run.finished or progress.owes_evaluation or self._went_on:
                 self._train(feed)
             if not self._signal:
                 progress.report = self._end()
@@ -158,6 +159,7 @@ class TrainingLoop:
         run = self.run
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
             self._take_over(state)
+            self._went_on = True
             run.console.note(f"went on after step {run.progress.step}, from the memory of the ranks")
             return
         run.console.status("looking for checkpoints")
