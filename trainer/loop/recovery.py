@@ -28,13 +28,15 @@ from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import STATES, handed_over
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
-from zeromesh.launch.line import Line, line_to_launcher
+from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.offload import Tiers
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import COMPLETE, Journal
+from zeromesh.options import ZeroOptions
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -64,7 +66,7 @@ class Recovery:
     """What a rank does about lost ranks in one `fit`, by its line to the launcher."""
 
     config: TrainerConfig
-    line: Line
+    line: LauncherLine
     memory: StateMemory | None = None
     _reason: str = ""
     _kept: Kept | None = None
@@ -138,11 +140,10 @@ class Recovery:
         if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
             self.memory = None
 
-    def guard(self, engine: ZeroEngine) -> None:
-        """Journal the updates of a new engine, if all of its states are in memory that outlives this process."""
-        step = engine.optimizer_step
-        if self.memory is not None and step.can_be_finished_by_others and not persistent_buffers(engine.model):
-            step.journal = Journal(self.memory, self._key)
+    def lend_memory(self, tiers: Tiers, options: ZeroOptions) -> ZeroOptions:
+        """Lend the memory for states, if there is any, to the tiers of an engine; returns its options then."""
+        tiers.states = self.memory
+        return options if self.memory is None else replace(options, gradients_outlive=True)
 
     def keep(self, run: RunContext, state: TrainerState) -> None:
         """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""
@@ -177,13 +178,16 @@ class Recovery:
             raise CollectiveError(self._reason)
 
     def restore(self, run: RunContext) -> TrainerState | None:
-        """Finish the latest update in the memory that the model is built on; all ranks call it. Returns the state after it; None
-        where the newest checkpoint is to be loaded."""
+        """Journal the updates of a new engine from now on, if all of its states are in memory that outlives this process, and
+        finish the latest one there; all ranks call it. Returns the state after it; None where a checkpoint is to be loaded."""
         record, kept, self._record = self._record, self._kept, None
+        engine, world, progress = run.model.require_engine(), run.mesh.world, run.progress
+        step = engine.optimizer_step
+        if self.memory is not None and step.can_be_finished_by_others and not persistent_buffers(engine.model):
+            step.journal = Journal(self.memory, self._key)
         if record is None:
             self._kept = None
             return None
-        engine, world, progress = run.model.require_engine(), run.mesh.world, run.progress
         with engine.loading(finishing=True):
             # Nobody goes on before all know that the new buffers count in place of the old ones, where a rank is lost now.
             _bring_shared(engine, kept)
@@ -191,7 +195,7 @@ class Recovery:
             if kept is not None:
                 kept.shared = _shared_buffers(engine)
             world.barrier("end of the recovery's copies")
-            outcome = engine.optimizer_step.finish_recorded(record, self._position)
+            outcome = step.finish_recorded(record, self._position)
         if kept is not None:
             state = kept.state
             values = {each.name: copy(getattr(kept.progress, each.name)) for each in fields(RunProgress)}

@@ -87,8 +87,7 @@ def build_trained_model(
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
-        if recovery is not None and recovery.memory is not None:
-            tiers.states, options = recovery.memory, replace(options, gradients_outlive=True)
+        options = options if recovery is None else recovery.lend_memory(tiers, options)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
@@ -102,8 +101,6 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
-        if recovery is not None:
-            recovery.guard(engine)
         undone.pop_all()
     trained = TrainedModel(
         config=config,

@@ -14,7 +14,7 @@ from typing import Any
 from zeromesh.environment import LINE, export, handed_over
 
 
-class Line:
+class LauncherLine:
     """A rank's end of the line. Its methods do nothing where the launcher has ended."""
 
     def __init__(self, connection: Connection) -> None:
@@ -49,7 +49,7 @@ class Line:
 
 
 @cache
-def line_to_launcher() -> Line | None:
+def line_to_launcher() -> LauncherLine | None:
     """Return this rank's end of the line; None where no launcher of zeromesh has started this process."""
     descriptor = handed_over(LINE)
-    return None if descriptor is None else Line(Connection(os.dup(descriptor)))
+    return None if descriptor is None else LauncherLine(Connection(os.dup(descriptor)))
