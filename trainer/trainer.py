@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.environment import read_environment
+from zeromesh.environment import is_later_start, read_environment
 from zeromesh.errors import CollectiveError, ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import seed_all, seed_of
@@ -152,6 +152,9 @@ class Trainer(ModelOnMesh):
         self._planned: PlanCheck | None = None
         self._mesh: Mesh | None = None
         self._run: RunContext | None = None
+        if self.events.of_transformers and read_environment().world_size > 1:
+            # Else transformers would join a process group of its own, which another process cannot join when a rank is lost.
+            self._mesh = self.mesh
         self.events.call("on_init_end")
 
     def __getattr__(self, name: str) -> Any:
@@ -179,17 +182,18 @@ class Trainer(ModelOnMesh):
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         config = self.config
-        recovery = Recovery.begin(config) if self._mesh is None and self._run is None else None
+        if is_later_start() and config.checkpoint.resume == "never":  # The checkpoints are the run's own.
+            self.config = config = _resuming(config)
+        recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
         while True:
             try:
                 return self._fit(recovery)
             except CollectiveError as error:
-                if recovery is None or not recovery.leaves(error, self._run, self._mesh, self.inputs):
+                if recovery is None or not recovery.leaves(error, self._run, self._mesh):
                     raise
                 self._run = self._mesh = None
             recovery.rest()
-            resumed = config.checkpoint.model_copy(update={"resume": "auto"})
-            self.config, self.start_times = config.model_copy(update={"checkpoint": resumed}), StartTimes()
+            self.config, self.start_times = _resuming(config), StartTimes()
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
@@ -510,6 +514,12 @@ class Trainer(ModelOnMesh):
             self._mesh = self._run = None
             mesh.publish_failed_start(error)
             raise
+
+
+def _resuming(config: TrainerConfig) -> TrainerConfig:
+    """Return a configuration that goes on from the run's own newest checkpoint."""
+    section = config.checkpoint.model_copy(update={"resume": "auto"})
+    return config.model_copy(update={"checkpoint": section})
 
 
 def _unknown_argument_hint(name: str) -> str:

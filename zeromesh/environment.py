@@ -190,7 +190,12 @@ class RankRange:
 def command_start_time() -> float | None:
     """Return the start, in seconds since boot, of this worker's command; None for other processes and restarted workers."""
     began = setting(BEGAN)
-    return float(began) if began is not None and setting(_RUN_VARIABLES[1]) == "0" else None
+    return float(began) if began is not None and not is_later_start() else None
+
+
+def is_later_start() -> bool:
+    """Return True if the launcher has started the ranks of this run before."""
+    return (setting(_RUN_VARIABLES[1]) or "0") != "0"
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:

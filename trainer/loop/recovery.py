@@ -40,7 +40,7 @@ from zeromesh.options import ZeroOptions
 from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
+from zeromesh.trainer.loop.context import RunContext, RunProgress
 from zeromesh.trainer.monitoring.step_stats import StepResult
 from zeromesh.units.unit import Bucket
 from zeromesh.zero.engine import ZeroEngine
@@ -67,7 +67,12 @@ class Recovery:
 
     config: TrainerConfig
     line: LauncherLine
+    stays: bool
+    """True if this process can go on in another mesh."""
     memory: StateMemory | None = None
+    model: nn.Module | None = None  # that the user has given, which the run trains in place
+    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
+    _stayed: bool = False
     _reason: str = ""
     _kept: Kept | None = None
     _record: dict[str, Any] | None = None
@@ -77,25 +82,27 @@ class Recovery:
     _states: list[TrainerState | None] = field(default_factory=list)
 
     @classmethod
-    def begin(cls, config: TrainerConfig) -> Self | None:
-        """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end."""
+    def begin(cls, config: TrainerConfig, model: Any, *, stays: bool) -> Self | None:
+        """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end. Without
+        `stays` all ranks start again: a new process would make calls first that this one has made, such as an evaluation."""
         line, states = line_to_launcher(), handed_over(STATES)
         if line is None or states is None or config.recovery.survivors == "end":
             return None
-        journals = config.recovery.survivors == "keep" and config.recovery.memory == "auto"
-        return cls(config, line, _memory(states) if journals else None)
+        stays = stays and config.recovery.survivors == "keep"
+        memory = _memory(states) if stays and config.recovery.memory == "auto" else None
+        return cls(config, line, stays, memory, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
         and heed what it tells, while the mesh is there."""
-        if is_accelerator(mesh.device) or mesh.world_size == 1:
+        self.stays = self.stays and not is_accelerator(mesh.device) and mesh.world_size > 1 and are_ours()
+        if not self.stays:
             self.memory = None
-        if self.memory is not None:
-            self._look_at(self.memory, mesh)
-        stays = self.config.recovery.survivors == "keep" and not is_accelerator(mesh.device) and are_ours()
-        patience = self.config.parallel.timeout_seconds if stays else 0.0
+        else:
+            self._look_around(mesh)
+        patience = self.config.parallel.timeout_seconds if self.stays else 0.0
         self.line.tell(recovers={"limit": self.config.recovery.limit, "patience": patience})
-        if not stays:
+        if not self.stays:
             return
 
         def heed() -> None:
@@ -105,8 +112,17 @@ class Recovery:
 
         mesh.watch.on_beat = heed
 
+    def _look_around(self, mesh: Mesh) -> None:
+        """Find out, on all ranks alike, who has stayed, and if the states in memory are those of this layout, around one update."""
+        stayed = mesh.world.gather_integers([int(self._stayed)])
+        if self.model is not None and not self._stayed:
+            self._dtypes = {name: each.dtype for name, each in self.model.named_parameters(remove_duplicate=False)}
+            if any(row[0] for row in stayed):
+                self._empty(self.model)  # As those who have stayed have done.
+        if self.memory is not None:
+            self._look_at(self.memory, mesh)
+
     def _look_at(self, memory: StateMemory, mesh: Mesh) -> None:
-        """Find out, on all ranks alike, if the states in memory are those of this layout, before and after one update."""
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
         self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
@@ -153,13 +169,13 @@ class Recovery:
             plain = all(each.training == [slot.spec.requires_grad for slot in each.layout.slots] for each in buckets)
             self._kept = Kept(state, run.progress, _shared_buffers(engine), plain)
 
-    def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None, inputs: UserInputs) -> bool:
+    def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None) -> bool:
         """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
-        if self.config.recovery.survivors != "keep" or (mesh is not None and is_accelerator(mesh.device)):
+        if not self.stays:
             return False
-        if isinstance(inputs.model, nn.Module) and not (run is not None and self._empties(run, inputs.model)):
+        if self.model is not None and not (self._stayed if run is None else self._empties(run, self.model)):
             return False
-        self._reason = str(error)
+        self._reason, self._stayed = str(error), True
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
             cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -222,24 +238,30 @@ class Recovery:
     def _empties(self, run: RunContext, model: nn.Module) -> bool:
         """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
         nowhere else, or the run has changed the model in ways that it cannot undo."""
-        trained, options = run.model, run.model.require_engine().options
+        trained, engine = run.model, run.model.engine
         store = CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER)
         elsewhere = self._kept is not None or bool(store.steps())
-        if not elsewhere or trained.module is not model or options.weights is not None or run.config.model.lora:
+        if not elsewhere or trained.module is not model or run.config.model.lora:
+            return False
+        if engine is None or engine.options.weights is not None:
             return False
         trained.divided.restore()
         trained.restore_modules()
-        master, made = options.precision.master, dict[int, nn.Parameter]()
-        for module in model.modules():
+        self._empty(model)
+        return True
+
+    def _empty(self, model: nn.Module) -> None:
+        """Give a model parameters on meta, whose values come from memory or from a checkpoint."""
+        made = dict[int, nn.Parameter]()
+        for owner, module in model.named_modules():
             for name, each in module._parameters.items():
                 if each is None:
                     continue
                 if id(each) not in made:
-                    dtype = master if each.is_floating_point() else each.dtype
+                    dtype = self._dtypes[f"{owner}.{name}".removeprefix(".")]
                     empty = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
                     empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
                 module._parameters[name] = made[id(each)]
-        return True
 
 
 @cache

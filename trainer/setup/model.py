@@ -87,20 +87,22 @@ def build_trained_model(
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
-        options = options if recovery is None else recovery.lend_memory(tiers, options)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
         count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
         whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
-        whole |= {"flops": ModelFlops.of(model), "hub_form": HubForm(model)}
-        whole |= {"parameters": sum(each.numel() for each in model.parameters())}
+        whole |= {
+            "flops": ModelFlops.of(model),
+            "hub_form": HubForm(model),
+            "parameters": sum(map(torch.numel, model.parameters())),
+        }
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
-        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes)
+        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -288,9 +290,11 @@ def fill_engine(
     console: Console,
     feeds: Feeds | None = None,
     notes: Sequence[str] = (),
+    recovery: Recovery | None = None,
 ) -> ZeroEngine:
     """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
     trained has `feeds`. Raises `StorageError` if memory or disk is short."""
+    options = options if recovery is None else recovery.lend_memory(tiers, options)
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))

@@ -1,0 +1,271 @@
+"""Ranks of a run are killed, stop or fail: the others stay in their processes, and the run computes what it would have computed."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import ended
+from zeromesh.trainer.monitoring.step_metrics import read_metrics
+
+pytestmark = pytest.mark.usefixtures("at_once")
+RANKS, STEPS = 3, 8
+SCRIPT = """\
+import json, os, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from transformers import TrainerCallback
+from zeromesh import Trainer
+from zeromesh.offload.memory.state_memory import StateMemory
+from zeromesh.optim import journal
+
+folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
+
+
+class Loss(nn.Sequential):
+    def forward(self, x, y):
+        return (super().forward(x) - y).square().mean()
+
+
+def build():
+    torch.manual_seed(0)
+    return Loss(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def raises():
+    raise RuntimeError("no more")
+
+
+class Faults(TrainerCallback):
+    begun = step = 0
+
+    def strike(self, when):
+        for number, (at, victim, how) in enumerate(asked["faults"]):
+            mark = folder / f"struck-{number}"
+            if at == when and victim == rank and not mark.exists():
+                mark.touch()
+                raises() if how == "raise" else os.kill(os.getpid(), getattr(signal, how))
+
+    def on_train_begin(self, *_, **__):
+        self.begun += 1
+        with (folder / f"pids-{rank}").open("a") as file:
+            file.write(f"{os.getpid()}\\n")
+        if (folder / "struck-0").exists():
+            self.strike("recovery")
+
+    def on_step_begin(self, args, state, control, **_):
+        self.step = state.global_step + 1
+
+    def on_step_end(self, args, state, control, **_):
+        self.strike(state.global_step)
+
+
+mark, write = StateMemory.mark, StateMemory.write_record
+
+
+def marks(self, step, position=0):
+    mark(self, step, position)
+    if position:  # An odd one while elements change.
+        faults.strike(f"position {position} of {faults.step}")
+
+
+def writes(self, step, record):
+    write(self, step, record)
+    faults.strike(f"record of {step}")
+
+
+StateMemory.mark, StateMemory.write_record, journal.CHUNK_ELEMENTS = marks, writes, 8
+settings = {
+    "zero": {"stage": 3},
+    "precision": {"compute": "float64", "master": "float64", "reduce": "float64"},
+    "batch": {"global_size": 12, "micro_size": 2},
+    "run": {"name": "run", "output_dir": str(folder), "max_steps": STEPS, "eval_every": 0},
+    "parallel": {"timeout_seconds": 60.0},
+    "checkpoint": {"every_steps": 4, "asynchronous": False},
+}
+for name, section in asked.get("settings", {}).items():
+    settings.setdefault(name, {}).update(section)
+points = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+dataset = [{"x": x, "y": x[:1]} for x in points]
+faults, model = Faults(), build() if asked.get("given") else build
+with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
+    if asked.get("first") == "evaluate":
+        trainer.evaluate()
+    if asked.get("first") == "fit":
+        trainer.fit()
+        (folder / f"pids-{rank}").unlink()
+    losses = trainer.fit(*asked.get("fit", ())).losses
+    end = {"begun": faults.begun, "losses": losses, "is the model": trainer.model is model}
+    end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
+(folder / f"end-{rank}").write_text(json.dumps(end))
+""".replace("STEPS", str(STEPS))
+
+
+@dataclass
+class Run:
+    """A run of the script in a folder that has ended."""
+
+    folder: Path
+    process: subprocess.CompletedProcess[str]
+
+    @cached_property
+    def losses(self) -> list[float]:
+        """Those of all steps, each of which was logged once."""
+        lines = read_metrics(self.folder / "run" / "metrics.jsonl")
+        assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+        return [line["loss"] for line in lines]
+
+    def pids(self, rank: int) -> list[str]:
+        """The process ids of a rank, one for each time that it has begun to train."""
+        return (self.folder / f"pids-{rank}").read_text().split()
+
+    def end(self, rank: int) -> Any:
+        return json.loads((self.folder / f"end-{rank}").read_text())
+
+    def went_well(self, undisturbed: "Run") -> bool:
+        """Exactly as if nothing had happened: losses and weights."""
+        assert self.process.returncode == 0, self.process.stderr
+        assert self.losses == undisturbed.losses
+        assert all(self.end(rank)["weights"] == undisturbed.end(rank)["weights"] for rank in range(RANKS))
+        return True
+
+    @property
+    def lost_steps(self) -> bool:
+        return "resumed from step" in self.process.stdout or "went on after step" not in self.process.stdout
+
+
+def run(folder: Path, *faults: tuple[Any, int, str], **asked: Any) -> Run:
+    """Run the script with faults `(when, rank, what)`: a step, a place in an update, or `recovery`, when a rank trains again."""
+    script = folder / "script.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    words = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(RANKS), str(script), str(folder)]
+    return Run(folder, ended([*words, json.dumps({"faults": faults, **asked})], seconds=30))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_run(programs: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", str(programs.bin / "python"))
+        found = run(tmp_path_factory.mktemp("undisturbed"))
+    assert found.process.returncode == 0, found.process.stderr
+    assert len(found.losses) == STEPS
+    return found
+
+
+FULL = pytest.mark.full
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    **{f"stage {stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2)},
+    "gloo": {"parallel": {"transport": "gloo"}},
+    "accumulation": {"batch": {"global_size": 12, "micro_size": 1}},
+    "average": {"ema": {"decay": 0.9}},
+    "replicas": {"parallel": {"replicate": 3}, "zero": {"stage": 1}},
+    "host": {"offload": {"optimizer": "host", "gradients": "host"}},
+    "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed_runs(
+    programs: Any, undisturbed_run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Run]:
+    found = {"plain": undisturbed_run}
+
+    def of(layout: str) -> Run:
+        if layout not in found:
+            asked = {"given": True} if layout == "given" else {"settings": LAYOUTS[layout]}
+            found[layout] = run(tmp_path_factory.mktemp("undisturbed"), **asked)
+        return found[layout]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [
+        (0, "SIGKILL"),
+        (1, "SIGSEGV"),
+        (2, "raise"),
+        (1, "SIGSTOP"),
+        pytest.param(2, "SIGKILL", marks=FULL),
+        pytest.param(0, "SIGSTOP", marks=FULL),
+        pytest.param(0, "raise", marks=FULL),
+    ],
+)
+def test_survivors_stay_and_no_step_is_lost(undisturbed_run: Run, tmp_path: Path, victim: int, how: str) -> None:
+    stopped = {"parallel": {"timeout_seconds": 1.5}} if how == "SIGSTOP" else {}
+    found = run(tmp_path, (5, victim, how), settings=stopped)
+    assert found.went_well(undisturbed_run)
+    assert not found.lost_steps
+    for rank in range(RANKS):
+        pids = found.pids(rank)
+        assert len(pids) == 2
+        assert (pids[0] == pids[1]) is (rank != victim)
+        assert found.end(rank)["begun"] == (1 if rank == victim else 2), "callbacks are told of each beginning"
+    assert f"rank {victim}" in found.process.stderr
+    assert "the ranks that are left, and new ones for the others, go on" in found.process.stderr
+
+
+@pytest.mark.parametrize("when", ["record of 5", "position 1 of 5", "position 2 of 5", "position 3 of 5"])
+@pytest.mark.parametrize("layout", ["plain", *(pytest.param(each, marks=FULL) for each in LAYOUTS if each != "plain")])
+def test_an_update_is_finished_for_a_rank_that_is_killed_in_it(
+    undisturbed_runs: Callable[[str], Run], tmp_path: Path, layout: str, when: str
+) -> None:
+    found = run(tmp_path, (when, 1, "SIGKILL"), settings=LAYOUTS[layout])
+    assert found.went_well(undisturbed_runs(layout))
+    assert not found.lost_steps
+
+
+def test_ranks_are_lost_again_while_the_others_recover(undisturbed_run: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, ("position 3 of 5", 1, "SIGKILL"), ("recovery", 2, "SIGKILL"), (6, 0, "SIGKILL"))
+    assert found.went_well(undisturbed_run)
+    assert not found.lost_steps
+
+
+@pytest.mark.parametrize("step", [2, 5])
+def test_the_model_of_the_user_is_the_one_that_is_trained(
+    undisturbed_runs: Callable[[str], Run], tmp_path: Path, step: int
+) -> None:
+    """Before the first checkpoint too: its values are in memory."""
+    found = run(tmp_path, (step, 1, "SIGKILL"), given=True)
+    assert found.went_well(undisturbed_runs("given"))
+    assert all(found.end(rank)["is the model"] for rank in range(RANKS))
+    assert found.pids(0)[0] == found.pids(0)[1]
+
+
+@pytest.mark.parametrize(
+    ("asked", "pids"),
+    [
+        ({"settings": {"recovery": {"survivors": "restart"}}}, 2),
+        ({"settings": {"recovery": {"memory": "off"}}}, 1),
+        ({"first": "evaluate"}, 2),
+        ({"fit": [False]}, 1),
+    ],
+)
+def test_a_run_goes_on_from_a_checkpoint(
+    undisturbed_run: Run, tmp_path: Path, asked: dict[str, Any], pids: int
+) -> None:
+    """Where all ranks start again, where memory is off; also of a run that resumes from nothing else."""
+    found = run(tmp_path, (6, 1, "SIGKILL"), **asked)
+    assert found.process.returncode == 0, found.process.stderr
+    assert found.losses == undisturbed_run.losses
+    assert len({*found.pids(0)}) == pids
+    if asked != {"fit": [False]}:
+        assert "resumed from step 4" in found.process.stdout
+
+
+@pytest.mark.parametrize("how", ["end", "comes back"])
+def test_a_run_ends(tmp_path: Path, how: str) -> None:
+    again = [(5, 1, "raise")] * 3
+    faults, settings = ([(5, 1, "SIGKILL")], {"recovery": {"survivors": "end"}}) if how == "end" else (again, {})
+    found = run(tmp_path, *faults, settings=settings)
+    assert found.process.returncode != 0
+    assert ("RuntimeError: no more" if how == "comes back" else "rank 1") in found.process.stderr
+    assert found.process.stderr.count("go on from") == (0 if how == "end" else 2)
