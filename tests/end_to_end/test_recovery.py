@@ -268,4 +268,4 @@ def test_a_run_ends(tmp_path: Path, how: str) -> None:
     found = run(tmp_path, *faults, settings=settings)
     assert found.process.returncode != 0
     assert ("RuntimeError: no more" if how == "comes back" else "rank 1") in found.process.stderr
-    assert found.process.stderr.count("go on from") == (0 if how == "end" else 2)
+    assert found.process.stderr.count("the others, go on") == (0 if how == "end" else 2)

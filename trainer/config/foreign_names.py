@@ -89,4 +89,4 @@ def training_arguments(keys: Mapping[str, Any]) -> dict[str, Any]:
     for name, every in ((name, keys[key]) for key, name in STEP_INTERVALS.items() if key in keys):
         found[f"{name}_strategy"] = "epoch" if every == "epoch" else "steps" if every else "no"
         found |= {f"{name}_steps": every} if every and every != "epoch" else {}
-    return found | dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas", ()), strict=False))
+    return found | dict(zip(("adam_beta1", "adam_beta2"), keys.get("optimizer.betas") or (), strict=False))

@@ -109,7 +109,8 @@ def codec_of_layers(model: nn.Module) -> EncodedWeights | None:
 
 def codes_of(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Return what the layers held that `make_plain` has changed, by the names of their weights."""
-    return {name: each.stored for name, each in model.named_parameters() if hasattr(getattr(each, "stored", None), "codec")}
+    stored = {name: getattr(each, "stored", None) for name, each in model.named_parameters()}
+    return {name: each for name, each in stored.items() if isinstance(each, QuantizedLayer)}
 
 
 def _is_of_bitsandbytes(module: nn.Module) -> bool:

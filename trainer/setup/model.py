@@ -90,13 +90,7 @@ def build_trained_model(
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
-        count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
-        whole: dict[str, Any] = {"flop_parameters": count(exclude_embeddings=True) if callable(count) else 0}
-        whole |= {
-            "flops": ModelFlops.of(model),
-            "hub_form": HubForm(model),
-            "parameters": sum(map(torch.numel, model.parameters())),
-        }
+        whole = _figures_of(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
@@ -126,6 +120,17 @@ def build_trained_model(
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
+
+
+def _figures_of(model: nn.Module) -> dict[str, Any]:
+    """Return what is known of a model while it is whole, as fields of `TrainedModel`."""
+    count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
+    return {
+        "flop_parameters": count(exclude_embeddings=True) if callable(count) else 0,
+        "flops": ModelFlops.of(model),
+        "hub_form": HubForm(model),
+        "parameters": sum(each.numel() for each in model.parameters()),
+    }
 
 
 def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:

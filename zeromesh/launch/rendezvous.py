@@ -269,8 +269,9 @@ class Leader:
         return result
 
     def _explain_restart(self, cause: WorkersFailed, *, recovers: bool = False) -> None:
-        who = "the ranks that are left, and new ones for the others, go on" if recovers else "all ranks start again"
-        again = f"{who} from {self._nodes.restarts_from}"
+        again = f"all ranks start again from {self._nodes.restarts_from}"
+        if recovers:
+            again = "the ranks that are left, and new ones for the others, go on"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
             self._notify(str(cause))

@@ -128,6 +128,7 @@ def test_keys_become_arguments_of_transformers() -> None:
     steps = {"logging_strategy": "no", "eval_strategy": "epoch", "save_strategy": "steps", "save_steps": 5}
     assert training_arguments(keys) == {"seed": 0, "warmup_steps": 0.5, "adam_beta1": 0.1, "adam_beta2": 0.2, **steps}
     assert training_arguments({}) == {}
+    assert training_arguments({"optimizer.betas": None}) == {}, "an optimizer without them"
 
 
 def test_a_name_that_deepspeed_alone_has_leads_to_its_key() -> None:
