@@ -211,6 +211,10 @@ def test_survivors_stay_and_no_step_is_lost(undisturbed_run: Run, tmp_path: Path
         assert found.end(rank)["begun"] == (1 if rank == victim else 2), "callbacks are told of each beginning"
     assert f"rank {victim}" in found.process.stderr
     assert "the ranks that are left, and new ones for the others, go on" in found.process.stderr
+    (told,) = read_metrics(tmp_path / "run" / "recoveries.jsonl")
+    assert (told["source"], told["lost_steps"]) == ("memory", 0)
+    assert f"rank {victim}" in told["cause"] or how == "SIGSTOP"
+    assert 0 < sum(told["parts"].values()) <= told["seconds"] + 0.1
 
 
 @pytest.mark.parametrize("when", ["record of 5", "position 1 of 5", "position 2 of 5", "position 3 of 5"])

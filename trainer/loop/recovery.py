@@ -14,6 +14,7 @@ by the record of one that has, with gradients that lie in their memory. Nothing 
 import gc
 import hashlib
 import json
+import time
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -71,9 +72,12 @@ class Recovery:
     """True if this process can go on in another mesh."""
     memory: StateMemory | None = None
     model: nn.Module | None = None  # that the user has given, which the run trains in place
+    cause: dict[str, Any] = field(default_factory=dict)
+    """Why a rank has left the mesh before this one, when, and after which `step`; empty in a first start."""
+    source: str = "checkpoint"
+    """Where the states come from that the run goes on with: `memory`, or a `checkpoint`."""
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
-    _stayed: bool = False
-    _reason: str = ""
+    _left: dict[str, Any] = field(default_factory=dict)  # as `cause`, of this process
     _kept: Kept | None = None
     _record: dict[str, Any] | None = None
     """The record of the latest update, where states in memory are gone on from."""
@@ -114,10 +118,11 @@ class Recovery:
 
     def _look_around(self, mesh: Mesh) -> None:
         """Find out, on all ranks alike, who has stayed, and if the states in memory are those of this layout, around one update."""
-        stayed = mesh.world.gather_integers([int(self._stayed)])
-        if self.model is not None and not self._stayed:
+        left = [each for each in mesh.world.gather_json(self._left, "ranks that have stayed") if each]
+        self.cause, self.source = min(left, key=lambda each: each["time"], default={}), "checkpoint"
+        if self.model is not None and not self._left:
             self._dtypes = {name: each.dtype for name, each in self.model.named_parameters(remove_duplicate=False)}
-            if any(row[0] for row in stayed):
+            if left:
                 self._empty(self.model)  # As those who have stayed have done.
         if self.memory is not None:
             self._look_at(self.memory, mesh)
@@ -173,9 +178,10 @@ class Recovery:
         """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
         if not self.stays:
             return False
-        if self.model is not None and not (self._stayed if run is None else self._empties(run, self.model)):
+        if self.model is not None and not (bool(self._left) if run is None else self._empties(run, self.model)):
             return False
-        self._reason, self._stayed = str(error), True
+        step = self._kept.progress.step if self._kept is not None else run.progress.step if run is not None else 0
+        self._left = {"cause": str(error), "time": time.time(), "step": step}
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
             cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
@@ -189,9 +195,8 @@ class Recovery:
     def rest(self) -> None:
         """Wait for a place in the next start. Raises the error again that `leaves` was called for, where there is none."""
         gc.collect()
-        step = self._kept.progress.step if self._kept is not None else 0
-        if not self.line.rest(self._reason, step):
-            raise CollectiveError(self._reason)
+        if not self.line.rest(self._left["cause"], self._left["step"]):
+            raise CollectiveError(self._left["cause"])
 
     def restore(self, run: RunContext) -> TrainerState | None:
         """Journal the updates of a new engine from now on, if all of its states are in memory that outlives this process, and
@@ -232,7 +237,7 @@ class Recovery:
         unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
         if progress.unfinished is None and any(row[0] for row in unfinished):
             progress.unfinished = result
-        self._kept = Kept(state, progress, _shared_buffers(engine))
+        self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
         return state
 
     def _empties(self, run: RunContext, model: nn.Module) -> bool:

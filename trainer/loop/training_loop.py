@@ -33,7 +33,7 @@ from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
-from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, SAMPLES, MetricsWriter, sentence, strict
+from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, RECOVERIES, SAMPLES, MetricsWriter, sentence, strict
 from zeromesh.trainer.monitoring.step_stats import StepResult, Stragglers, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, samples_row, step_row
 
@@ -318,6 +318,10 @@ class TrainingLoop:
             self._write(line)
         if first:
             run.console.note(Detail(f"start: {sentence(times.parts)}"))
+            if self.recovery is not None and (cause := self.recovery.cause):
+                lost = max(0, cause["step"] - progress.resumed.step) if self.recovery.source == "checkpoint" else 0
+                figures = {"seconds": time.time() - cause["time"], "parts": times.parts, "lost_steps": lost}
+                self._append(RECOVERIES, {**cause, **figures, "source": self.recovery.source})
             if unreached := run.model.require_engine().without_gradient:
                 run.console.note(f"no gradient came to {some(unreached)}; so they are neither updated nor decayed")
         events.request(**due)
