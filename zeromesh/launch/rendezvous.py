@@ -55,6 +55,8 @@ class Nodes:
     """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
     cause_seconds: float = 0.0
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
+    silence_seconds: float = messages.SILENCE_SECONDS
+    """Seconds without a message after which a launcher counts as lost, the same for all launchers of a run."""
 
     @property
     def where(self) -> tuple[str, int]:
@@ -299,7 +301,10 @@ class Leader:
                 if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                     accepted.close()
                 else:
-                    connection = LauncherConnection(accepted, accepted, self._secret, serves=True)
+                    silence = self._nodes.silence_seconds
+                    connection = LauncherConnection(
+                        accepted, accepted, self._secret, serves=True, silence_seconds=silence
+                    )
                     self._members.append(Member(connection=connection, name=str(address)))
         for each in list(self._members):
             try:
@@ -383,7 +388,8 @@ class Follower:
 
     def _dial(self) -> LauncherConnection:
         reached = socket.create_connection(self._nodes.where, timeout=messages.HELLO_SECONDS)
-        return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False)
+        silence = self._nodes.silence_seconds
+        return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False, silence_seconds=silence)
 
     def poll(self) -> Stop | None:
         self._receive()
