@@ -187,7 +187,10 @@ class Trainer(ModelOnMesh):
         recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
         while True:
             try:
-                return self._fit(recovery)
+                report = self._fit(recovery)
+                if recovery is not None:
+                    recovery.end()
+                return report
             except CollectiveError as error:
                 if recovery is None or not recovery.leaves(error, self._run, self._mesh):
                     raise

@@ -89,15 +89,19 @@ class StateMemory:
         """True if no tensor is there any more that this process has allocated here."""
         return not self._pages
 
+    def clear(self) -> None:
+        """Give all memory back, when nothing is allocated here any more."""
+        self.forget()
+        for step in range(2):
+            at = self._record_at(step)
+            self._head[at : at + _HEAD] = bytes(_HEAD)
+        os.ftruncate(self._descriptor, _STATES_AT)
+
     @contextmanager
     def allocating(self) -> Iterator[None]:
         """Inside the block lasting memory of the host is allocated here, from the start on; without `warm` it is zero."""
         if not self.warm:
-            self.forget()
-            for step in range(2):
-                at = self._record_at(step)
-                self._head[at : at + _HEAD] = bytes(_HEAD)
-            os.ftruncate(self._descriptor, _STATES_AT)
+            self.clear()
         self._end, StateMemory.in_use = _STATES_AT, self
         try:
             yield

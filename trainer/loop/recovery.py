@@ -104,8 +104,7 @@ class Recovery:
             self.memory = None
         else:
             self._look_around(mesh)
-        patience = self.config.parallel.timeout_seconds if self.stays else 0.0
-        self.line.tell(recovers={"limit": self.config.recovery.limit, "patience": patience})
+        self._tell(self.config.parallel.timeout_seconds if self.stays else 0.0)
         if not self.stays:
             return
 
@@ -115,6 +114,20 @@ class Recovery:
                 mesh.watch.broken = CollectiveError(f"rank {mesh.rank}: the launcher says that {self.line.lost}")
 
         mesh.watch.on_beat = heed
+
+    def _tell(self, patience: float) -> None:
+        """Tell the launcher after which seconds this rank has noticed that others are lost, and rests; 0: it ends."""
+        self.line.tell(recovers={"limit": self.config.recovery.limit, "patience": patience})
+
+    def end(self) -> None:
+        """Give the memory back after the last step, if the model is whole; when others are lost now, this process has to end."""
+        self._tell(0.0)
+        if self.memory is not None:
+            self.memory.forget()
+            if not self.memory.free:
+                gc.collect()
+            if self.memory.free:
+                self.memory.clear()
 
     def _look_around(self, mesh: Mesh) -> None:
         """Find out, on all ranks alike, who has stayed, and if the states in memory are those of this layout, around one update."""
