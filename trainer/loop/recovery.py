@@ -76,6 +76,7 @@ class Recovery:
     """Why a rank has left the mesh before this one, when, and after which `step`; empty in a first start."""
     source: str = "checkpoint"
     """Where the states come from that the run goes on with: `memory`, or a `checkpoint`."""
+    _is_empty: bool = False  # The model has lost its values.
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
     _left: dict[str, Any] = field(default_factory=dict)  # as `cause`, of this process
     _kept: Kept | None = None
@@ -253,6 +254,12 @@ class Recovery:
         self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
         return state
 
+    def require_values(self) -> None:
+        """Raise `CollectiveError` where neither memory nor a checkpoint has the values of the model that the user has given: all
+        ranks have to start again, and make it anew."""
+        if self._is_empty:
+            raise CollectiveError("a rank was lost before the first step, and with it weights of the model")
+
     def _empties(self, run: RunContext, model: nn.Module) -> bool:
         """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
         nowhere else, or the run has changed the model in ways that it cannot undo."""
@@ -270,7 +277,7 @@ class Recovery:
 
     def _empty(self, model: nn.Module) -> None:
         """Give a model parameters on meta, whose values come from memory or from a checkpoint."""
-        made = dict[int, nn.Parameter]()
+        self._is_empty, made = True, dict[int, nn.Parameter]()
         for owner, module in model.named_modules():
             for name, each in module._parameters.items():
                 if each is None:

@@ -165,6 +165,8 @@ class TrainingLoop:
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
         if state is None:
+            if self.recovery is not None:
+                self.recovery.require_values()
             return
         run.progress.resume(state)
         self._take_over(state)
