@@ -15,7 +15,15 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, ZeromeshError, some
+from zeromesh.errors import (
+    CheckpointError,
+    CollectiveError,
+    ConfigError,
+    LayoutError,
+    StorageError,
+    ZeromeshError,
+    some,
+)
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.checkpoints import trainer_state
@@ -206,8 +214,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         self._report_save(self.saver.finish())
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Remove an unfinished save after an error in a single-rank run, which may continue."""
-        if error is not None and self._mesh.world_size == 1:
+        """Remove an unfinished save after an error in a run that may continue: of a single rank, or after others are lost."""
+        if isinstance(error, CollectiveError) or (error is not None and self._mesh.world_size == 1):
             self.saver.give_up()
 
     def close(self) -> None:

@@ -255,9 +255,11 @@ class Saver:
 
     def give_up(self) -> None:
         """Abandon the save in flight without a collective call; returns when no thread works on it any more."""
-        step = self.in_flight
+        step, writer = self.in_flight, self._writer
         if step is None:
             return
+        if writer is not None:
+            writer.stop()
         self._end()
         wait([self._task])
         if self.storage.leads:

@@ -215,6 +215,10 @@ class ShardWriter:
         self._written.result()
         return sorted(self._checksums, key=lambda piece: (piece.path, piece.begin))
 
+    def stop(self) -> None:
+        """Write no further piece; what is being written ends."""
+        self._pieces.clear()
+
     def _wait(self, over: Callable[[], bool], on_progress: Callable[[], None]) -> None:
         seen = -1
         while not over():
