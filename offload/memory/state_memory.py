@@ -64,10 +64,11 @@ class StateMemory:
         self._words[1] = 0
 
     def write_record(self, step: int, record: Mapping[str, Any]) -> None:
-        """Write what is needed to finish the update of `step`, from 1. Raises `ValueError` for more than there is room for."""
+        """Write what is needed to finish the update of `step`, from 1. Without room for it the states do not count any more."""
         data, at = json.dumps({**record, "step": step}).encode(), self._record_at(step)
         if len(data) > _RECORD_BYTES - _HEAD:
-            raise ValueError(f"a record of {len(data)} bytes")
+            self.forget()
+            return
         self._head[at + _HEAD : at + _HEAD + len(data)] = data
         self._head[at : at + _HEAD] = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
 

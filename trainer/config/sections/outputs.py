@@ -54,7 +54,7 @@ class CheckpointSection(Section):
 
 
 class RecoverySection(Section):
-    """What happens when ranks of a run that `zeromesh` has started fail or are lost."""
+    """The treatment of failed and lost ranks in a run whose ranks `zeromesh` has started."""
 
     survivors: Literal["keep", "restart", "end"] = "keep"
     """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all start again; end: all end."""
