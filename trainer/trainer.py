@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.environment import is_later_start, read_environment
+from zeromesh.environment import read_environment
 from zeromesh.errors import CollectiveError, ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import seed_all, seed_of
@@ -181,10 +181,7 @@ class Trainer(ModelOnMesh):
             self.config = self.config.model_copy(update=section)
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
-        config = self.config
-        if is_later_start() and config.checkpoint.resume == "never":  # The checkpoints are the run's own.
-            self.config = config = _resuming(config)
-        recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
+        recovery = Recovery.begin(self.config, self.inputs.model, stays=self._run is None)
         while True:
             try:
                 report = self._fit(recovery)
@@ -196,7 +193,7 @@ class Trainer(ModelOnMesh):
                     raise
                 self._run = self._mesh = None
             recovery.rest()
-            self.config, self.start_times = _resuming(config), StartTimes()
+            self.start_times = StartTimes()
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
@@ -517,12 +514,6 @@ class Trainer(ModelOnMesh):
             self._mesh = self._run = None
             mesh.publish_failed_start(error)
             raise
-
-
-def _resuming(config: TrainerConfig) -> TrainerConfig:
-    """Return a configuration that goes on from the run's own newest checkpoint."""
-    section = config.checkpoint.model_copy(update={"resume": "auto"})
-    return config.model_copy(update={"checkpoint": section})
 
 
 def _unknown_argument_hint(name: str) -> str:

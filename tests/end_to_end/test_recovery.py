@@ -46,6 +46,10 @@ def raises():
 class Faults(TrainerCallback):
     begun = step = 0
 
+    def __init__(self):
+        if (folder / "struck-0").exists():
+            self.strike("start")
+
     def strike(self, when):
         for number, (at, victim, how) in enumerate(asked["faults"]):
             mark = folder / f"struck-{number}"
@@ -96,12 +100,12 @@ for name, section in asked.get("settings", {}).items():
 points = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 dataset = [{"x": x, "y": x[:1]} for x in points]
 faults, model = Faults(), build() if asked.get("given") else build
+if asked.get("first") == "fit":
+    with Trainer(build, {**settings, "run": {**settings["run"], "name": "first"}}, train_dataset=dataset) as trainer:
+        trainer.fit()
 with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()
-    if asked.get("first") == "fit":
-        trainer.fit()
-        (folder / f"pids-{rank}").unlink()
     losses = trainer.fit(*asked.get("fit", ())).losses
     end = {"begun": faults.begun, "losses": losses, "is the model": trainer.model is model}
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
@@ -251,7 +255,9 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
         ({"settings": {"recovery": {"survivors": "restart"}}}, 2),
         ({"settings": {"recovery": {"memory": "off"}}}, 1),
         ({"first": "evaluate"}, 2),
+        ({"first": "fit"}, 2),
         ({"fit": [False]}, 1),
+        pytest.param({"settings": {"recovery": {"memory": "off"}, "checkpoint": {"resume": "never"}}}, 1, marks=FULL),
     ],
 )
 def test_a_run_goes_on_from_a_checkpoint(
@@ -274,3 +280,23 @@ def test_a_run_ends(tmp_path: Path, how: str) -> None:
     assert found.process.returncode != 0
     assert ("RuntimeError: no more" if how == "comes back" else "rank 1") in found.process.stderr
     assert found.process.stderr.count("the others, go on") == (0 if how == "end" else 2)
+
+
+def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(undisturbed_run: Run, tmp_path: Path) -> None:
+    """Also before its first one."""
+    begun = str(undisturbed_run.folder / "run" / "checkpoints" / "step-00000004")
+    how = {"recovery": {"memory": "off"}, "checkpoint": {"every_steps": 2, "resume": begun}}
+    found = run(tmp_path, (5, 1, "SIGKILL"), (7, 1, "SIGKILL"), settings=how)
+    assert found.process.returncode == 0, found.process.stderr
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == undisturbed_run.losses[4:]
+    assert found.process.stdout.count("resumed from step 4") == 2
+    assert found.process.stdout.count("resumed from step 6") == 1
+    assert len({*found.pids(0)}) == 1
+
+
+def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_run: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, (5, 1, "SIGKILL"), ("start", 1, "SIGKILL"))
+    assert found.went_well(undisturbed_run)
+    assert found.process.stderr.count("was killed by SIGKILL") == 2
+    assert len({*found.pids(0)}) == 2

@@ -15,6 +15,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.environment import is_later_start
 from zeromesh.errors import (
     CheckpointError,
     CollectiveError,
@@ -82,7 +83,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             path = Path(self._section.resume).expanduser()
             named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
         steps = candidates(self._mesh, self.store)
-        if self._section.resume == "never" and steps:
+        if self._section.resume == "never" and steps and not is_later_start():  # Else they are the run's own.
             raise ConfigError(
                 f"{self.store.root} holds checkpoints of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
                 "give this run another run.name, move them away, or set checkpoint.resume: auto"

@@ -88,7 +88,9 @@ class _RankProcess:
 
     def place(self, rank: int, variables: Mapping[str, str]) -> None:
         """Give a rank that rests a place in the next start."""
-        self.rank, self.told, self.killed = rank, {}, False
+        self.rank, self.killed = rank, False
+        # Until it has joined the mesh it cannot leave it again. The run recovers from a loss by then with new processes.
+        self.told = {"recovers": {"limit": self.told["recovers"]["limit"]}}
         self.tell(place=variables)
 
     def stands_still(self) -> bool:

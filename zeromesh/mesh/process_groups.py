@@ -39,6 +39,7 @@ class MeshGroups:
 
     _default_made_here, _default_users, _default_may_hang = False, 0, False
     """The state of the process's default group, which meshes share; the last: a mesh may have left groups with work in flight."""
+    _meshes = 0  # of this process in this start
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment, self._device, self._rank = environment, device, environment.rank
@@ -81,6 +82,7 @@ class MeshGroups:
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
         MeshGroups._default_users += 1
+        MeshGroups._meshes += 1
         self._joined = True
         self._rank = rank
 
@@ -202,8 +204,9 @@ def _open_sockets() -> dict[int, str]:
 
 
 def are_ours() -> bool:
-    """Return True if this process's groups are those of one mesh, so that `forget_groups` takes them from nobody else."""
-    return MeshGroups._default_made_here and MeshGroups._default_users == 1
+    """Return True if this process has had the groups of one mesh alone in this start. So `forget_groups` takes them from nobody
+    else, and a new process that runs the same program meets those who stay in their present mesh."""
+    return MeshGroups._default_made_here and MeshGroups._meshes == 1
 
 
 def forget_groups() -> None:
@@ -218,6 +221,7 @@ def forget_groups() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     MeshGroups._default_made_here, MeshGroups._default_users, MeshGroups._default_may_hang = False, 0, False
+    MeshGroups._meshes = 0
     _numbers = itertools.count()
     forget_run()
 
