@@ -282,7 +282,9 @@ def test_a_run_ends(tmp_path: Path, how: str) -> None:
     assert found.process.stderr.count("the others, go on") == (0 if how == "end" else 2)
 
 
-def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(undisturbed_run: Run, tmp_path: Path) -> None:
+def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(
+    undisturbed_run: Run, tmp_path: Path
+) -> None:
     """Also before its first one."""
     begun = str(undisturbed_run.folder / "run" / "checkpoints" / "step-00000004")
     how = {"recovery": {"memory": "off"}, "checkpoint": {"every_steps": 2, "resume": begun}}
@@ -300,3 +302,12 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
     assert found.went_well(undisturbed_run)
     assert found.process.stderr.count("was killed by SIGKILL") == 2
     assert len({*found.pids(0)}) == 2
+
+
+@pytest.mark.full
+def test_faults_at_different_steps_are_none_that_comes_back(undisturbed_run: Run, tmp_path: Path) -> None:
+    """Where all ranks start again, which ends them."""
+    how = {"recovery": {"survivors": "restart"}, "checkpoint": {"every_steps": 2}}
+    found = run(tmp_path, *((step, 1, "SIGKILL") for step in (3, 5, 7)), settings=how)
+    assert found.process.returncode == 0, found.process.stderr
+    assert found.losses == undisturbed_run.losses

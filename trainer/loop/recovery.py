@@ -190,11 +190,12 @@ class Recovery:
 
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None) -> bool:
         """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
+        step = self._kept.progress.step if self._kept is not None else run.progress.step if run is not None else 0
+        self.line.tell(step=step)  # Also of a process that ends: the launcher tells by it what comes back.
         if not self.stays:
             return False
         if self.model is not None and not (bool(self._left) if run is None else self._empties(run, self.model)):
             return False
-        step = self._kept.progress.step if self._kept is not None else run.progress.step if run is not None else 0
         self._left = {"cause": str(error), "time": time.time(), "step": step}
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
@@ -209,7 +210,7 @@ class Recovery:
     def rest(self) -> None:
         """Wait for a place in the next start. Raises the error again that `leaves` was called for, where there is none."""
         gc.collect()
-        if not self.line.rest(self._left["cause"], self._left["step"]):
+        if not self.line.rest(self._left["cause"]):
             raise CollectiveError(self._left["cause"])
 
     def restore(self, run: RunContext) -> TrainerState | None:

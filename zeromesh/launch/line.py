@@ -36,10 +36,10 @@ class LauncherLine:
                     return dict(message["place"])
         return None
 
-    def rest(self, reason: str, step: int) -> bool:
+    def rest(self, reason: str) -> bool:
         """Wait for a place in the next start, with this process's part in no mesh; its variables are then set. Returns False where
-        there is no next start. `reason` and `step` (0: unknown) say why and after which step this rank has left its mesh."""
-        self.tell(rests=reason, step=step)
+        there is no next start. `reason` says why this rank has left its mesh."""
+        self.tell(rests=reason)
         place = self.listen(None)
         if place is None:
             return False

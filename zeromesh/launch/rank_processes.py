@@ -61,7 +61,7 @@ class _RankProcess:
     states: int
     """The descriptor of memory for the rank's states, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
-    """The messages of the rank: its `error`; `recovers`, the limit and its patience with others; `rests`, with a `step`."""
+    """What the rank has told: its `error`; `recovers`, the limit and its patience; its last `step`; and why it `rests`."""
     ended: float = 0.0
     killed: bool = False
 

@@ -169,6 +169,135 @@ def test_the_others_are_stopped_once_the_cause_is_known(
     assert ranks._ranks[1].end().message == "was killed by SIGKILL"
 
 
+def recovers(forks: Forks, *numbers: int, patience: float = 60.0) -> None:
+    for number in numbers:
+        forks.tell(number, recovers={"limit": 20, "patience": patience})
+
+
+def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 5 is lost: the others rest, and get places in the same processes; a new one takes over its memory."""
+    ranks, forks = started
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    recovers(forks, 0, 1, 2)
+    assert not ranks.over()
+    states = [os.fstat(each.states).st_ino for each in ranks._ranks]
+    forks.forks[1].returncode = -9
+    assert not ranks.over()
+    assert forks.heard(0) == forks.heard(2)
+    assert not sent, "who can do without others is not stopped"
+    for number, step in ((0, 7), (2, 8)):
+        forks.tell(number, step=step)
+        assert not ranks.over()
+        forks.tell(number, rests="rank 5 is gone")
+    assert ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert (found.ranks, found.distance, found.limit, found.step) == ((5,), 0, 20, 8)
+    ranks.start(assigned(first=2, restart=1), forks)
+    assert len(forks.forks) == 4
+    assert [each.process for each in ranks._ranks] == [forks.forks[0], forks.forks[3], forks.forks[2]]
+    assert [os.fstat(each.states).st_ino for each in ranks._ranks] == states
+    places = [forks.heard(0)[0]["place"], forks.variables[3], forks.heard(2)[0]["place"]]
+    assert [(each["RANK"], each["TORCHELASTIC_RESTART_COUNT"]) for each in places] == [
+        ("2", "1"),
+        ("3", "1"),
+        ("4", "1"),
+    ]
+    assert not ranks.over()
+    forks.forks[3].returncode = -9
+    ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert found.limit == 0, "nobody else has ended yet"
+    assert sent == [(100, signal.SIGTERM), (102, signal.SIGTERM)], "who has not joined the mesh cannot leave it"
+    forks.forks[0].returncode = forks.forks[2].returncode = -15
+    assert ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert (found.ranks, found.limit) == ((3,), 20), "but the run goes on, with new processes"
+
+
+@pytest.mark.parametrize(
+    ("patience", "seconds", "lost", "number", "until"),
+    [
+        (60.0, 7, "rank 1", None, 60.0),
+        (3.0, 7, "rank 1", None, 3.0),
+        (60.0, 7, "", signal.SIGTERM, 7.0),
+        (0.0, 7, "rank 1", signal.SIGTERM, 7.0),
+        (60.0, 0, "rank 1", None, 60.0),
+        (60.0, 0, "", signal.SIGKILL, 0.0),
+        (0.0, 0, "rank 1", signal.SIGKILL, 0.0),
+    ],
+)
+def test_how_ranks_are_told_to_leave(
+    started: Started,
+    monkeypatch: pytest.MonkeyPatch,
+    patience: float,
+    seconds: int,
+    lost: str,
+    number: Any,
+    until: float,
+) -> None:
+    """Those that can do without the lost ranks have their own patience, and others a signal; then they are killed."""
+    ranks, forks = started
+    clock, sent = [100.0], list[tuple[int, int]]()
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 9.0))
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    recovers(forks, 0, 1, 2, patience=patience)
+    assert not ranks.over()
+    for _ in range(2):
+        ranks.leave(seconds, lost)
+    assert sent == ([(pid, number) for pid in (100, 101, 102)] if number else [])
+    assert [forks.heard(each) for each in range(3)] == [[] if number else [{"lost": lost}]] * 3
+    sent.clear()
+    clock[0] = 100.0 + until
+    assert not ranks.over()
+    assert sent == []
+    clock[0] += 0.1
+    assert not ranks.over()
+    assert sent == [(pid, signal.SIGKILL) for pid in (100, 101, 102)]
+
+
+def test_a_stopped_process_is_killed_once_the_others_have_noticed(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, forks = started
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(rank_processes, "process_state", lambda pid: "T" if pid == 101 else "S")
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    recovers(forks, 0, 1, 2)
+    forks.tell(0, rests="rank 5 does not go on")
+    assert not ranks.over()
+    assert sent == [], "rank 6 may still say what happened"
+    forks.tell(2, rests="rank 5 does not go on")
+    assert not ranks.over()
+    assert sent == [(101, signal.SIGKILL)]
+    forks.forks[1].returncode = -9
+    assert ranks.over()
+    assert str(ranks.failure()).startswith("ranks 4, 6: rank 5 does not go on")
+
+
+def test_ranks_that_rest_end_by_themselves_where_there_is_no_next_start(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, forks = started
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    forks.forks[1].returncode = forks.forks[2].returncode = 0
+    forks.tell(0, rests="rank 5 is gone")
+    assert ranks.over()
+
+    def ends(seconds: float) -> None:
+        with pytest.raises(EOFError):
+            forks.lines[0].recv_bytes()
+        forks.forks[0].returncode = 1
+
+    monkeypatch.setattr(rank_processes.time, "sleep", ends)
+    ranks.close()
+    assert sent == []
+
+
 def test_a_rank_gets_its_place_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []
 

@@ -214,6 +214,54 @@ def test_failures_are_counted_over_all_starts() -> None:
     assert told == [f"error {number}\nzeromesh: {again}: restart {number} of 2" for number in (1, 2)]
 
 
+def recovering(message: str = "gone", step: int = 0, limit: int = 20, code: int = 1) -> WorkersFailed:
+    return WorkersFailed(message=message, exit_code=code, limit=limit, step=step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "code", "recoveries"),
+    [
+        ((3, 5, 7, 7), 20, 1, 4),
+        ((3, 5, 7), 2, 1, 2),
+        ((5, 5, 5), 20, 1, 2),
+        ((5, 5, 6, 5, 5, 5), 20, 1, 5),
+        ((5,), 0, 1, 0),
+        ((5,), 20, 2, 0),
+    ],
+)
+def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, code: int, recoveries: int) -> None:
+    """Not from what the user has to change, nor where nobody is left, nor from what comes back at the same step."""
+    told: list[str] = []
+    leader = Leader(ALONE, 1, told.append, bool)
+    leader.first_start()
+    found = [leader.next_start(recovering(step=step, limit=limit, code=code)) for step in steps]
+    assert sum(isinstance(each, RankRange) for each in found) == recoveries
+    assert all(isinstance(each, RankRange) for each in found[:recoveries])
+    assert told == ["gone\nzeromesh: the ranks that are left, and new ones for the others, go on"] * recoveries
+    if recoveries < len(steps):
+        assert str(found[recoveries]) == "gone"
+
+
+def test_the_limit_is_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    leader = Leader(ALONE, 1, lambda line: None, bool)
+    leader.first_start()
+    for step, later, recovers in ((1, 0.0, True), (2, 1800.0, True), (3, 1801.0, True), (4, 1700.0, False)):
+        clock[0] += later
+        assert isinstance(leader.next_start(recovering(step=step, limit=2)), RankRange) is recovers
+
+
+def test_recoveries_are_counted_beside_restarts() -> None:
+    """Once the limit is used up, `max_restarts` counts, if there is any."""
+    told: list[str] = []
+    leader = Leader(Nodes(max_restarts=1), 1, told.append, bool)
+    leader.first_start()
+    found = [leader.next_start(recovering(step=step, limit=1)) for step in (1, 2, 3)]
+    assert [isinstance(each, RankRange) for each in found] == [True, True, False]
+    assert told[1].endswith("restart 1 of 1")
+
+
 def test_a_run_that_was_stopped_says_nothing_of_starts() -> None:
     told: list[str] = []
     stopped: list[bool] = []
