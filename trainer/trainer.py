@@ -181,7 +181,8 @@ class Trainer(ModelOnMesh):
             self.config = self.config.model_copy(update=section)
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
-        recovery = Recovery.begin(self.config, self.inputs.model, stays=self._run is None)
+        config = self.config
+        recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
         while True:
             try:
                 report = self._fit(recovery)
@@ -193,7 +194,7 @@ class Trainer(ModelOnMesh):
                     raise
                 self._run = self._mesh = None
             recovery.rest()
-            self.start_times = StartTimes()
+            self.config, self.start_times = config, StartTimes()  # Without what `parallel.auto` chose for the lost mesh.
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
