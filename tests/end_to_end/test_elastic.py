@@ -1,6 +1,7 @@
 """Hosts come and go: launchers of one run on one machine, each with one rank, are killed and started while it trains."""
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -82,6 +83,48 @@ def test_a_host_is_lost_and_another_joins(start: Start, tmp_path: Path) -> None:
     assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
     expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
     assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-9
+
+
+@pytest.mark.full
+def test_ranks_stay_when_hosts_come_and_go(start: Start, tmp_path: Path) -> None:
+    """3 + 1 + 4 ranks, of which the last two hosts are lost, then 2 more: the first host has the same processes all the time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    path, alone, folder = config(tmp_path / "elastic"), config(tmp_path / "alone"), tmp_path / "elastic"
+
+    def host(ranks: int) -> subprocess.Popen[bytes]:
+        options = ("run.max_steps=1000000", "--nproc", str(ranks), "--nnodes", "1:4", "--rdzv-endpoint", endpoint)
+        return start(path, *options)
+
+    def ranks_become(number: int) -> list[int]:
+        wait_for(lambda: sizes(tmp_path)[-1:] == [str(number)], 120, lambda: logs(tmp_path))
+        at = logged_steps(folder)
+        wait_for(lambda: logged_steps(folder) >= at + 5, 120, lambda: logs(tmp_path))
+        return [each["pid"] for each in json.loads((folder / "run" / "ranks.json").read_text())["ranks"]]
+
+    first = host(3)
+    wait_for(lambda: listens(endpoint), 120, lambda: logs(tmp_path))  # It leads.
+    pids = ranks_become(3)
+    second = host(1)
+    assert ranks_become(4)[:3] == pids
+    third = host(4)
+    assert ranks_become(8)[:3] == pids
+    for each in (second, third):
+        os.killpg(each.pid, signal.SIGKILL)
+    assert ranks_become(3) == pids
+    host(2)
+    assert ranks_become(5)[:3] == pids
+    os.kill(first.pid, signal.SIGTERM)
+    assert first.wait(timeout=60) == 128 + signal.SIGTERM
+    lines, recoveries = (read_metrics(folder / "run" / name) for name in ("metrics.jsonl", "recoveries.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    grown = [each for each in recoveries if each["cause"] == "another host has come"]
+    assert len(grown) == 3
+    assert not any(each["lost_steps"] for each in grown)
+    assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
+    expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12
 
 
 def listens(endpoint: str) -> bool:

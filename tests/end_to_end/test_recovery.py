@@ -106,6 +106,8 @@ if asked.get("first") == "fit":
 with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()
+    if asked.get("first") == "barrier":
+        trainer.mesh.world.barrier("data of the script")
     losses = trainer.fit(*asked.get("fit", ())).losses
     end = {"begun": faults.begun, "losses": losses, "is the model": trainer.model is model}
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
@@ -215,7 +217,7 @@ def test_survivors_stay_and_no_step_is_lost(undisturbed_run: Run, tmp_path: Path
         assert (pids[0] == pids[1]) is (rank != victim)
         assert found.end(rank)["begun"] == (1 if rank == victim else 2), "callbacks are told of each beginning"
     assert f"rank {victim}" in found.process.stderr
-    assert "the ranks that are left, and new ones for the others, go on" in found.process.stderr
+    assert "the run goes on, with new processes for the ranks that have ended" in found.process.stderr
     (told,) = read_metrics(tmp_path / "run" / "recoveries.jsonl")
     assert (told["source"], told["lost_steps"]) == ("memory", 0)
     assert f"rank {victim}" in told["cause"] or how == "SIGSTOP"
@@ -256,6 +258,7 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
         ({"settings": {"recovery": {"memory": "off"}}}, 1),
         ({"first": "evaluate"}, 2),
         ({"first": "fit"}, 2),
+        pytest.param({"first": "barrier"}, 2, marks=FULL),
         ({"fit": [False]}, 1),
         pytest.param({"settings": {"recovery": {"memory": "off"}, "checkpoint": {"resume": "never"}}}, 1, marks=FULL),
     ],
@@ -279,7 +282,7 @@ def test_a_run_ends(tmp_path: Path, how: str) -> None:
     found = run(tmp_path, *faults, settings=settings)
     assert found.process.returncode != 0
     assert ("RuntimeError: no more" if how == "comes back" else "rank 1") in found.process.stderr
-    assert found.process.stderr.count("the others, go on") == (0 if how == "end" else 2)
+    assert found.process.stderr.count("the run goes on") == (0 if how == "end" else 2)
 
 
 def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(

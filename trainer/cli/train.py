@@ -181,7 +181,8 @@ def run_train(options: argparse.Namespace) -> int:
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
-        return report(_launch(options, processes, min(SILENCE_SECONDS, config.parallel.timeout_seconds)))
+        silence = min(SILENCE_SECONDS, config.parallel.timeout_seconds)
+        return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow))
     if not options.worker and environment.read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
@@ -238,9 +239,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     return launch.world_size, False
 
 
-def _launch(
-    options: argparse.Namespace, processes: int, silence_seconds: float = SILENCE_SECONDS
-) -> WorkersFailed | int:
+def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> WorkersFailed | int:
     least, most = options.nnodes
     if most > 1 and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
@@ -258,8 +257,8 @@ def _launch(
         most=most,
         max_restarts=restarts,
         rank=options.node_rank,
-        silence_seconds=silence_seconds,
         **meeting,
+        **nodes,
     )
     with environment.kept_environment({environment.BEGAN: str(options.began)}):
         return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)

@@ -89,7 +89,7 @@ class Recovery:
     @classmethod
     def begin(cls, config: TrainerConfig, model: Any, *, stays: bool) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end. Without
-        `stays` all ranks start again: a new process would make calls first that this one has made, such as an evaluation."""
+        `stays` all ranks start again: a new process would do first with others what this one has done, such as an evaluation."""
         line, states = line_to_launcher(), handed_over(STATES)
         if line is None or states is None or config.recovery.survivors == "end":
             return None

@@ -41,6 +41,9 @@ from zeromesh.trainer.models.prepare import in_evaluation_mode
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 
+REGROUP = signal.SIGUSR2
+"""Stands for a launcher's request to go on in another mesh after the present step; no such signal is sent."""
+_STOPS = (signal.SIGTERM, signal.SIGINT, REGROUP)
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
 
@@ -194,7 +197,7 @@ class Stepper:
         counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts_loss]
         computed = [self._computed[number] for number in counted]
         values, squares = engine.read_step(_tensors_in(computed))
-        asked = [stop_signal == signal.SIGTERM, stop_signal == signal.SIGINT, before_update is not None]
+        asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
         sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
         for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
             own = [loss * shares[number], 0, 0]
@@ -205,7 +208,7 @@ class Stepper:
         loss_finite = math.isfinite(sums[0])
         mesh.world.all_reduce(sums, "sums of the step")
         mesh.watch.ring.add(MEETING | (step + 1))
-        loss_sum, targets, inputs, terminated, interrupted, had, squares, lacking = sums.tolist()
+        loss_sum, targets, inputs, *stops, had, squares, lacking = sums.tolist()
 
         if not targets:
             engine.end_without_update()
@@ -228,7 +231,7 @@ class Stepper:
         mesh.post(Activity.IDLE)
         return StepResult(
             **note,
-            stop_signal=int(signal.SIGTERM if terminated else signal.SIGINT if interrupted else 0),
+            stop_signal=next((int(each) for each, asked in zip(_STOPS, stops, strict=True) if asked), 0),
             outcome=outcome,
             communication=mesh.recorder.take_traffic(),
             phases=phases,

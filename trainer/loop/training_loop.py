@@ -29,6 +29,7 @@ from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery
+from zeromesh.trainer.loop.train_step import REGROUP
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
@@ -106,6 +107,12 @@ class TrainingLoop:
         return self._evaluated[1:] if self._evaluated and self._evaluated[0] == self.run.progress.step else (None, None)
 
     @property
+    def _asked(self) -> int:
+        """The signal by which this rank is asked to stop after the present step, or `REGROUP`; 0: none."""
+        regroups = self.recovery is not None and bool(self.recovery.line.asked)
+        return int(self._request.signal or (REGROUP if regroups else 0))
+
+    @property
     def _is_over(self) -> bool:
         return self.run.finished or bool(self._signal or self._end_reason)
 
@@ -142,6 +149,8 @@ class TrainingLoop:
                 self._train(feed)
             if not self._signal:
                 progress.report = self._end()
+        if self._signal == REGROUP:
+            raise CollectiveError("another host has come")
         if progress.report is None:
             run.console.note(f"stopped after step {progress.step}")
             # The process ends as it does by the signal's default action, but through `finally` blocks.
@@ -270,7 +279,7 @@ class TrainingLoop:
                 hyperparameters(run.model.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
-                stop_signal=self._request.signal,
+                stop_signal=self._asked,
             )
         if result is None:
             progress.passed_over += 1
@@ -443,7 +452,7 @@ class TrainingLoop:
 
         def stop() -> bool:
             # Evaluations may be long, so ranks ask each other between microbatches.
-            asked = torch.tensor([int(self._request.signal)])
+            asked = torch.tensor([self._asked])
             self._signal = self._signal or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
             return bool(self._signal)
 
@@ -494,7 +503,7 @@ class TrainingLoop:
     def _save_last(self) -> None:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
         run, checkpoints = self.run, self._checkpoints
-        if run.config.checkpoint.every_steps:
+        if run.config.checkpoint.every_steps or self._signal == REGROUP:
             self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight)
             checkpoints.save_last(self._state())
         checkpoints.finish()

@@ -1,7 +1,8 @@
 """The line between a rank and its launcher: a pair of connected sockets that the rank inherits, so that nobody else can connect.
 
 A rank tells the error that ends it, and in `Trainer.fit` that it can do without the others of its start (`recovers`). Where some
-are lost it leaves the mesh, tells so (`rests`), and gets a place among the ranks of the next start (`place`), or the line's end."""
+are `lost`, or it is `asked` to (after its present step, since more have come), it leaves the mesh, tells so (`rests`), and gets a
+place among the ranks of the next start (`place`), or the line's end."""
 
 import json
 import os
@@ -20,6 +21,7 @@ class LauncherLine:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self.lost = ""  # What the launcher has told of ranks that are lost; empty: nothing.
+        self.asked = ""  # Why it has asked this rank to rest after its present step; empty: it has not.
 
     def tell(self, **message: Any) -> None:
         with suppress(OSError):
@@ -31,7 +33,7 @@ class LauncherLine:
         with suppress(EOFError, OSError):
             while self._connection.poll(seconds):
                 message = json.loads(self._connection.recv_bytes())
-                self.lost = message.get("lost", self.lost)
+                self.lost, self.asked = message.get("lost", self.lost), message.get("asked", self.asked)
                 if "place" in message:
                     return dict(message["place"])
         return None
@@ -44,7 +46,7 @@ class LauncherLine:
         if place is None:
             return False
         export(place)
-        self.lost = ""
+        self.lost = self.asked = ""
         return True
 
 

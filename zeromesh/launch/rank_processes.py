@@ -164,24 +164,24 @@ class RankProcesses:
             self._cause_until = self._cause_until or now + _CAUSE_SECONDS
             known = any(each.end().distance == 0 for each in ended) or all(each.stands_still() for each in running)
             if known or now > self._cause_until:
-                self.leave(_STOP_SECONDS, lost=str(self.failure() or "a rank has failed"))
+                self.leave(_STOP_SECONDS, str(self.failure() or "a rank has failed"))
         if self._stop_until is not None:
             late = now > self._stop_until
             self.send(signal.SIGKILL, [each for each in running if late or each.stands_still()])
         return False
 
-    def leave(self, seconds: float, lost: str = "") -> None:
-        """Have all processes end within `seconds`; later they are killed. `lost` says which others are waited for in vain, if any:
-        ranks that can do without these rest instead."""
+    def leave(self, seconds: float, reason: str = "", after_step: bool = False) -> None:
+        """Have all processes end within `seconds`; later they are killed. Ranks that can go on without others, or with more, rest
+        instead if there is a `reason`: what others are lost, or why they rest after their present step and its checkpoint."""
         if self._stop_until is not None:
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]
-        stay = [each for each in running if each.patience and lost]
+        stay = [each for each in running if each.patience and reason]
         # Who does not rest after its own patience is late by its own rules.
         patience = max((each.patience for each in stay), default=0.0)
-        self._stop_until = time.monotonic() + max(patience, seconds * (len(stay) < len(running)))
+        self._stop_until = time.monotonic() + max(patience, seconds * (after_step or len(stay) < len(running)))
         for each in stay:
-            each.tell(lost=lost)
+            each.tell(**{"asked" if after_step else "lost": reason})
         self.send(signal.SIGTERM if seconds else signal.SIGKILL, [each for each in running if each not in stay])
 
     def stop(self, number: int, seconds: float) -> None:

@@ -27,7 +27,7 @@ from zeromesh.mesh.network_interfaces import is_this_host, listen
 
 _REACH_SECONDS = 120.0  # for a launcher to reach the leader
 _JOIN_SECONDS = 600.0  # until there are enough launchers
-_LAST_CALL_SECONDS = 1.0  # for further launchers to come once there are enough of them
+_LAST_CALL_SECONDS = 1.0  # for further launchers to come before the first start, once there are enough of them
 _TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
 _REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
@@ -55,6 +55,8 @@ class Nodes:
     """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
     cause_seconds: float = 0.0
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
+    grows: bool = True
+    """True if hosts that come later are taken in after the present step, and False if they wait until another is lost."""
     silence_seconds: float = messages.SILENCE_SECONDS
     """Seconds without a message after which a launcher counts as lost, the same for all launchers of a run."""
 
@@ -72,10 +74,12 @@ Result = WorkersFailed | int
 
 
 class Stop(NamedTuple):
-    """The seconds in which ranks have to end or rest, 0 to kill those that do not stay, and what others are lost, if any."""
+    """The seconds in which ranks have to end or rest, 0 to kill those that do not stay. Ranks that stay rest at once if some are
+    lost, and `after_step` if hosts have come; `reason` is empty where none is to rest."""
 
     seconds: int
-    lost: str = ""
+    reason: str = ""
+    after_step: bool = False
 
 
 Stopped = Callable[[], bool]
@@ -146,7 +150,7 @@ class Leader:
                 ready = present > len(self._members) and now >= self._hosts_dead_at
             else:
                 enough_since = None if present < nodes.least else enough_since or now
-                ready = present >= nodes.most or (enough_since or now) + _LAST_CALL_SECONDS < now
+                ready = present >= nodes.most or (enough_since or now) + _LAST_CALL_SECONDS * (not self._starts) <= now
             if ready:
                 if lost:
                     self._explain_restart(lost[0])
@@ -161,7 +165,7 @@ class Leader:
         """Return how ranks have to end or rest, or None to let them run."""
         self._serve()
         numbered = sum(each.numbered for each in self._members)
-        self._has_new_hosts = numbered < min(len(self._known), self._nodes.most - 1)
+        self._has_new_hosts = self._nodes.grows and numbered < min(len(self._known), self._nodes.most - 1)
         failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
@@ -188,7 +192,7 @@ class Leader:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
             return self._end(cause)
-        recovers = self._recovers([*found, *(each.failure for each in self._members if each.failure)])
+        recovers = not self._has_new_hosts and self._recovers(found)
         if not self._lost and not self._has_new_hosts and not recovers:
             self._failures += 1
             if self._failures > self._nodes.max_restarts:
@@ -252,8 +256,9 @@ class Leader:
 
     def _stop(self, cause: WorkersFailed | None) -> None:
         if self._stop_told is None:
-            self._stop_told = Stop(self._nodes.rest_seconds, "" if cause is None else str(cause))
-            self.send({"stop": self._stop_told.seconds, "lost": self._stop_told.lost})
+            reason = "another host has come" if cause is None else str(cause)
+            self._stop_told = Stop(self._nodes.rest_seconds, reason, cause is None)
+            self.send({"stop": self._stop_told.seconds, "reason": reason, "after_step": cause is None})
 
     def send(self, message: Message) -> None:
         """Send a message to all launchers that have introduced themselves."""
@@ -273,7 +278,7 @@ class Leader:
     def _explain_restart(self, cause: WorkersFailed, *, recovers: bool = False) -> None:
         again = f"all ranks start again from {self._nodes.restarts_from}"
         if recovers:
-            again = "the ranks that are left, and new ones for the others, go on"
+            again = "the run goes on, with new processes for the ranks that have ended"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
             self._notify(str(cause))
@@ -283,7 +288,7 @@ class Leader:
         elif self._lost:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._has_new_hosts:
-            self._notify(f"another host has come; {again}")
+            self._notify("another host has come; all ranks go on with it")
         elif recovers:
             self._notify(f"{cause}\nzeromesh: {again}")
         else:
@@ -457,7 +462,8 @@ class Follower:
         if "start" in message:
             self._assigned = messages.rank_range(message)
         elif "stop" in message:
-            self._stop = Stop(field(message, "stop", messages.MISSING), field(message, "lost", ""))
+            seconds, reason = field(message, "stop", messages.MISSING), field(message, "reason", "")
+            self._stop = Stop(seconds, reason, field(message, "after_step", False))
         elif "over" in message:
             end = field(message, "over", {})
             code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
@@ -500,7 +506,7 @@ def launch_workers(
                 cause = error.__cause__
                 if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
                     raise
-        return run_starts(arguments, others, requests, notify, modules)
+        return run_starts(arguments, others, requests, notify, modules, processes)
 
 
 def run_starts(
@@ -509,10 +515,17 @@ def run_starts(
     requests: StopSignals,
     notify: Notify,
     modules: Sequence[str] = TRAINER,
+    processes: int = 0,
 ) -> Result:
-    """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
+    """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does. `processes`
+    is the number of ranks; 0: `others` knows it."""
     nursery, ranks = None, RankProcesses(arguments)
     try:
+        if processes:
+            nursery = Nursery(modules, worker_environment(processes, alone=False), notify)
+            # Ranks that rest for a host that joins their run do not wait for its imports.
+            while isinstance(others, Follower) and not (nursery.ready or requests.pending):
+                nursery.receive(_TICK_SECONDS)
         found = others.first_start()
         while isinstance(found, RankRange) and not requests.first:
             if nursery is None or nursery.lost:

@@ -259,6 +259,22 @@ def test_how_ranks_are_told_to_leave(
     assert sent == [(pid, signal.SIGKILL) for pid in (100, 101, 102)]
 
 
+def test_ranks_that_stay_end_their_step_where_more_come(started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have the seconds for it, and not their patience with lost ranks; others end by a signal."""
+    ranks, forks = started
+    clock, sent = [100.0], list[tuple[int, int]]()
+    monkeypatch.setattr(rank_processes, "time", SimpleNamespace(monotonic=lambda: clock[0], time=lambda: 9.0))
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    recovers(forks, 0, 1, patience=2.0)
+    assert not ranks.over()
+    ranks.leave(30, "another host has come", after_step=True)
+    assert [forks.heard(each) for each in range(3)] == [[{"asked": "another host has come"}]] * 2 + [[]]
+    assert sent == [(102, signal.SIGTERM)]
+    clock[0] += 30.0
+    assert not ranks.over()
+    assert len(sent) == 1
+
+
 def test_a_stopped_process_is_killed_once_the_others_have_noticed(
     started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,7 +115,9 @@ def test_a_failure_elsewhere_stops_the_ranks_once_it_is_the_cause(
     clock[0] += later
     for _ in range(2):
         assert leader.poll() == (Stop(7, "no memory") if stops else None)
-    assert [each for each in sent_to(hosts[1]) if "stop" in each] == [{"stop": 7, "lost": "no memory"}] * stops
+    assert [each for each in sent_to(hosts[1]) if "stop" in each] == [
+        {"stop": 7, "reason": "no memory", "after_step": False}
+    ] * stops
 
 
 def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
@@ -126,7 +128,19 @@ def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
     hosts[-1].processes = 1
     assert leader.poll() is None, "there are as many as are wanted"
     hosts[1].numbered = False
-    assert leader.poll() == Stop(7), "nobody is lost, so that all save before they end"
+    assert leader.poll() == Stop(7, "another host has come", after_step=True), (
+        "nobody is lost, so that all end their step"
+    )
+
+
+def test_a_host_that_comes_waits_where_the_run_does_not_grow() -> None:
+    hosts = [member("b")]
+    leader = leader_of(hosts, most=3, grows=False)
+    hosts.append(member("c"))
+    hosts[-1].numbered = False
+    assert leader.poll() is None
+    leader.first_start()
+    assert hosts[-1].numbered, "it is taken in when ranks start again anyway"
 
 
 def test_what_a_host_says_of_its_end() -> None:
@@ -237,7 +251,7 @@ def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, cod
     found = [leader.next_start(recovering(step=step, limit=limit, code=code)) for step in steps]
     assert sum(isinstance(each, RankRange) for each in found) == recoveries
     assert all(isinstance(each, RankRange) for each in found[:recoveries])
-    assert told == ["gone\nzeromesh: the ranks that are left, and new ones for the others, go on"] * recoveries
+    assert told == ["gone\nzeromesh: the run goes on, with new processes for the ranks that have ended"] * recoveries
     if recoveries < len(steps):
         assert str(found[recoveries]) == "gone"
 
@@ -345,12 +359,13 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     killed: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     sent = [{"variables": {"ZEROMESH_SENT": "yes"}}, {"signal": 10}, {"start": START}]
-    follower, wire = following(sent, [{"stop": 5, "lost": "rank 0"}], [], [{"start": START}])
+    asked = {"stop": 5, "reason": "rank 0", "after_step": True}
+    follower, wire = following(sent, [asked], [], [{"start": START}])
     assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
     assert wire.sent[0] | {"name": ""} == {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word"}
     assert os.environ["ZEROMESH_SENT"] == "yes"
     assert killed == [(os.getpid(), 10)]
-    assert follower.poll() == Stop(5, "rank 0")
+    assert follower.poll() == Stop(5, "rank 0", after_step=True)
     long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
     assert isinstance(follower.next_start(long), RankRange)
     assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True, "limit": 20, "step": 7}

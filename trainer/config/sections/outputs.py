@@ -60,6 +60,8 @@ class RecoverySection(Section):
     """keep: the other ranks stay in their processes, and new ones replace the lost; restart: all start again; end: all end."""
     limit: keys.Count = 20
     """Recoveries in an hour; a further one ends the run."""
+    grow: bool = True
+    """Hosts that come later (`--nnodes MIN:MAX`) are taken in after the present step; false: when another host is lost."""
     memory: Literal["auto", "off"] = "auto"
     """auto: where the ranks compute on CPUs, their states outlive them in memory of the launcher, and a run goes on from the latest
     step; off: from the newest checkpoint."""
