@@ -22,6 +22,7 @@ SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts aut
 # A worker's process id, and the descriptor that its launcher has handed to it, as `PID:DESCRIPTOR`:
 LINE = "ZEROMESH_LINE"  # of its line to the launcher
 STATES = "ZEROMESH_STATES"  # of the memory for its states
+SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet

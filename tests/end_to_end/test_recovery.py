@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.simulated.device import compiler
 from tests.support.waiting import ended
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
@@ -27,6 +28,9 @@ from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
+if asked.get("simulated"):
+    sys.path.insert(0, asked["simulated"])
+    from tests.simulated import cases  # noqa: F401
 
 
 class Loss(nn.Sequential):
@@ -150,6 +154,7 @@ class Run:
 
 def run(folder: Path, *faults: tuple[Any, int, str], **asked: Any) -> Run:
     """Run the script with faults `(when, rank, what)`: a step, a place in an update, or `recovery`, when a rank trains again."""
+    folder.mkdir(exist_ok=True)
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     words = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(RANKS), str(script), str(folder)]
@@ -167,6 +172,7 @@ def undisturbed_run(programs: Any, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 FULL = pytest.mark.full
+NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler for the simulated device")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
     **{f"stage {stage}": {"zero": {"stage": stage}} for stage in (0, 1, 2)},
@@ -273,6 +279,34 @@ def test_a_run_goes_on_from_a_checkpoint(
     assert len({*found.pids(0)}) == pids
     if asked != {"fit": [False]}:
         assert "resumed from step 4" in found.process.stdout
+
+
+IN_BACKWARD = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}
+REPOSITORY = str(Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("when", "settings", "asked"),
+    [
+        (6, {"recovery": {"survivors": "restart"}}, {}),
+        ("record of 2", {"optimizer": {"name": "adamw", "states": "int8"}}, {}),
+        pytest.param(6, {"offload": {"optimizer": "file"}}, {}, marks=FULL),
+        pytest.param(6, IN_BACKWARD, {}, marks=FULL),
+        pytest.param(6, {}, {"given": True}, marks=FULL),
+        pytest.param("record of 2", {"zero": {"stage": 1}, "ema": {"decay": 0.9}}, {}, marks=FULL),
+        pytest.param(6, {"recovery": {"memory": "auto"}}, {"simulated": REPOSITORY}, marks=[FULL, NEEDS_COMPILER]),
+    ],
+)
+def test_a_run_goes_on_from_a_snapshot(
+    tmp_path: Path, when: Any, settings: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Every three steps there is one, and the others stay or start again. A rank that is lost in it leaves the one before."""
+    alone = {"checkpoint": {"every_steps": 0}, **settings}
+    undisturbed = run(tmp_path / "undisturbed", settings=alone, **asked)
+    section = {"memory": "snapshots", "every_steps": 3, **alone.get("recovery", {})}
+    found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings={**alone, "recovery": section}, **asked)
+    assert found.went_well(undisturbed)
+    assert "went on after step 3, from a snapshot in memory" in found.process.stdout
 
 
 @pytest.mark.parametrize("how", ["end", "comes back"])

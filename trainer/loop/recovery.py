@@ -15,7 +15,7 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -25,8 +25,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.environment import STATES, handed_over
+from zeromesh.environment import SNAPSHOTS, STATES, handed_over
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import LauncherLine, line_to_launcher
@@ -42,6 +43,7 @@ from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import RunContext, RunProgress
+from zeromesh.trainer.loop.snapshots import Snapshots
 from zeromesh.trainer.monitoring.step_stats import StepResult
 from zeromesh.units.unit import Bucket
 from zeromesh.zero.engine import ZeroEngine
@@ -70,12 +72,15 @@ class Recovery:
     line: LauncherLine
     stays: bool
     """True if this process can go on in another mesh."""
+    copies: StateMemory
+    """The memory for snapshots."""
     memory: StateMemory | None = None
     model: nn.Module | None = None  # that the user has given, which the run trains in place
     cause: dict[str, Any] = field(default_factory=dict)
     """Why a rank has left the mesh before this one, when, and after which `step`; empty in a first start."""
     source: str = "checkpoint"
-    """Where the states come from that the run goes on with: `memory`, or a `checkpoint`."""
+    """Where the states come from that the run goes on with: `memory`, a `snapshot`, or a `checkpoint`."""
+    snapshots: Snapshots | None = None
     _is_empty: bool = False  # The model has lost its values.
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
     _left: dict[str, Any] = field(default_factory=dict)  # as `cause`, of this process
@@ -90,17 +95,24 @@ class Recovery:
     def begin(cls, config: TrainerConfig, model: Any, *, stays: bool) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end. Without
         `stays` all ranks start again: a new process would do first with others what this one has done, such as an evaluation."""
-        line, states = line_to_launcher(), handed_over(STATES)
-        if line is None or states is None or config.recovery.survivors == "end":
+        line, states, copies = line_to_launcher(), handed_over(STATES), handed_over(SNAPSHOTS)
+        if line is None or states is None or copies is None or config.recovery.survivors == "end":
             return None
         stays = stays and config.recovery.survivors == "keep"
         memory = _memory(states) if stays and config.recovery.memory == "auto" else None
-        return cls(config, line, stays, memory, model if isinstance(model, nn.Module) else None)
+        return cls(config, line, stays, _memory(copies), memory, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
         and heed what it tells, while the mesh is there."""
         self.stays = self.stays and not is_accelerator(mesh.device) and mesh.world_size > 1 and are_ours()
+        sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
+        layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
+        self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
+        section, self.snapshots = self.config.recovery, None
+        if section.memory == "snapshots" or (section.memory == "auto" and is_accelerator(mesh.device)):
+            frozen = self.model is not None
+            self.snapshots = Snapshots(self.copies, mesh, self._key, section.every_steps, frozen=frozen)
         if not self.stays:
             self.memory = None
         else:
@@ -123,6 +135,8 @@ class Recovery:
     def end(self) -> None:
         """Give the memory back after the last step, if the model is whole; when others are lost now, this process has to end."""
         self._tell(0.0)
+        if self.snapshots is not None:
+            self.snapshots.clear()
         if self.memory is not None:
             self.memory.forget()
             if not self.memory.free:
@@ -142,9 +156,6 @@ class Recovery:
             self._look_at(self.memory, mesh)
 
     def _look_at(self, memory: StateMemory, mesh: Mesh) -> None:
-        sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
-        layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
-        self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
         at, kept = memory.position(self._key), self._kept
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
@@ -223,7 +234,7 @@ class Recovery:
             step.journal = Journal(self.memory, self._key)
         if record is None:
             self._kept = None
-            return None
+            return self._restore_snapshot(run)
         with engine.loading(finishing=True):
             # Nobody goes on before all know that the new buffers count in place of the old ones, where a rank is lost now.
             _bring_shared(engine, kept)
@@ -255,6 +266,32 @@ class Recovery:
         self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
         return state
 
+    def _restore_snapshot(self, run: RunContext) -> TrainerState | None:
+        """Go on from the latest snapshot, unless a checkpoint is as new."""
+        if self.snapshots is None or not self.snapshots.number:
+            return None
+        state, saved = self.snapshots.state, candidates(run.mesh, self._store(run))
+        if state.step <= max(saved, default=-1) or not self.snapshots.load(run.model.require_engine()):
+            return None
+        run.progress.resume(state)
+        self.source = "snapshot"
+        return state
+
+    def begin_training(self, run: RunContext) -> None:
+        """Let states in memory count from now on."""
+        engine = run.model.require_engine()
+        if engine.optimizer_step.journal is not None:
+            engine.optimizer_step.journal.begin(run.progress.step)
+        if self.snapshots is not None and not self.snapshots.begin(engine, run.progress.step):
+            run.console.note(
+                "no snapshots of the states: two copies need more than half of the memory that a host has available"
+            )
+
+    def after_step(self, run: RunContext, state: Callable[[], TrainerState]) -> None:
+        """Take a snapshot where one is due; `state` returns the state of this rank."""
+        if self.snapshots is not None and self.snapshots.is_due(run.progress.step):
+            self.snapshots.take(run.model.require_engine(), state())
+
     def require_values(self) -> None:
         """Raise `CollectiveError` where neither memory nor a checkpoint has the values of the model that the user has given: all
         ranks have to start again, and make it anew."""
@@ -265,8 +302,8 @@ class Recovery:
         """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
         nowhere else, or the run has changed the model in ways that it cannot undo."""
         trained, engine = run.model, run.model.engine
-        store = CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER)
-        elsewhere = self._kept is not None or bool(store.steps())
+        taken = self.snapshots is not None and self.snapshots.number > 0
+        elsewhere = self._kept is not None or taken or bool(self._store(run).steps())
         if not elsewhere or trained.module is not model or run.config.model.lora:
             return False
         if engine is None or engine.options.weights is not None:
@@ -275,6 +312,9 @@ class Recovery:
         trained.restore_modules()
         self._empty(model)
         return True
+
+    def _store(self, run: RunContext) -> CheckpointStore:
+        return CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER)
 
     def _empty(self, model: nn.Module) -> None:
         """Give a model parameters on meta, whose values come from memory or from a checkpoint."""

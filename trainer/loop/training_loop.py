@@ -44,6 +44,9 @@ _REPEAT_SECONDS = 1.0
 """Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
 
 
+_SOURCES = {"memory": "the memory of the ranks", "snapshot": "a snapshot in memory"}
+
+
 @dataclass(slots=True)
 class StopRequest:
     """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
@@ -169,7 +172,7 @@ class TrainingLoop:
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
             self._take_over(state)
             self._went_on = True
-            run.console.note(f"went on after step {run.progress.step}, from the memory of the ranks")
+            run.console.note(f"went on after step {run.progress.step}, from {_SOURCES[self.recovery.source]}")
             return
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
@@ -241,14 +244,16 @@ class TrainingLoop:
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
-        if (journal := run.model.require_engine().optimizer_step.journal) is not None:
-            journal.begin(progress.step)
+        if self.recovery is not None:
+            self.recovery.begin_training(run)
         if progress.unfinished is not None:
             self._conclude(progress.unfinished, progress.position - 1)
         else:
             self._begin_epoch(resumed=progress.step > 0)
         while not self._is_over:
             self._train_one()
+            if self.recovery is not None and not self._is_over:
+                self.recovery.after_step(run, partial(self._state, own=True))
         wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
         if wanted and run.data.eval is not None and not self._signal:
             self._save_last()
@@ -330,7 +335,7 @@ class TrainingLoop:
         if first:
             run.console.note(Detail(f"start: {sentence(times.parts)}"))
             if self.recovery is not None and (cause := self.recovery.cause):
-                lost = max(0, cause["step"] - progress.resumed.step) if self.recovery.source == "checkpoint" else 0
+                lost = max(0, cause["step"] - progress.resumed.step) if self.recovery.source != "memory" else 0
                 figures = {"seconds": time.time() - cause["time"], "parts": times.parts, "lost_steps": lost}
                 self._append(RECOVERIES, {**cause, **figures, "source": self.recovery.source})
             if unreached := run.model.require_engine().without_gradient:

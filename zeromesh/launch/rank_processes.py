@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import LINE, STATES, RankRange, die_with_parent, process_state, worker_environment
+from zeromesh.environment import LINE, SNAPSHOTS, STATES, RankRange, die_with_parent, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
@@ -58,8 +58,8 @@ class _RankProcess:
     rank: int
     process: Fork
     line: Connection
-    states: int
-    """The descriptor of memory for the rank's states, which outlives it."""
+    memories: tuple[int, ...]
+    """The descriptors of memory for the rank's states and for copies of them, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
     """What the rank has told: its `error`; `recovers`, the limit and its patience; its last `step`; and why it `rests`."""
     ended: float = 0.0
@@ -142,11 +142,12 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
-                states = os.memfd_create(f"zeromesh-states-{local_rank}") if each is None else os.dup(each.states)
+                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in (STATES, SNAPSHOTS))
+                memories = tuple(new if each is None else map(os.dup, each.memories))
                 with theirs:
-                    handles = {LINE: theirs.fileno(), STATES: states}
+                    handles = dict(zip((LINE, STATES, SNAPSHOTS), (theirs.fileno(), *memories), strict=True))
                     process = nursery.fork(self._arguments, variables, handles)
-                each = _RankProcess(rank=rank, process=process, line=line, states=states)
+                each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)
         _close([each for each in before if each not in self._ranks])
 
@@ -230,7 +231,8 @@ def _close(ranks: Iterable[_RankProcess]) -> None:
     for each in ranks:
         each.process.wait()
         each.line.close()
-        os.close(each.states)
+        for memory in each.memories:
+            os.close(memory)
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:

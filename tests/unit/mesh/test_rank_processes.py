@@ -181,7 +181,7 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
     recovers(forks, 0, 1, 2)
     assert not ranks.over()
-    states = [os.fstat(each.states).st_ino for each in ranks._ranks]
+    states = [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories]
     forks.forks[1].returncode = -9
     assert not ranks.over()
     assert forks.heard(0) == forks.heard(2)
@@ -197,7 +197,7 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     ranks.start(assigned(first=2, restart=1), forks)
     assert len(forks.forks) == 4
     assert [each.process for each in ranks._ranks] == [forks.forks[0], forks.forks[3], forks.forks[2]]
-    assert [os.fstat(each.states).st_ino for each in ranks._ranks] == states
+    assert [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories] == states
     places = [forks.heard(0)[0]["place"], forks.variables[3], forks.heard(2)[0]["place"]]
     assert [(each["RANK"], each["TORCHELASTIC_RESTART_COUNT"]) for each in places] == [
         ("2", "1"),

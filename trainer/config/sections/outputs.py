@@ -62,9 +62,13 @@ class RecoverySection(Section):
     """Recoveries in an hour; a further one ends the run."""
     grow: bool = True
     """Hosts that come later (`--nnodes MIN:MAX`) are taken in after the present step; false: when another host is lost."""
-    memory: Literal["auto", "off"] = "auto"
-    """auto: where the ranks compute on CPUs, their states outlive them in memory of the launcher, and a run goes on from the latest
-    step; off: from the newest checkpoint."""
+    memory: Literal["auto", "snapshots", "off"] = "auto"
+    """auto: states in memory of CPUs outlive the ranks in that of the launcher, and a run goes on from the latest step; of states
+    on devices there are snapshots: two copies in the host's memory, written in turn; off: only checkpoints."""
+    every_steps: Annotated[
+        Literal["auto"] | Annotated[keys.Count, Field(ge=1)], keys.Allowed("auto, or a number of steps")
+    ] = "auto"
+    """Steps between snapshots. auto: the fewest for which they take less than 2 % of the time."""
 
 
 class HubSection(Section):
