@@ -72,7 +72,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         placed.require_average(ema)
-        return _tensors(placed, "state_dict", ema=ema)
+        return _named(placed, "state_dict", ema=ema)
 
     def check_weights(self) -> None:
         """Compare the digests of replicated weights between ranks, between steps.
@@ -99,7 +99,7 @@ class ModelOnMesh(ABC):
         """
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
-        weights = _tensors(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
+        weights = _named(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))
         return ((name, cut_part(name, tensor, part_of(name))) for name, tensor in weights)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
@@ -138,10 +138,8 @@ class ModelOnMesh(ABC):
         with placed.mesh.call(f"{placed.owner}.gathered([{shown}])"):
             free = least_free_bytes(placed.mesh)
             if free and needed > free:
-                raise StorageError(
-                    f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank, and a rank has "
-                    f"{human_bytes(free)} free"
-                )
+                why = f"parameters {', '.join(names[:4])} need {human_bytes(needed)} on every rank"
+                raise StorageError(f"{why}, and a rank has {human_bytes(free)} free")
             with placed.engine.gathered(names):
                 yield
 
@@ -247,9 +245,7 @@ class PlacedModel(ModelOnMesh):
         self.divided.close()
 
 
-def _tensors(
-    placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None
-) -> Named:
+def _named(placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[[Named], Named] | None = None) -> Named:
     """Yield `(name, tensor)` of whole parameters; with `form`, its result for the tensors of a file: the parameters, tied ones
     once, and the persistent buffers. An error of `form` is reported to the other ranks as one of the call."""
     found: Named

@@ -203,10 +203,8 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
         _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     resolved = load_config(found)
     if resolved.parallel.pipeline > 1:
-        raise ConfigError(
-            f"parallel.pipeline is {resolved.parallel.pipeline}: a loop of one's own calls the whole model; set it to 1, or use "
-            "zeromesh.Trainer"
-        )
+        why = f"parallel.pipeline is {resolved.parallel.pipeline}: a loop of one's own calls the whole model"
+        raise ConfigError(f"{why}; set it to 1, or use zeromesh.Trainer")
     tiers = (resolved.offload.optimizer, resolved.offload.gradients, resolved.offload.parameters)
     if any(each.tier == "file" for each in tiers) and not resolved.offload.directory:
         raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
@@ -221,10 +219,8 @@ def _require_unpartitioned(model: nn.Module) -> None:
         )
     for name, parameter in model.named_parameters():
         if issubclass(type(parameter), AtRest | GuardedParameter):
-            raise ConfigError(
-                f"parameter {name} is partitioned already, in this model or in another one; give all modules to one shard(), or "
-                "call unshard() before"
-            )
+            cure = "give all modules to one shard(), or call unshard() before"
+            raise ConfigError(f"parameter {name} is partitioned already, in this model or in another one; {cure}")
 
 
 def _zero_grad(model: Any, set_to_none: bool = True) -> None:

@@ -25,10 +25,8 @@ class TorchSchedule:
         with errors_as(ConfigError, f"lr_scheduler, with optimizer.name {settings.name}: ", ValueError):
             scheduler = make(optimizer)
         if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-            raise ConfigError(
-                f"lr_scheduler gave a {type(scheduler).__name__}; give a callable that makes a scheduler of torch.optim, "
-                "whose rate depends on the step alone"
-            )
+            cure = "give a callable that makes a scheduler of torch.optim, whose rate depends on the step alone"
+            raise ConfigError(f"lr_scheduler gave a {type(scheduler).__name__}; {cure}")
         self._settings, self._optimizer, self._scheduler = settings, optimizer, scheduler
         self._rates = [self._current_values()]
 

@@ -182,8 +182,7 @@ class Trainer(ModelOnMesh):
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         config = self.config
-        first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
-        recovery = Recovery.begin(config, self.inputs.model, stays=first)
+        recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
         while True:
             try:
                 report = self._fit(recovery)
@@ -195,10 +194,8 @@ class Trainer(ModelOnMesh):
                     raise
                 self._run = self._mesh = None
             recovery.rest()
-            self.config, self.start_times = (
-                config,
-                StartTimes(),
-            )  # Without what `parallel.auto` chose for the lost mesh.
+            # Without what `parallel.auto` chose for the lost mesh.
+            self.config, self.start_times = config, StartTimes()
 
     def _fit(self, recovery: Recovery | None) -> FitReport:
         mesh = self.mesh
@@ -484,7 +481,6 @@ class Trainer(ModelOnMesh):
                 self.config, planned = set_auto(self.config, self.inputs, read_environment())
                 self._planned = planned.check()
             self._mesh = connect(self.config)
-            self._joined_at = self._mesh.watch.operations_begun
             self.start_times.end("rendezvous")
         return self._mesh
 

@@ -51,10 +51,8 @@ def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "Mod
             raise LayoutError(f"placement: {name} is inside {outer}, which is placed as a whole; name one of them")
     for _, names in names_by_parameter(model):
         if len({_placed_module_of(name, placed) for name in names}) > 1:
-            raise LayoutError(
-                f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart; untie them, "
-                "or place a module that holds all of them"
-            )
+            why = f"placement: {' and '.join(names)} are one parameter in parts of the model that are placed apart"
+            raise LayoutError(f"{why}; untie them, or place a module that holds all of them")
     for name, home in placed.items():
         module = model.get_submodule(name)
         exchange = _ModuleExchange(f"{name} on process set {home.name}", home, mesh)
@@ -146,10 +144,8 @@ class _RemoteModule(Stub):
         tensors, specs = self._exchange.receive()
         promised = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(output))
         if promised != len(tensors):
-            raise CollectiveError(
-                f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {promised}: what a placed module "
-                "returns may depend on the shapes of its inputs alone"
-            )
+            why = f"{self._exchange.what} returned {len(tensors)} tensors, where its shapes promise {promised}"
+            raise CollectiveError(f"{why}: what a placed module returns may depend on the shapes of its inputs alone")
         differentiable = [index for index, each in enumerate(specs) if each.differentiable]
         if differentiable:
             anchor = torch.zeros((), requires_grad=True)

@@ -121,10 +121,8 @@ class Precision(keys.PrecisionKeys):
 
     def __post_init__(self) -> None:
         if self.masterless and (self.compute, self.reduce) != (torch.bfloat16, torch.float32):
-            raise ConfigError(
-                "precision.master none or kahan goes with precision.compute bfloat16 and precision.reduce float32, not with "
-                f"{self.compute} and {self.reduce}"
-            )
+            why = "precision.master none or kahan goes with precision.compute bfloat16 and precision.reduce float32"
+            raise ConfigError(f"{why}, not with {self.compute} and {self.reduce}")
         problems = [
             f"precision.{role} is {dtype}, less than precision.compute {self.compute}"
             for role, dtype in (("master", self.master), ("reduce", self.sums))

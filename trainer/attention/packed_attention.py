@@ -31,6 +31,7 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.units.plan import without_adapters
 
 _Function = Callable[..., Any]
+_Batch = Mapping[str, Any]
 
 
 class DocumentMask(Tensor):
@@ -46,12 +47,7 @@ class DocumentMask(Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        documents: Documents,
-        pattern: Pattern | None,
-        make: Callable[[], Tensor],
-        shares: Context | None,
-        **kind: Any,
+        cls, documents: Documents, pattern: Any, make: Callable[[], Tensor], shares: Context | None, **kind: Any
     ) -> Any:
         """Make the mask, of the dtype and on the device that `kind` has."""
         queries = documents.length if shares is None else shares.share_of(documents.length)
@@ -85,12 +81,7 @@ class PackedAttention:
     fused_on: tuple[str, ...] = ("cpu",)  # The devices whose masks have an attention of ours.
 
     def __init__(
-        self,
-        batch: Mapping[str, Any],
-        model: nn.Module | None = None,
-        *,
-        on_device: bool = False,
-        shares: Context | None = None,
+        self, batch: _Batch, model: nn.Module | None = None, *, on_device: bool = False, shares: Context | None = None
     ) -> None:
         """Read a `batch` on the CPU, which will be copied to a device if `on_device`, for `model`. A document begins where position
         ids `[rows, length]` restart. With `shares` the batch is whole, and models get this rank's share of it. Raises `DataError`
@@ -114,7 +105,7 @@ class PackedAttention:
                 self._full[each.shape] = self._full.get(each.shape, True) and bool(each.all())
         self._on_device = on_device
 
-    def told(self) -> Mapping[str, Any]:
+    def told(self) -> _Batch:
         """Return the batch, or this rank's share of it, as the model takes it: for flash attention with `cu_seq_lens_q` and
         `cu_seq_lens_k`, the starts of documents and padding in the flat batch and its end, int32, and `max_length_q` and
         `max_length_k`, the longest's tokens. transformers finds them for a batch of one sequence only, and synchronizes the device
@@ -219,9 +210,7 @@ class PackedAttention:
         """Return this rank's part of the balance loss, from the router logits `[rows x tokens, experts]` of its tokens."""
         if not isinstance(logits, tuple):
             return own(logits, *arguments, **named)
-        ids = next(
-            self._unpadded[each] for each in ("input_ids", "inputs_embeds") if self._unpadded.get(each) is not None
-        )
+        ids = next(self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None)
         rows, length = ids.shape[:2]
         wholes = [shares.gather_with_gradient(each.unflatten(0, (rows, -1)), 1) for each in logits]
         call = signature(own).bind(tuple(each[:, :length].flatten(0, 1) for each in wholes), *arguments, **named)
@@ -296,7 +285,7 @@ def _attend(
     return found.transpose(1, 2).contiguous(), None
 
 
-def padded_batch(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
+def padded_batch(batch: _Batch, multiple: int) -> dict[str, Any]:
     """Return a batch of whole sequences, on the CPU, padded at the end to a multiple of tokens by what is no target. It gets
     `position_ids`, and with `labels` also `shift_labels`. Raises `DataError` for a field that does not go along sequences."""
     ids = next((batch[name] for name in ("input_ids", "inputs_embeds") if isinstance(batch.get(name), Tensor)), None)

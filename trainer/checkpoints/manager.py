@@ -107,10 +107,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 )
             return state
         if reasons:
-            raise CheckpointError(
-                f"no checkpoint in {self.store.root} can be used, and a new run would replace them; move them away, or give "
-                f"this run another run.name. The newest: {reasons[0]}"
-            )
+            why = f"no checkpoint in {self.store.root} can be used, and a new run would replace them"
+            raise CheckpointError(f"{why}; move them away, or give this run another run.name. The newest: {reasons[0]}")
         return None if named is None else self._load(named, settings, strict=False)
 
     def _link(self) -> None:
@@ -247,10 +245,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             raise StorageError(f"{why} ({self._failures} saves in a row failed, checkpoint.max_failures is {limit})")
         kept = f"the newest is of step {self.latest}" if self.latest is not None else "there is none yet"
         if self._last_attempts == 0:
-            raise StorageError(
-                f"{why}; {kept}. It was tried twice, and the run is not over without its last checkpoint: put that right, and "
-                "start the run again"
-            )
+            problem = f"{why}; {kept}. It was tried twice, and the run is not over without its last checkpoint"
+            raise StorageError(f"{problem}: put that right, and start the run again")
         then = "Training goes on" if self._last_attempts is None else "It is tried once more"
         self._note(f"WARNING: {why}; {kept}. {then}")
 
@@ -392,10 +388,8 @@ def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mappi
 
         def compare() -> None:
             if encoded and (unlike := engine.checkpoint_state.unlike_encoded(encoded, elements_of(reader))):
-                raise LayoutError(
-                    f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here; give the "
-                    "model whose adapters these are"
-                )
+                why = f"{reader.source} has other values of {some(unlike)} than the model that is kept encoded here"
+                raise LayoutError(f"{why}; give the model whose adapters these are")
 
         engine.mesh.world.all_or_raise("comparison of encoded weights", compare, CheckpointError, kept=LayoutError)
 

@@ -225,7 +225,5 @@ def value_of(metric: str, values: Mapping[str, float]) -> float:
     for name in (metric, f"eval_{metric}"):
         if name in values:
             return float(values[name])
-    raise ConfigError(
-        f"run.metric: {metric!r} is no value of an evaluation; it has {', '.join(values)}. Set run.metric to one of them, or "
-        "return it from compute_metrics"
-    )
+    cure = f"it has {', '.join(values)}. Set run.metric to one of them, or return it from compute_metrics"
+    raise ConfigError(f"run.metric: {metric!r} is no value of an evaluation; {cure}")

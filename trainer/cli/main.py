@@ -196,15 +196,15 @@ def run_completion(options: argparse.Namespace) -> int:
     choices = dict(config_keys())
     keys = " ".join(f"{key}=" for key in choices)
     values = " ".join(f"{key}={word}" for key, words in choices.items() for word in words)
-    preamble = end = ""
+    begin = end = ""
     if (functions := Path(__file__).with_name(f"completion.{shell}")).exists():
         text = functions.read_text(encoding="utf-8").replace("KEYS", keys).replace("VALUES", values)
         # What replaces a function of shtab's stands at the end of the script.
-        preamble, _, end = text.partition("# ---\n")
+        begin, _, end = text.partition("# ---\n")
     overrides = {
         **dict.fromkeys(("bash", "zsh"), "_zeromesh_keys"),
         "fish": f"{keys} {values}",
-        "preamble": {shell: preamble},
+        "preamble": {shell: begin},
     }
     parsers = [parser]
     for each in parsers:

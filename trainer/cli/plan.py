@@ -51,10 +51,8 @@ def _measure(options: argparse.Namespace) -> int:
     environment = read_environment()
     launched = environment.launcher == "torchrun" or environment.world_size > 1
     if launched and options.ranks not in (None, environment.world_size):
-        raise ConfigError(
-            f"--ranks {options.ranks}: {environment.launcher} has started {environment.world_size} ranks, which measure; "
-            "leave --ranks out"
-        )
+        why = f"--ranks {options.ranks}: {environment.launcher} has started {environment.world_size} ranks"
+        raise ConfigError(f"{why}, which measure; leave --ranks out")
     ranks = environment.world_size if launched else options.ranks or ranks_here()
     if not options.worker and not launched and ranks > 1:
         return train.report(train.launch_this_command(options, ranks))

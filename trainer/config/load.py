@@ -412,10 +412,8 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         what = f"is {messages.allowed(field)}"
         if isinstance(value, str) and (reason := _REASONS.get((path, value.lower()))):
             return f"{path}: {value} is not available: {reason}; allowed {what}"
-        near = None
-        if isinstance(value, str) and not any(
-            value in messages.choices(other) for other in messages.known_paths().values()
-        ):
+        near, every = None, messages.known_paths().values()
+        if isinstance(value, str) and not any(value in messages.choices(other) for other in every):
             near = messages.nearest(value, messages.choices(field), cutoff=0.6)
         if kind == "string_type" and isinstance(value, bool | int | float):
             what += "; write it in quotes"

@@ -69,20 +69,16 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
         rows: list[Tensor] = []
         for index, sample in zip(indices, samples, strict=True):
             if field not in sample:
-                raise DataError(
-                    f"sample {index} has no field {field!r}, which sample {first} has; it has {_field_list(sample)}. Give all "
-                    "samples the same fields, or pass a data_collator"
-                )
+                cure = f"it has {_field_list(sample)}. Give all samples the same fields, or pass a data_collator"
+                raise DataError(f"sample {index} has no field {field!r}, which sample {first} has; {cure}")
             value = sample[field]
             try:
                 # torch has no indexing or comparison for wide unsigned types.
                 wide = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.dtype.itemsize > 1
                 made = value if isinstance(value, Tensor) else torch.tensor(value.astype(np.int64) if wide else value)
             except (TypeError, ValueError, RuntimeError) as error:
-                raise DataError(
-                    f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers: {error}. "
-                    "Remove the field, or pass a data_collator"
-                ) from error
+                why = f"sample {index}: field {field!r} ({type(value).__name__}) is no array of numbers"
+                raise DataError(f"{why}: {error}. Remove the field, or pass a data_collator") from error
             rows.append(made)
             if rows[-1].shape != rows[0].shape:
                 raise DataError(
@@ -167,10 +163,8 @@ class BatchRules:
                     error.add_note(f"{where} of the dataset")
                 raise
         if not isinstance(batch, Mapping):
-            raise DataError(
-                f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; it should give a "
-                "mapping of the model's argument names to tensors"
-            )
+            cure = "it should give a mapping of the model's argument names to tensors"
+            raise DataError(f"data_collator gave a {type(batch).__name__} for samples {some(indices, 8)}; {cure}")
         self.check(batch, indices)
         return dict(batch) if self.length_multiple is None else without_padding(batch, self.length_multiple)
 
@@ -205,10 +199,8 @@ class BatchRules:
                 known = ids.ndim > 0 and ids.shape[0] == len(indices)
                 sample = f"sample {indices[where[0]]}" if known else f"one of samples {samples}"
                 place = where[1:] if known else where
-                raise DataError(
-                    f"{sample}: {field}{place or ''} is {int(ids[tuple(where)])}, but the model's {what} 0 to "
-                    f"{size - 1}{ignored}); {cure} in model.config"
-                )
+                why = f"{sample}: {field}{place or ''} is {int(ids[tuple(where)])}"
+                raise DataError(f"{why}, but the model's {what} 0 to {size - 1}{ignored}); {cure} in model.config")
 
     def drop_fields(self, sample: Mapping[str, Any]) -> dict[str, Any]:
         named, library, known = self.named, is_library(self.collate), self.fields is not None

@@ -153,15 +153,11 @@ class Renderer:
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             kind = "an empty list" if value == [] else type(value).__name__
             rest = ", as the other column is" if self.section.rows.holds == "either" else ""
-            raise DataError(
-                f"{row.where}: field {name!r} is {kind}; it should be {'text, or ' if rest else ''}a list of messages{rest} "
-                "({role: ..., content: ...})"
-            )
+            cure = f"it should be {'text, or ' if rest else ''}a list of messages{rest} ({{role: ..., content: ...}})"
+            raise DataError(f"{row.where}: field {name!r} is {kind}; {cure}")
         if bare := [each for each in value if not isinstance(each.get("role"), str)]:
-            raise DataError(
-                f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, bare[0]))}; messages are "
-                "{role: system, user, assistant or tool, content: text}"
-            )
+            why = f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, bare[0]))}"
+            raise DataError(f"{why}; messages are {{role: system, user, assistant or tool, content: text}}")
         return [_without_null(message) for message in value]
 
     def _template(self, row: Row) -> tuple[str, Any]:

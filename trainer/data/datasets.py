@@ -223,10 +223,8 @@ class _DatasetLoader:
             return self._pack_rows(section, text, first, amount, where)
         sequences, dropped = divmod(amount.tokens, length)
         if not sequences:
-            raise DataError(
-                f"{where} holds {amount.tokens} tokens in {amount.documents} documents, less than one sequence of "
-                f"{length}; give more text, or lower data.sequence_length"
-            )
+            why = f"{where} holds {amount.tokens} tokens in {amount.documents} documents"
+            raise DataError(f"{why}, less than one sequence of {length}; give more text, or lower data.sequence_length")
         note = (
             f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
             f"tokens, {sequences:,} sequences of {length}"
@@ -335,10 +333,8 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
             raise DataError(f"{where}: {str(root)!r} is no folder; give one whose sub-folders of pictures are labels")
         names = [name for name in files_below(folder) if name.lower().endswith(kinds)]
         if wrong := [name for name in names if name.count("/") != 1]:
-            raise DataError(
-                f"{where}: {str(folder / wrong[0])!r} does not lie in a sub-folder of {str(root)!r} that is its label; "
-                "a folder of splits is given split by split (data.train, data.eval)"
-            )
+            why = f"{where}: {str(folder / wrong[0])!r} does not lie in a sub-folder of {str(root)!r} that is its label"
+            raise DataError(f"{why}; a folder of splits is given split by split (data.train, data.eval)")
         found += [(folder / name, name.partition("/")[0], name) for name in names]
     for path, _, _ in found:
         try:

@@ -294,10 +294,8 @@ def _csv_rows(file: SourceFile) -> Iterator[dict[str, Any]]:
         reader = csv.DictReader(chain([names], lines), delimiter=mark, strict=True)
         for row in reader:
             if None in row:
-                raise DataError(
-                    f"{str(file.path)!r} line {reader.line_num} has more fields than the first one has names; quote a text that "
-                    f"holds {mark!r}"
-                )
+                why = f"{str(file.path)!r} line {reader.line_num} has more fields than the first one has names"
+                raise DataError(f"{why}; quote a text that holds {mark!r}")
             yield row
 
 

@@ -94,10 +94,8 @@ class StoredText:
             if self.blocks[block] not in (None, xxhash.xxh3_64_intdigest(data.tobytes())):
                 with suppress(OSError):
                     (self.path / _ENTRY).unlink()
-                raise DataError(
-                    f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; start again, and the text is "
-                    "tokenised anew"
-                )
+                cure = "start again, and the text is tokenised anew"
+                raise DataError(f"{str(self.path / _TOKENS)!r} is damaged at byte {block * _BLOCK:,}; {cure}")
             self.blocks[block] = None
 
 

@@ -104,17 +104,13 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     ids, labels, mask = map(batch.get, ("input_ids", "labels", "attention_mask"))
     if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != len(samples):
         shape = list(ids.shape) if isinstance(ids, Tensor) else "none"
-        raise DataError(
-            f"predict_with_generate: samples {some(samples, 8)} need one row of input_ids each, [{len(samples)}, length]; the "
-            f"batch has {shape}. Use a data_collator that pads"
-        )
+        why = f"predict_with_generate: samples {some(samples, 8)} need one row of input_ids each"
+        raise DataError(f"{why}, [{len(samples)}, length]; the batch has {shape}. Use a data_collator that pads")
     kept = torch.ones_like(ids, dtype=torch.bool)
     if isinstance(mask, Tensor):
         if mask.shape != ids.shape:
-            raise DataError(
-                f"predict_with_generate: attention_mask has shape {list(mask.shape)}, and input_ids {list(ids.shape)}; "
-                "a prompt is cut out of masks of that shape alone"
-            )
+            why = f"predict_with_generate: attention_mask has shape {list(mask.shape)}, and input_ids {list(ids.shape)}"
+            raise DataError(f"{why}; a prompt is cut out of masks of that shape alone")
         kept &= mask.bool()
     if isinstance(labels, Tensor):
         kept &= (labels != IGNORED_LABEL).cumsum(1) == 0

@@ -247,10 +247,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
     mode = settings.get_generation_mode()
     if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
-        raise ConfigError(
-            f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; use beams or sampling, or "
-            "load it: trainer.generate(trust_remote_code=True)"
-        )
+        cure = "use beams or sampling, or load it: trainer.generate(trust_remote_code=True)"
+        raise ConfigError(f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; {cure}")
     if not shared:
         return
     if settings.max_time is not None:

@@ -209,11 +209,8 @@ class Generator(ModelOnMesh):
     ) -> None:
         placed = self.placed
         why = next(filter(None, map(placed.settings.why_unbatched, settings)), "")
-        given = {
-            "prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()),
-            "generation": settings[0].to_json_string(),
-            "batch": batch,
-        }
+        given: dict[str, Any] = {"prompts": xxhash.xxh3_64_hexdigest(repr(requests).encode()), "batch": batch}
+        given["generation"] = settings[0].to_json_string()
         # Prompts that differ between ranks are refused on all of them.
         with self.mesh.call("generator.generate()"):
             self.mesh.world.require_same(given, DataError, advice="All ranks give the same prompts and arguments")

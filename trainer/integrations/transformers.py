@@ -49,10 +49,8 @@ class _OptimizerPlaceholder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state != self.state_dict():
-            raise CheckpointError(
-                "the checkpoint's states of the optimizer were not written by zeromesh; to train on from its weights alone, "
-                "load them with from_pretrained"
-            )
+            cure = "to train on from its weights alone, load them with from_pretrained"
+            raise CheckpointError(f"the checkpoint's states of the optimizer were not written by zeromesh; {cure}")
         self.read = True
 
 
@@ -76,10 +74,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
             raise ConfigError(f"{type(self).__name__} scores whole sequences; set parallel.context: 1")
         if self.accelerator.layout.tensor > 1:
             if not (fused and any(each.__name__ in _TENSOR_PARALLEL for each in type(self).__mro__)):
-                raise ConfigError(
-                    f"{type(self).__name__} is not shown to be exact over tensor ranks, as {' and '.join(_TENSOR_PARALLEL)} of TRL "
-                    "1.16 are; set parallel.tensor: 1"
-                )
+                why = f"{type(self).__name__} is not shown to be exact over tensor ranks"
+                raise ConfigError(f"{why}, as {' and '.join(_TENSOR_PARALLEL)} of TRL 1.16 are; set parallel.tensor: 1")
             self._tp_size = 1  # Tokens that tensor ranks have in common are gathered once.
 
     def create_accelerator_and_postprocess(self) -> None:

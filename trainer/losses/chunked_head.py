@@ -129,10 +129,8 @@ class ChunkedHead:
                 raise PhaseError("the model changes its logits between the head and the loss")
             self.found = change
             if not self.found.close_to(self.change):
-                raise PhaseError(
-                    f"the model changes its logits before its loss by {self.found}, and a small copy of it by {self.change}; "
-                    "set model.loss: native"
-                )
+                why = f"the model changes its logits before its loss by {self.found}"
+                raise PhaseError(f"{why}, and a small copy of it by {self.change}; set model.loss: native")
         return current.result
 
 

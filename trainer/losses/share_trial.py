@@ -38,10 +38,8 @@ def require_divisible_sequences(
         raise refused("has no loss of next tokens, whose labels could be shifted before sequences are shared out")
     heads = getattr(inside.config.get_text_config(), "num_attention_heads", 0) // mesh.tensor.size
     if context.method == "heads" and heads % ranks:
-        raise ConfigError(
-            f"heads: {ranks} ranks (parallel.context) cannot have equally many of {heads} query heads; set gather or auto",
-            where="parallel.context_method",
-        )
+        why = f"heads: {ranks} ranks (parallel.context) cannot have equally many of {heads} query heads"
+        raise ConfigError(f"{why}; set gather or auto", where="parallel.context_method")
     made: list[Loss] = []
 
     def run(small: nn.Module) -> Tensor:

@@ -91,10 +91,8 @@ def require_adapters_fit(model: Any, stages: int) -> None:
         return
     methods = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()}
     if shared := sorted(methods & _SHARED):
-        raise ConfigError(
-            f"the layers of {some(shared)} share tensors, and each stage has but its own; set it to 1, or use LORA",
-            where="parallel.pipeline",
-        )
+        why = f"the layers of {some(shared)} share tensors, and each stage has but its own"
+        raise ConfigError(f"{why}; set it to 1, or use LORA", where="parallel.pipeline")
 
 
 _TASKS: Mapping[Head, str] = {

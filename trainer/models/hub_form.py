@@ -78,10 +78,8 @@ class HubNames:
         try:
             reverted: dict[str, torch.Tensor] = core_model_loading.revert_weight_conversion(self._model, dict(tensors))
         except (*INITIALISER_ERRORS, NotImplementedError) as error:
-            raise CheckpointError(
-                f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}; the checkpoint itself can "
-                "be loaded with from_pretrained"
-            ) from error
+            why = f"{some(tensors)} cannot be brought into the form of the hub: {summary(error, lines=2)}"
+            raise CheckpointError(f"{why}; the checkpoint itself can be loaded with from_pretrained") from error
         return reverted
 
     def convert(self, weights: Named) -> Named:

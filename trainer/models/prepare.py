@@ -279,11 +279,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
     where = "precision.linear"
     if not multiplies_float8(device):
         name = f"a {device_name(device)}" if is_accelerator(device) else "the CPU"
-        raise ConfigError(
-            "float8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), or an MI300, and this run computes on "
-            f"{name}; leave it out",
-            where=where,
-        )
+        why = "float8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell)"
+        raise ConfigError(f"{why}, or an MI300, and this run computes on {name}; leave it out", where=where)
     with library_errors(where, "float8 needs the package torchao: pip install torchao; "):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -291,10 +288,8 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
     sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
     layers = [each for each in sized if each is not head]
     if not layers:
-        raise ConfigError(
-            f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16; leave it out",
-            where=where,
-        )
+        why = f"{type(model).__name__} has no torch.nn.Linear beside its head with sizes that are multiples of 16"
+        raise ConfigError(f"{why}; leave it out", where=where)
     # torchao pads the number of tokens, over which weight gradients are summed, to a multiple that a product takes.
     for layer in layers:
         (twin,) = convert_to_float8_training(nn.ModuleList([layer]), config=Float8LinearConfig(pad_inner_dim=True))
@@ -332,10 +327,8 @@ def prepare_model(
     elif section.compile:
         compile_ = torch.compile
         if not blocks:
-            raise ConfigError(
-                f"model.compile compiles repeated blocks, and {type(model).__name__} has none that are known; set "
-                "model.compile: false and compile the model yourself"
-            )
+            why = f"model.compile compiles repeated blocks, and {type(model).__name__} has none that are known"
+            raise ConfigError(f"{why}; set model.compile: false and compile the model yourself")
     if compile_ is not None:
         for block in blocks:
             block.forward = compile_(block.forward)

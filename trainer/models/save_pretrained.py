@@ -123,11 +123,7 @@ def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) ->
 
 
 def save_configuration(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    processing_class: Any,
-    directory: Path,
-    adapter: dict[str, Tensor] | None = None,
+    model: nn.Module, dtype: torch.dtype | None, processor: Any, folder: Path, adapter: dict[str, Tensor] | None = None
 ) -> None:
     """Write the files that `from_pretrained` reads beside the weights; the configuration has their dtype and the model's class.
     `adapter` is written for PEFT, and the base's configuration into its own folder, as transformers would miss its weights."""
@@ -137,17 +133,17 @@ def save_configuration(
         config.architectures = [type(inside).__name__]
         config.dtype = str(dtype).removeprefix("torch.")
     if adapter is not None:
-        _write_adapter(model, adapter, directory)
+        _write_adapter(model, adapter, folder)
         # The adapter that is trained is that of the directory, whatever its name is; PEFT would put it beside the others.
-        if not (directory / ADAPTER_CONFIG).is_file():
+        if not (folder / ADAPTER_CONFIG).is_file():
             active: Any = model.active_adapters
-            trained = directory / active[0]
+            trained = folder / active[0]
             for path in trained.iterdir():
-                path.rename(directory / path.name)
+                path.rename(folder / path.name)
             trained.rmdir()
     for part in (config, getattr(inside, "generation_config", None)):
-        _save_part(part, directory if adapter is None else directory / BASE_MODEL)
-    _save_part(processing_class, directory)
+        _save_part(part, folder if adapter is None else folder / BASE_MODEL)
+    _save_part(processor, folder)
 
 
 def _save_part(part: Any, directory: Path) -> None:

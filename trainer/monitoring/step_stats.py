@@ -39,13 +39,11 @@ class StepResult:
 class StepStats:
     """Makes the lines of the steps of one run; all ranks create it together. `samples` is the size of a global batch."""
 
-    def __init__(
-        self, flops: ModelFlops | None, mesh: Mesh, compute: torch.dtype, samples: int, ledger: Ledger
-    ) -> None:
+    def __init__(self, flops: ModelFlops | None, mesh: Mesh, dtype: torch.dtype, samples: int, ledger: Ledger) -> None:
         self._flops, self._samples, self._ledger, self._peak = flops, samples, ledger, 0.0
         self.notes: list[str] = []  # Lines about the peak throughput that utilization refers to, if any.
         if flops is not None:
-            own_peak, how = peak_flops(mesh.device, compute)
+            own_peak, how = peak_flops(mesh.device, dtype)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))
             self.notes.append(
                 f"model FLOPs: {human_count(flops.of_step(1, 0))} a token without attention; all ranks can do "

@@ -84,11 +84,9 @@ def given_keys(config: TrainerConfig, free: Collection[str] | None = None) -> li
     return [key for key in FIELDS if key not in free]
 
 
-def set_auto(
-    config: TrainerConfig, inputs: UserInputs, environment: LaunchEnvironment
-) -> tuple[TrainerConfig, Estimate]:
+def set_auto(config: TrainerConfig, inputs: UserInputs, launch: LaunchEnvironment) -> tuple[TrainerConfig, Estimate]:
     """Replace `auto` by the values of the fastest plan that fits, and return its estimate. Raises `ConfigError` without one."""
-    ranks, host, chosen = environment.world_size, environment.local_world_size, _auto_keys(config)
+    ranks, host, chosen = launch.world_size, launch.local_world_size, _auto_keys(config)
     parts = ((key, *key.split(".")) for key in FIELDS)
     more = {key for key, section, name in parts if name not in getattr(config, section).model_fields_set}
     for free in dict.fromkeys((chosen, chosen | more)):
@@ -97,10 +95,8 @@ def set_auto(
             break
     if plan.best is None:
         why = f"the least is {plan.least.estimate.layout}: {plan.least.why_not}"
-        raise ConfigError(
-            f"no layout fits on {counted(ranks, 'rank')}; {why}; leave given keys to the plan too, or take more ranks",
-            where=", ".join(config.parallel.auto),
-        )
+        cure = f"{why}; leave given keys to the plan too, or take more ranks"
+        raise ConfigError(f"no layout fits on {counted(ranks, 'rank')}; {cure}", where=", ".join(config.parallel.auto))
     best = plan.best.estimate
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
     return with_layout(config, best.layout, free).with_notes((*config.notes, note), config.folders), best

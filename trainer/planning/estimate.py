@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from zeromesh.flat.layout import UnitLayouts
 from zeromesh.offload import STAGING_BYTES, Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
@@ -21,7 +22,7 @@ from zeromesh.telemetry.step_recorder import Collective, StepPhase
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
-from zeromesh.trainer.planning.subject import Subject, UnitLayouts
+from zeromesh.trainer.planning.subject import Subject
 from zeromesh.trainer.planning.tracing.meter import Segment
 from zeromesh.trainer.planning.tracing.operations import Work
 from zeromesh.trainer.planning.tracing.trace import Trace

@@ -110,9 +110,7 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
 
     charts = plan_charts(plan, shown=shown)
     numbered = enumerate((row.estimate for row in plan.rows[:shown]), start=1)
-    rows = [
-        (at, str(each.layout), human_bytes(each.device_bytes), human_seconds(each.seconds)) for at, each in numbered
-    ]
+    rows = [(at, str(row.layout), human_bytes(row.device_bytes), human_seconds(row.seconds)) for at, row in numbered]
     table: Part = ("", "table", Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3)))
     sections = {"Layouts, the fastest first": [table], "Memory and time": [("", "charts", charts)]}
     title = f"{plan.subject} on {counted(plan.ranks, 'rank')} of {plan.machine}"

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, DataError, LayoutError
-from zeromesh.flat.layout import BucketLayout, ParameterSpec, build_layout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, UnitLayouts, build_layout
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
@@ -35,8 +35,6 @@ _TRACED_SAMPLES = (1, 2)
 T = TypeVar("T")
 Batches = Callable[[int], Mapping[str, Any]]
 """Makes a microbatch of the given number of samples."""
-UnitLayouts = list[list[BucketLayout]]
-"""The bucket layouts of each unit of a rank, the root unit first."""
 
 
 class Subject:
@@ -188,11 +186,8 @@ def token_batches(config: TrainerConfig) -> Batches:
     head, length = config.model.head, config.data.sequence_length
     single = head in ("sequence_classification", "question_answering")
     if not single and head not in ("causal_lm", "masked_lm", "seq2seq_lm", "token_classification"):
-        raise ConfigError(
-            f"{head}: what its data look like is not known from the configuration alone; plan it through the trainer, which has "
-            "them: Trainer(..., train_dataset=...).plan()",
-            where="model.head",
-        )
+        why = f"{head}: what its data look like is not known from the configuration alone; plan it through the trainer"
+        raise ConfigError(f"{why}, which has them: Trainer(..., train_dataset=...).plan()", where="model.head")
 
     def batches(micro: int) -> dict[str, Any]:
         # Token 1, as no architecture treats it as padding against the mask.

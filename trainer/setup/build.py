@@ -243,10 +243,8 @@ def _with_data_size(
         steps = min(steps, run.most_steps)
     warmup = config.schedule.warmup_of(steps)
     if warmup > steps:
-        raise ConfigError(
-            f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs, so optimizer.lr would "
-            "never be reached; lower it, or set schedule.warmup_ratio"
-        )
+        why = f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs"
+        raise ConfigError(f"{why}, so optimizer.lr would never be reached; lower it, or set schedule.warmup_ratio")
     return with_length(config, steps), plan
 
 
@@ -316,9 +314,7 @@ def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
             f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
         )
     if config.batch.tokens is not None:
-        raise ConfigError(
-            f"batch.tokens: {config.batch.tokens} needs the lengths of all samples of a step first, and train_dataset is a stream; "
-            "set batch.micro_size instead"
-        )
+        why = f"batch.tokens: {config.batch.tokens} needs the lengths of all samples of a step first"
+        raise ConfigError(f"{why}, and train_dataset is a stream; set batch.micro_size instead")
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return StreamedDataset(source, block=-(-least // size) * size, seed=seed, resume=config.data.resume)

@@ -147,7 +147,5 @@ def require_directories(section: OffloadSection) -> None:
     named = (section.directory,) if isinstance(section.directory, str) else section.directory or ()
     for path in [Path(each).expanduser().absolute() for each in named if any(tier.tier == "file" for tier in tiers)]:
         if not path.parent.is_dir():
-            raise ConfigError(
-                f"{str(path)!r} would be made in {str(path.parent)!r}, which is no directory; mount its disk, or make it first",
-                where="offload.directory",
-            )
+            why = f"{str(path)!r} would be made in {str(path.parent)!r}, which is no directory"
+            raise ConfigError(f"{why}; mount its disk, or make it first", where="offload.directory")

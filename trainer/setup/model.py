@@ -184,10 +184,8 @@ def _loss_and_feeds(
         forward = replace(forward, fields=forward.fields | {"position_ids"}, named=forward.named | {"position_ids"})
     if of_text and type(pretrained_of(model)).__name__.endswith("ForMaskedLM"):
         if getattr(data.processing_class, "mask_token", None) is None:
-            raise DataError(
-                "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none; give one that "
-                "has, or a data_collator"
-            )
+            why = "a masked language model learns text by a tokenizer with a mask_token, and data.tokenizer has none"
+            raise DataError(f"{why}; give one that has, or a data_collator")
         masking = DataCollatorForLanguageModeling(data.processing_class, mlm_probability=config.data.mask_fraction)
         inputs = replace(inputs, collate=masking)
     elif of_text and not all(each.is_joined for each in config.data.formats):  # Joined text has no padding.
@@ -232,10 +230,8 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
     call it. Returns notes. Raises `ConfigError` for buffers whose values are lost, and `LayoutError` if models differ."""
     model = built.model
     if lost := materialize_buffers(model, mesh.device, seed, source=built.source):
-        raise ConfigError(
-            f"buffers {some(lost, 8)} were lost by building on the meta device; pass the model built (a Trainer also takes a "
-            "callable)"
-        )
+        cure = "pass the model built (a Trainer also takes a callable)"
+        raise ConfigError(f"buffers {some(lost, 8)} were lost by building on the meta device; {cure}")
     tensors: dict[str, Tensor] = {f"parameter {name}": each for name, each in model.named_parameters()}
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
     for layer in codes_of(model).values():
@@ -369,10 +365,8 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         built = build_deferred(call, seed)
     else:
         shown = f"{model!r}" if isinstance(model, str | PathLike) else f"a {type(model).__name__}"
-        raise ConfigError(
-            f"model is {shown}; give an nn.Module or a callable that builds one, or name a local Hugging Face directory "
-            "in the configuration: model.source"
-        )
+        why = f"model is {shown}; give an nn.Module or a callable that builds one"
+        raise ConfigError(f"{why}, or name a local Hugging Face directory in the configuration: model.source")
     built = replace(built, compile=compile_)
     built = add_adapters(built, config.model, seed, getattr(torch, config.precision.compute))
     choose_trained(built.model, config.model.train)

@@ -246,10 +246,8 @@ class TensorBoardTracker(Tracker):
         matches = [_EVENT_FILE.match(path.name) for path in folder.glob("events.out.tfevents.*")]
         wait = max((int(match[1]) for match in matches if match), default=0) + 1 - time.time()
         if wait > _WAIT_SECONDS:
-            raise RuntimeError(
-                f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock, and TensorBoard would read them last; "
-                f"set the clock, or move them away"
-            )
+            why = f"files in {folder} are {wait:.0f} seconds ahead of this machine's clock"
+            raise RuntimeError(f"{why}, and TensorBoard would read them last; set the clock, or move them away")
         time.sleep(max(0.0, wait))
         self._make("", purge_step=first, flush_secs=_FLUSH_SECONDS)
         text = yaml.safe_dump(dict(run.config), sort_keys=False)

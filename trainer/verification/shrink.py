@@ -130,10 +130,8 @@ def _small_model(config: TrainerConfig, inputs: UserInputs, mesh: Mesh) -> tuple
     if inputs.model is None:
         pinned = pin_sources(config, mesh, model_given=False).model
         if pinned.trust_remote_code:
-            raise ConfigError(
-                "a model whose code comes with it is verified as an object: give it to Trainer, and call verify()",
-                where="model.trust_remote_code",
-            )
+            why = "a model whose code comes with it is verified as an object"
+            raise ConfigError(f"{why}: give it to Trainer, and call verify()", where="model.trust_remote_code")
         whole, automatic, _ = read_configuration(pinned)
         options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False}
         if config.model.attention is not None:

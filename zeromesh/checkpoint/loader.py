@@ -62,10 +62,8 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
     parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
     first_ranks = [ranks[0] for ranks in holders.values()]
     if not in_parts or len({part.part[0] for part in parts}) < len(parts):
-        raise CheckpointError(
-            f"{directory} is another checkpoint on rank {first_ranks[1]} than on rank {first_ranks[0]}; "
-            "give all hosts the same directory"
-        )
+        why = f"{directory} is another checkpoint on rank {first_ranks[1]} than on rank {first_ranks[0]}"
+        raise CheckpointError(f"{why}; give all hosts the same directory")
     check_parts([(f"{directory} on rank {first}", part) for first, part in zip(first_ranks, parts, strict=True)])
     ordered = sorted(zip(parts, holders.values(), strict=True), key=lambda pair: pair[0].part[0])
     return PartsReader(directory, reader, ordered, world)
@@ -192,23 +190,19 @@ def merge(parts: Sequence[CheckpointReader], out: Path, on_progress: Callable[[i
 
 
 class PartsReader(CheckpointReader):
-    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `reader` is that of the part that this rank
-    sees, or None; `parts` are in order, each with the ranks that see it. Of the ranks that see a piece, one reads and verifies it
-    and sends it to all ranks, in rounds of one piece from each. Raises `CheckpointError` when the parts do not make a whole."""
+    """Reads a checkpoint from its parts; all ranks make one and call its methods alike. `own` reads the part that this rank sees,
+    or is None; `parts` are in order, each with the ranks that see it. Of the ranks that see a piece, one reads and verifies it and
+    sends it to all ranks, in rounds of one piece from each. Raises `CheckpointError` when the parts do not make a whole."""
 
     def __init__(
-        self,
-        directory: Path,
-        reader: CheckpointReader | None,
-        parts: Sequence[tuple[Manifest, Sequence[int]]],
-        world: ProcessSet,
+        self, folder: Path, own: CheckpointReader | None, parts: Sequence[tuple[Manifest, list[int]]], world: ProcessSet
     ) -> None:
-        super().__init__(directory, checked=False, manifest=merged_manifest([part for part, _ in parts]))
-        self._reader, self._world, self._pieces = reader, world, self.pieces()
+        super().__init__(folder, checked=False, manifest=merged_manifest([part for part, _ in parts]))
+        self._reader, self._world, self._pieces = own, world, self.pieces()
         holders = {piece: ranks for part, ranks in parts for each in part.files.values() for piece in each.pieces}
         # The ranks that see a part take turns in reading its pieces for the others.
         self._servers = [holders[piece][number % len(holders[piece])] for number, piece in enumerate(self._pieces)]
-        self._here = set(reader.pieces()) if reader is not None else set()
+        self._here = set(own.pieces()) if own is not None else set()
 
     def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, torch.Tensor], None]) -> None:
         """Stream as `CheckpointReader.stream`, this host's pieces first. An error of one rank is raised on all."""

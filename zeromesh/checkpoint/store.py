@@ -236,13 +236,10 @@ def _only_writer(temporary: Path, out: Path) -> Iterator[None]:
 
 
 def write_weights(
-    folder: Path,
-    specs: Sequence[TensorSpec],
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    on_progress: Callable[[], None],
+    folder: Path, specs: Sequence[TensorSpec], values: Iterable[tuple[str, torch.Tensor]], moved: Callable[[], None]
 ) -> list[str]:
-    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names. `tensors`
-    yields the tensors of `specs` by name, in any order; one is held at a time. `on_progress` is called while data is written.
+    """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names. `values`
+    yields the tensors of `specs` by name, in any order; one is held at a time. `moved` is called while data is written.
     Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
     layouts = plan_files(specs, 1)
     if len(layouts) == 1:
@@ -254,7 +251,7 @@ def write_weights(
             file.write(torch.frombuffer(bytearray(layout.header), dtype=torch.uint8), 0)
             places |= {each.name: (file, each) for each in layout.tensors}
         unsynced = 0
-        for name, tensor in tensors:
+        for name, tensor in values:
             file, spec = places[name]
             if tuple(tensor.shape) != spec.shape:
                 raise StorageError(f"{name} has shape {list(tensor.shape)}, {list(spec.shape)} was announced")
@@ -266,7 +263,7 @@ def write_weights(
                 if unsynced >= _SYNCED_BYTES:
                     file.sync()
                     unsynced = 0
-                on_progress()
+                moved()
         for file in {file for file, _ in places.values()}:
             file.sync()
     indices = index_files(layouts) if len(layouts) > 1 else {}

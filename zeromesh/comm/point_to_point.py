@@ -43,8 +43,11 @@ class MessageSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+_Specs = Sequence[MessageSpec]
+
+
 class Incoming:
-    def __init__(self, channel: "_Channel", kind: Hashable, specs: Sequence[MessageSpec] | None, what: str) -> None:
+    def __init__(self, channel: "_Channel", kind: Hashable, specs: _Specs | None, what: str) -> None:
         self._channel, self._kind, self._specs, self.what = channel, kind, specs, what
         self._header: Launched | None = None
         self._tensors: list[torch.Tensor] = []
@@ -81,7 +84,7 @@ class _Channel:
 
     def __init__(self, pair: ProcessSet, device: torch.device) -> None:
         self.pair, self.device = pair, device
-        self.sent_specs: dict[Hashable, Sequence[MessageSpec]] = {}  # by kind of message; equal on both ends
+        self.sent_specs: dict[Hashable, _Specs] = {}  # by kind of message; equal on both ends
         self.queue: deque[Incoming] = deque()  # messages that the receiver has requested, in the order of arrival
         self.sending: deque[Launched] = deque()
 
@@ -132,12 +135,7 @@ class Channels:
                     channels[group.ranks.index(peer)] = _Channel(pair, device)
 
     def send(
-        self,
-        target: int,
-        kind: Hashable,
-        tensors: Sequence[torch.Tensor],
-        what: str,
-        specs: Sequence[MessageSpec] | None = None,
+        self, target: int, kind: Hashable, tensors: Sequence[torch.Tensor], what: str, specs: _Specs | None = None
     ) -> None:
         """Start to send to the neighbour at position `target` of the set; tensors are kept alive until they are sent. Messages of
         one `kind` have equal shapes and dtypes: `specs`, if the receiver expects them. Raises `CollectiveError` for others."""
@@ -154,7 +152,7 @@ class Channels:
         for tensor in tensors:
             channel.send(tensor.detach().contiguous(), what)
 
-    def receive(self, source: int, kind: Hashable, what: str, specs: Sequence[MessageSpec] | None = None) -> Incoming:
+    def receive(self, source: int, kind: Hashable, what: str, specs: _Specs | None = None) -> Incoming:
         """Begin to receive the next message of the neighbour at position `source`; `kind` and `specs` equal the sender's."""
         channel = self._in[source]
         incoming = Incoming(channel, kind, specs, what)
@@ -184,7 +182,7 @@ class Channels:
         self._out, self._in = {}, {}
 
 
-def write_header(specs: Sequence[MessageSpec]) -> torch.Tensor:
+def write_header(specs: _Specs) -> torch.Tensor:
     """Return the header for `read_header`, `[HEADER_BYTES]` uint8 on the CPU. Raises `CollectiveError` for too many tensors."""
     rows = [(str(spec.dtype).removeprefix("torch."), spec.shape, spec.differentiable) for spec in specs]
     data = json.dumps(rows).encode()
@@ -201,5 +199,5 @@ def read_header(header: torch.Tensor) -> list[MessageSpec]:
     ]
 
 
-def _describe(specs: Sequence[MessageSpec]) -> str:
+def _describe(specs: _Specs) -> str:
     return ", ".join(f"{spec.dtype} {list(spec.shape)}" for spec in specs)

@@ -375,7 +375,7 @@ class SharedReducer(Reducer):
 class SharedTransport(Transport):
     name = "shared"
 
-    def __init__(self, group: ProcessSet, requests: Sequence[BufferRequest], slots: int, nbytes: int) -> None:
+    def __init__(self, group: ProcessSet, requests: list[BufferRequest], slots: int, nbytes: int) -> None:
         self.share = 1.0 / group.size
         offsets, end = [], 0
         for request in requests:
@@ -398,7 +398,7 @@ class SharedTransport(Transport):
 
 
 def open_transport(
-    name: str, group: ProcessSet, device: torch.device, requests: Sequence[BufferRequest], slots: int, nbytes: int
+    name: str, group: ProcessSet, device: torch.device, requests: list[BufferRequest], slots: int, nbytes: int
 ) -> Transport:
     """Allocate the buffers of a group, and `slots` gradient buffers of `nbytes` each, used in turn. Every rank of the group calls
     this with the same requests. Raises `StorageError` when memory is short."""

@@ -249,13 +249,7 @@ class Transport:
     """The fraction of the buffers' memory that counts for this process: 1, or 1 / ranks where ranks share pages."""
 
     def __init__(
-        self,
-        name: str,
-        group: ProcessSet,
-        device: torch.device,
-        requests: Sequence[BufferRequest],
-        slots: int,
-        nbytes: int,
+        self, name: str, group: ProcessSet, device: torch.device, requests: list[BufferRequest], slots: int, nbytes: int
     ) -> None:
         self.name = name
         self.spare_pages, queue = SparePages(), deque[GatherBuffer]()
@@ -283,10 +277,8 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     group.require_member()
     if is_accelerator(device):
         if kind in ("shared", "gloo"):
-            raise ConfigError(
-                f"parallel.transport is {kind}, which moves CPU memory, but the ranks compute on {device.type.upper()}; "
-                "use auto or nccl"
-            )
+            why = f"parallel.transport is {kind}, which moves CPU memory"
+            raise ConfigError(f"{why}, but the ranks compute on {device.type.upper()}; use auto or nccl")
         return "local" if group.size == 1 else "nccl"
     if kind == "nccl":
         raise ConfigError("parallel.transport is nccl, but no accelerator is here; use auto, shared or gloo")

@@ -46,23 +46,15 @@ def document_attention(
         raise ValueError(f"{given} rows, queries and keys were given, and documents and shares have {wanted}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     plan = blocks(documents, pattern, intervals)
-    out: Tensor = _Attention.apply(query, key, value, sinks, plan, scale, shares)  # type: ignore[no-untyped-call]
+    out: Tensor = _Attention.apply(plan, scale, shares, sinks, query, key, value)  # type: ignore[no-untyped-call]
     return out
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        plan: Sequence[Block],
-        scale: float,
-        shares: Context | None,
+        ctx: Any, plan: Sequence[Block], scale: float, shares: Context | None, sinks: Tensor | None, *given: Tensor
     ) -> Tensor:
-        given = query, key, value
         query, key, value = _whole(given, shares)
         rows, heads, tokens, width = query.shape
         wide = torch.promote_types(query.dtype, torch.float32)
@@ -113,7 +105,7 @@ class _Attention(torch.autograd.Function):
         found = [total[..., : before.shape[-1]] for total, before in zip(totals, given, strict=True)]
         if ctx.shares is not None:
             found[1:] = [ctx.shares.scatter_sum(each, 2) for each in found[1:]]
-        return *(each.to(query.dtype) for each in found), to_sinks, None, None, None
+        return None, None, None, to_sinks, *(each.to(query.dtype) for each in found)
 
 
 def _whole(given: Sequence[Tensor], shares: Context | None) -> tuple[Tensor, ...]:

@@ -58,10 +58,8 @@ class Documents:
             spans.append(Span(row, begin, end, stop))
             holes += int(end < stop < length and positions[row, stop] > positions[row, end - 1])
         if holes and len(begins) > len(firsts) + holes:
-            raise DataError(
-                "a batch has padding (attention_mask) inside of a document of a packed sequence, by its position_ids; pad at an "
-                "end, or let positions begin at 0 after padding"
-            )
+            why = "a batch has padding (attention_mask) inside of a document of a packed sequence, by its position_ids"
+            raise DataError(f"{why}; pad at an end, or let positions begin at 0 after padding")
         return None if holes else cls(rows=rows, length=length, spans=tuple(spans))
 
     @property

@@ -56,9 +56,7 @@ class Context:
 
     def gather_with_gradient(self, share: torch.Tensor, dim: int) -> torch.Tensor:
         """Return the whole tensor; the gradient of a share is the sum of what all ranks make of it."""
-        return apply_collective(
-            share, None, lambda share: self.gather(share, dim), lambda grad: self.scatter_sum(grad, dim)
-        )
+        return apply_collective(share, None, lambda x: self.gather(x, dim), lambda grad: self.scatter_sum(grad, dim))
 
     def to_heads(self, share: torch.Tensor) -> torch.Tensor:
         """Return `[batch, heads / ranks, sequence, width]` for this rank's share of all heads, `[batch, heads, share, width]`.

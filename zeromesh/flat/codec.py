@@ -203,7 +203,7 @@ def _bounds(levels: tuple[float, ...]) -> tuple[list[float], torch.Tensor]:
     return ((values[order[:-1]] + values[order[1:]]) / 2).tolist(), order.to(torch.uint8)
 
 
-def _quantize_to(levels: tuple[float, ...], values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _coded(levels: tuple[float, ...], values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole = values.numel() // block * block
     blocks, rest = values[:whole].view(-1, block), values[whole:]
     absmax = blocks.abs().amax(1)
@@ -221,11 +221,7 @@ def _quantize_to(levels: tuple[float, ...], values: torch.Tensor, block: int) ->
 
 def _four_bits(levels: tuple[float, ...]) -> CodecRow:
     return CodecRow(
-        block=64,
-        quantize=partial(_quantize_to, levels),
-        dequantize=partial(_decoded, levels),
-        codes_in_byte=2,
-        nests=True,
+        block=64, quantize=partial(_coded, levels), dequantize=partial(_decoded, levels), codes_in_byte=2, nests=True
     )
 
 

@@ -118,10 +118,8 @@ class EncodedTensor(TieredTensor):
         own = torch.empty_like(data)
         self.read(start, own)
         if not torch.equal(own, data):
-            raise LayoutError(
-                "frozen weights that are kept encoded differ from those to load; start from the model whose weights these are, "
-                "or with model.weights null"
-            )
+            cure = "start from the model whose weights these are, or with model.weights null"
+            raise LayoutError(f"frozen weights that are kept encoded differ from those to load; {cure}")
         return DONE
 
 

@@ -406,6 +406,10 @@ class BucketLayout:
         return tuple(segments)
 
 
+UnitLayouts = Sequence[Sequence[BucketLayout]]
+"""The bucket layouts of each unit of a rank, the root unit first."""
+
+
 def build_layout(name: str, specs: Sequence[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
     """Lay out parameters one after the other, grouped by optimizer group, otherwise in order. Blocks of a codec are not cut."""
     alignment = max([alignment, *(spec.codec.block for spec in specs if spec.codec is not None)])

@@ -115,12 +115,7 @@ def chunked_cross_entropy(
 
 
 def check_shapes(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    sizes: Sequence[int],
-    exchange: Exchange | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sizes: Sequence[int], among: Exchange | None
 ) -> None:
     """Raise `LayoutError` for shapes and dtypes that do not fit each other or the ranks' `sizes`."""
     fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
@@ -130,8 +125,8 @@ def check_shapes(
         raise LayoutError(
             f"expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, targets [tokens]; got {shapes}"
         )
-    if exchange is not None and (len(sizes) != exchange.size or sizes[exchange.index] != weight.shape[0]):
-        held = f"rank {exchange.index} of {exchange.size} has {weight.shape[0]} tokens of the vocabulary"
+    if among is not None and (len(sizes) != among.size or sizes[among.index] != weight.shape[0]):
+        held = f"rank {among.index} of {among.size} has {weight.shape[0]} tokens of the vocabulary"
         raise LayoutError(f"{held}, where sizes are {list(sizes)}")
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if len(dtypes) != 1 or not hidden.is_floating_point():
@@ -142,10 +137,8 @@ def require_targets_in(targets: Tensor, vocab: int, ignore_index: int = -100) ->
     """Raise `DataError` for a target that is neither `ignore_index` nor in [0, vocab)."""
     bound = targets[targets != ignore_index]
     if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
-        raise DataError(
-            f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in "
-            f"[0, {vocab}); check the tokenizer against the model's vocab_size"
-        )
+        why = f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in [0"
+        raise DataError(f"{why}, {vocab}); check the tokenizer against the model's vocab_size")
 
 
 def chunk_for(tokens: int, hidden: int, dtype: torch.dtype, *, trained: bool = True) -> int:

@@ -66,13 +66,8 @@ def token_scores(
     kept = (targets != -100).nonzero().squeeze(1)
     # A temperature divides what the cap leaves: T of cap * tanh(scale * z / cap) / T is in both of its numbers.
     change = LogitChange(scale=change.scale / temperature, cap=change.cap / temperature)
-    settings = {
-        "targets": targets[kept].long(),
-        "chunk_tokens": _CHUNK_TOKENS,
-        "seed": 1.0,
-        "change": change,
-        "first": first,
-    }
+    settings: dict[str, Any] = {"targets": targets[kept].long(), "chunk_tokens": _CHUNK_TOKENS, "seed": 1.0}
+    settings |= {"change": change, "first": first}
     rows = hidden if len(kept) == len(targets) else hidden.index_select(0, kept)
     found = _ChunkedScores.apply(settings, exchange, vocab, rows, weight, bias)  # type: ignore[no-untyped-call]
     return TokenScores(*(each.new_zeros(len(targets)).index_copy(0, kept, each) for each in found))
@@ -121,11 +116,9 @@ class _ScoresPass(HeadPass):
 
 class _ChunkedScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, settings: dict[str, Any], exchange: Exchange | None, vocabulary: int, *inputs: Any
-    ) -> TokenScores:
+    def forward(ctx: Any, settings: dict[str, Any], exchange: Exchange | None, vocab: int, *inputs: Any) -> TokenScores:
         head = _ScoresPass(*inputs, **settings, exchange=exchange, trained=(False,) * 3)
-        scores, normal = head.scores(vocabulary)
+        scores, normal = head.scores(vocab)
         ctx.settings, ctx.exchange = settings, exchange
         ctx.save_for_backward(*inputs, normal)
         ctx.set_materialize_grads(False)
@@ -134,11 +127,9 @@ class _ChunkedScores(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, by_log_prob: Tensor | None, by_entropy: Tensor | None, *_: None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, by_score: Tensor | None, by_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, normal = ctx.saved_tensors
-        seed = torch.zeros_like(normal[0]) if by_log_prob is None else by_log_prob
+        seed = torch.zeros_like(normal[0]) if by_score is None else by_score
         settings: dict[str, Any] = {**ctx.settings, "exchange": None, "chunk_tokens": len(hidden)}
         settings["trained"] = trained = ctx.needs_input_grad[3:]
         # Gradients of hidden states are sums over chunks.

@@ -13,25 +13,23 @@ from zeromesh.rng import GeneratorStates, kept_generators
 Gradients = tuple[Tensor | None, ...]
 
 
-def run_in_tiles(
-    forward: Callable[[Tensor], Tensor], parameters: Sequence[nn.Parameter], tokens: int, x: Tensor
-) -> Tensor:
+def run_in_tiles(forward: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor) -> Tensor:
     """Return `forward(x)` `[batch, sequence, out]` for `x` `[batch, sequence, in]`, on `tokens` of the sequence at once. `forward`
-    must act on each token alone, and reads no trained tensor but `parameters`. These get their whole gradient at once, summed over
+    must act on each token alone, and reads no trained tensor but `params`. These get their whole gradient at once, summed over
     the tiles in fp32 where their dtype is narrower; dropout draws in backward what it drew before."""
     # The input is saved first: a block's recomputation ends where it has what backward reads, and does not run a last module.
-    saved = _SavedInput.apply(x, *parameters)  # type: ignore[no-untyped-call]
-    tiled = _TiledPass(forward, parameters, tokens, x)
-    return cast(Tensor, _Tiled.apply(tiled, saved.grad_fn, saved, *parameters))  # type: ignore[no-untyped-call]
+    saved = _SavedInput.apply(x, *params)  # type: ignore[no-untyped-call]
+    tiled = _TiledPass(forward, params, tokens, x)
+    return cast(Tensor, _Tiled.apply(tiled, saved.grad_fn, saved, *params))  # type: ignore[no-untyped-call]
 
 
 class _TiledPass:
     """One call of a module, with the state of the generators and of autocast that its backward needs too."""
 
     def __init__(
-        self, forward: Callable[[Tensor], Tensor], parameters: Sequence[nn.Parameter], tokens: int, x: Tensor
+        self, forward: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor
     ) -> None:
-        self._forward, self._parameters, self._tokens = forward, parameters, tokens
+        self._forward, self._parameters, self._tokens = forward, params, tokens
         self._random = GeneratorStates.now()
         kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

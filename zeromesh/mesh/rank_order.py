@@ -41,10 +41,8 @@ def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") 
         return tuple(sorted(world, key=keys.__getitem__))
     numbers = tuple(order)
     if sorted(numbers) != list(world) or numbers[0] != 0:
-        raise ConfigError(
-            f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(world) - 1}, each once, "
-            "of which 0 is the first (process 0 keeps the rendezvous store)"
-        )
+        why = f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(world) - 1}"
+        raise ConfigError(f"{why}, each once, of which 0 is the first (process 0 keeps the rendezvous store)")
     return numbers
 
 

@@ -45,10 +45,8 @@ class StagedForward:
             raise DataError(f"{rows} prompts cannot be generated in {count} microbatches; each needs a row")
         cache = inputs.get(CACHE)
         if cache is None and inputs.get("use_cache"):
-            raise LayoutError(
-                f"{type(self.stages.model).__name__} keeps something else than past_key_values between tokens, which stages of a "
-                "pipeline cannot; pass use_cache=False"
-            )
+            why = f"{type(self.stages.model).__name__} keeps something else than past_key_values between tokens"
+            raise LayoutError(f"{why}, which stages of a pipeline cannot; pass use_cache=False")
         if cache is not None and not self._caches:
             places = product(range(len(self.stages.own)), range(count))
             self._caches = {place: copy.deepcopy(cache) if any(place) else cache for place in places}

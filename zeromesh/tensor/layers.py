@@ -128,14 +128,12 @@ def run_sharded_experts(forward: _Forward, exchange: Exchange, /, *args: Tensor,
     return autograd_collectives.all_reduce_output(out, None, exchange)
 
 
-def norms_over_ranks(
-    layer: Any, adapter: str, exchange: Exchange, weight: Tensor, *, scaling: float, **_: Any
-) -> Tensor:
+def norms_over_ranks(layer: Any, adapter: str, among: Exchange, weight: Tensor, *, scaling: float, **_: Any) -> Tensor:
     """Return the norms [out] of the rows of `weight` [out, this rank's inputs] plus the product of an adapter of PEFT's `layer`,
     over the inputs of all ranks, without gradients (DoRA: Liu et al. 2024, arXiv:2402.09353)."""
     down, up = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     whole = (weight.t() if layer.fan_in_fan_out else weight) + scaling * (up @ down).to(weight.dtype)
-    return exchange.all_reduce_async(whole.detach().square().sum(1)).wait().sqrt()
+    return among.all_reduce_async(whole.detach().square().sum(1)).wait().sqrt()
 
 
 def project_latent(forward: _Forward, latent: int, exchange: Exchange, x: Tensor) -> Tensor:

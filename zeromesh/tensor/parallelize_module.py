@@ -273,10 +273,8 @@ def _run_on_whole_sequence(
 def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
     value = args[0] if args else kwargs.get(_HIDDEN)
     if not isinstance(value, torch.Tensor) or value.dim() != 3:
-        raise LayoutError(
-            "the first argument of a block is not hidden states [batch, sequence, hidden], so the sequence cannot be shared out; "
-            "set parallel.sequence: false"
-        )
+        why = "the first argument of a block is not hidden states [batch, sequence, hidden]"
+        raise LayoutError(f"{why}, so the sequence cannot be shared out; set parallel.sequence: false")
     return value
 
 

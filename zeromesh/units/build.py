@@ -15,7 +15,7 @@ from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choose_transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
-from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, build_layout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, UnitLayouts, build_layout
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -105,7 +105,7 @@ def build_units(
         transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, *ring)
     else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
         transport = open_transport("local", mesh.shard, mesh.device, requests, *ring)
-        reduction = open_transport(kind, mesh.shard, mesh.device, (), *ring)
+        reduction = open_transport(kind, mesh.shard, mesh.device, [], *ring)
     kept_bytes = sum(request.padded * request.dtype.itemsize for request in requests if request.persistent)
     tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
@@ -124,10 +124,8 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
     master = options.precision.master
     for spec in specs:
         if not spec.dtype.is_floating_point:
-            raise LayoutError(
-                f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; make it a real parameter with a last "
-                "dimension of 2, and use torch.view_as_complex in forward"
-            )
+            cure = "make it a real parameter with a last dimension of 2, and use torch.view_as_complex in forward"
+            raise LayoutError(f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; {cure}")
         if spec.dtype.itemsize > master.itemsize:
             raise LayoutError(
                 f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
@@ -146,9 +144,7 @@ def slot_bytes(trained: Sequence[BucketLayout], options: ZeroOptions, device: to
     return max((each.padded * wire_dtype(each.first.dtype).itemsize for each in trained), default=0)
 
 
-def kept_buckets(
-    units: Sequence[Sequence[BucketLayout]], options: ZeroOptions, device: torch.device, kind: str
-) -> list[list[bool]]:
+def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device, kind: str) -> list[list[bool]]:
     """Return for each bucket of each unit, the root first, whether its gathered parameters are kept between uses. With the budget
     `auto`, a single rank keeps all, and ranks that share pages keep the root and units that rest in the gathered dtype. A single
     rank always keeps buckets whose shards are themselves the parameters."""

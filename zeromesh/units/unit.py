@@ -302,10 +302,8 @@ class Unit:
 
     def enter(self, phase: Phase) -> None:
         if phase is not _NEXT_PHASE[self.phase]:
-            raise PhaseError(
-                f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; it can become "
-                f"{_NEXT_PHASE[self.phase].value}"
-            )
+            cure = f"it can become {_NEXT_PHASE[self.phase].value}"
+            raise PhaseError(f"unit {self.name} is {self.phase.value} and cannot become {phase.value}; {cure}")
         self.phase = phase
 
     def _count(self, nbytes: int) -> None:

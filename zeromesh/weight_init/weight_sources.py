@@ -441,10 +441,8 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     if not owners:
         return BuiltModel(model=model, source=BuiltSource(model))
     if hooked := [name for name in hooked_parameters(model) if name in drawn]:
-        raise LayoutError(
-            f"{some(hooked)}: the model was passed on the meta device with hooks on gradients, which cannot be kept; "
-            "pass it built, or pass a callable that builds it"
-        )
+        why = f"{some(hooked)}: the model was passed on the meta device with hooks on gradients, which cannot be kept"
+        raise LayoutError(f"{why}; pass it built, or pass a callable that builds it")
     source = SeededSource(model, seed)
     if lost := source.unset_parameters():
         raise LostValuesError(lost, "nothing sets them again")

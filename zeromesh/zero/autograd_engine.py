@@ -252,10 +252,8 @@ class AutogradPasses(Passes):
             )
         accumulation = self._options.accumulation
         if step.backwards >= accumulation > 1:
-            raise PhaseError(
-                f"the step has had its {accumulation} backwards (accumulation={accumulation}); call optimizer.step() "
-                "and optimizer.zero_grad(), or give shard() another accumulation"
-            )
+            cure = "call optimizer.step() and optimizer.zero_grad(), or give shard() another accumulation"
+            raise PhaseError(f"the step has had its {accumulation} backwards (accumulation={accumulation}); {cure}")
         last = self.synced and step.backwards + 1 == accumulation > 1
         graph.progress.first, graph.progress.last = not step.backwards, last
         self._enter_backward(graph.progress)
@@ -281,10 +279,8 @@ class AutogradPasses(Passes):
 
     def require_no_failure(self) -> None:
         if self.failed:
-            raise PhaseError(
-                "the latest backward ended with an error, and this rank's gradients are incomplete; call optimizer.zero_grad() on "
-                "a single rank, or start again from a checkpoint"
-            )
+            why = "the latest backward ended with an error, and this rank's gradients are incomplete"
+            raise PhaseError(f"{why}; call optimizer.zero_grad() on a single rank, or start again from a checkpoint")
 
     # Between backward and update
 

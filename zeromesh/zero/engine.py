@@ -212,7 +212,7 @@ class ZeroEngine:
             unit.adopt_requires_grad()
         needed, name, slots = self._needed_slot_bytes(), self.reduction.name, self.options.gradient_slots
         if needed > self._slot_bytes and name != "local":
-            wider = open_transport(name, self.mesh.shard, self.mesh.device, (), slots, needed)
+            wider = open_transport(name, self.mesh.shard, self.mesh.device, [], slots, needed)
             self._passes.gradients.set_reducer(wider.reducer)
             if self._wider is not None:
                 self._wider.close()

@@ -1,13 +1,13 @@
 """Predicts one rank's memory by purpose, without activations and libraries, from the layout alone (see docs/architecture.md)."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from zeromesh.flat.layout import BucketLayout
+from zeromesh.flat.layout import BucketLayout, UnitLayouts
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
@@ -43,12 +43,7 @@ class MemoryModel:
     compute device (`terms`), in host memory beside an accelerator (`host_terms`), and on disk (`files`). Gradients: the peak."""
 
     def __init__(
-        self,
-        units: Sequence[Sequence[BucketLayout]],
-        options: ZeroOptions,
-        parts: int,
-        transport: str,
-        device: torch.device = _CPU,
+        self, units: UnitLayouts, options: ZeroOptions, parts: int, transport: str, device: torch.device = _CPU
     ) -> None:
         """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first, and `transport` is
         what `choose_transport` returns for these ranks."""

@@ -341,15 +341,11 @@ class Passes:
 
     def _begin_users_pass(self, module: nn.Module) -> None:
         if self._in_stages:
-            raise PhaseError(
-                "the model was called by itself, and this rank has but some stages of it; use trainer.evaluate(), or call it "
-                "when fit has made it whole"
-            )
+            cure = "use trainer.evaluate(), or call it when fit has made it whole"
+            raise PhaseError(f"the model was called by itself, and this rank has but some stages of it; {cure}")
         if torch.is_grad_enabled():
-            raise PhaseError(
-                "the model was called outside a training step with gradients enabled; call it under torch.no_grad(), "
-                "or train through the trainer"
-            )
+            cure = "call it under torch.no_grad(), or train through the trainer"
+            raise PhaseError(f"the model was called outside a training step with gradients enabled; {cure}")
         self._begin(PassMode.EVALUATION, "user")
         self._direct_call = module
 
@@ -368,10 +364,8 @@ class Passes:
             for each in (self.units if ends else [unit]) if self._releases else ():
                 if each.phase is Phase.LIVE and any(map(each.has_memory_of, tensors)):
                     if ends:
-                        raise PhaseError(
-                            f"the call returned a view of parameters of unit {each.name}, which are released after it; return a "
-                            "clone"
-                        )
+                        why = f"the call returned a view of parameters of unit {each.name}, which are released after it"
+                        raise PhaseError(f"{why}; return a clone")
                     self._keep_live(each)
             hooked = on_gradient_of(tensors, self._on_reached(unit, self._progress.calls - 1))
             # Only microbatches of a training step always have a backward.
@@ -401,10 +395,8 @@ class Passes:
             if unit.index in self._progress.kept:
                 continue
             if parameter is not None:
-                raise PhaseError(
-                    f"a view of {unit.name_of(parameter)} that unit {unit.name} made in its forward was used after it, "
-                    "when the parameters were released; have forward return it, or clone it"
-                )
+                why = f"a view of {unit.name_of(parameter)} that unit {unit.name} made in its forward was used after it"
+                raise PhaseError(f"{why}, when the parameters were released; have forward return it, or clone it")
             self._keep_live(unit)
 
     def before_backward(self, unit: Unit, call: int) -> None:

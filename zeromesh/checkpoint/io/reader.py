@@ -208,19 +208,16 @@ def _close(file: Future[PositionalFile]) -> None:
 
 
 def copy_file(
-    readers: Iterable[CheckpointReader],
-    path: str,
-    folder: Path,
-    on_progress: Callable[[int], None] = lambda nbytes: None,
+    readers: Iterable[CheckpointReader], path: str, folder: Path, moved: Callable[[int], None] = lambda nbytes: None
 ) -> None:
-    """Copy a file of a checkpoint or its parts into `folder`; `on_progress` receives the bytes of pieces. Raises as `stream`."""
+    """Copy a file of a checkpoint or its parts into `folder`; `moved` receives the bytes of pieces. Raises as `stream`."""
     records = [(each, each.manifest.files[path]) for each in readers if path in each.manifest.files]
     (folder / path).parent.mkdir(exist_ok=True)
     with PositionalFile(folder / path, write=True, size=records[0][1].nbytes) as file:
 
         def use(piece: ChecksumPiece, data: torch.Tensor) -> None:
             file.write(data, piece.begin)
-            on_progress(data.numel())
+            moved(data.numel())
 
         for reader, record in records:
             reader.stream(record.pieces, use)
@@ -333,11 +330,8 @@ def manifest_of_files(directory: Path) -> Manifest:
     """Make the manifest of a model directory from the headers of its files, without checksums. Raises `ConfigError` for a directory
     without safetensors files, a part of a checkpoint, or a damaged file."""
     if not directory.is_dir():
-        raise ConfigError(
-            f"{directory} is not a directory; a model of the Hub is downloaded first: "
-            "`hf download NAME --local-dir DIR`",
-            where="model.source",
-        )
+        why = f"{directory} is not a directory; a model of the Hub is downloaded first"
+        raise ConfigError(f"{why}: `hf download NAME --local-dir DIR`", where="model.source")
     with suppress(CheckpointError):  # Other tools write files of the same name.
         part = manifest_of(directory)[1].part
         if part[1] > 1:  # The parts of other hosts would be read as zeros.

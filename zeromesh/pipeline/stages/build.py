@@ -42,10 +42,8 @@ def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last
     the sum of squares of stage costs. `costs` are those of the blocks; `first` and `last` of the modules before and after them, in
     the same unit. Raises `LayoutError` with fewer blocks than stages, or a cost that is negative."""
     if stages < 1 or stages > len(costs):
-        raise LayoutError(
-            f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one; "
-            "take fewer ranks along pipeline, or fewer chunks"
-        )
+        why = f"{counted(len(costs), 'block')} cannot be cut into {stages} pipeline stages: each has at least one"
+        raise LayoutError(f"{why}; take fewer ranks along pipeline, or fewer chunks")
     if min(*costs, first, last) < 0:
         raise LayoutError("a block cannot cost less than nothing")
     sums = list(accumulate(costs, initial=0.0))
