@@ -90,7 +90,7 @@ class Feed:
     def first_batch(self) -> dict[str, Any]:
         """Return the first batch with a target, all fields kept. Raises `DataError` on all ranks if the first global
         batches, which every rank reads, have none. A batch without `labels` passes: the loss may use other fields."""
-        plan = replace(self.plan, data_ranks=1, blocks=None)  # Without blocks, no lengths are read.
+        plan = replace(self.plan, data_ranks=1, shares=(), blocks=None)  # Without blocks, no lengths are read.
         steps = _SEARCHED_BATCHES if isinstance(self.dataset, StreamedDataset) else 1
         if plan.epoch_size is not None:
             steps = min(_SEARCHED_BATCHES, -(-plan.epoch_size // plan.global_size))
@@ -197,6 +197,11 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         _kill_processes(self._processes)
         os.close(self._report)
         self._report = -1
+
+    def share_out(self, shares: tuple[int, ...]) -> None:
+        """Cut the rounds of the steps from the next one on by `shares`; what workers have prefetched is made again."""
+        self.close()
+        self.feed = replace(self.feed, plan=replace(self.feed.plan, shares=shares))
 
     def step(self, step: int) -> list[Batch]:
         """Return the batches of all microbatches of data step `step` (from 0), on the CPU."""

@@ -6,11 +6,13 @@ samples in blocks of `micro_size`, assigned to data ranks round-robin. So a step
                                             rank       0    1    2    0    1    2
                                             microbatch 0    0    0    1    1    1
 
-With a budget of tokens, the blocks of a step are cut by `blocks_of_tokens` instead, and assigned in the same way.
+With a budget of tokens, the blocks of a step are cut by `blocks_of_tokens` instead, and assigned in the same way. With shares, the
+consecutive samples of each round of microbatches, 6 above, are cut into unequal blocks: 012, 3 and 45 by shares 3, 1, 2.
 """
 
 import functools
 import hashlib
+import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +35,7 @@ _ROUNDS = 12
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
     """The global sample indices of one forward and backward pass of one rank. `weight` is 1, or 0 for a microbatch past the end of
-    the global batch, which repeats the step's first block, so that it can be run, and whose loss is multiplied by 0."""
+    the global batch, which repeats the step's first samples, so that it can be run, and whose loss is multiplied by 0."""
 
     first_sample: int
     samples: tuple[int, ...]
@@ -57,6 +59,8 @@ class BatchPlan:
     """The most tokens of a microbatch, with padding; `micro_size` is 1 then, and `accumulation` the most that a step may need."""
     blocks: Callable[[int], Blocks] | None = None
     """Returns the blocks of a step that are cut by `tokens`, the same on all ranks; None: blocks have `micro_size` samples."""
+    shares: tuple[int, ...] = ()
+    """The samples that each data rank takes of a round of microbatches, which has `round_size`; empty: `micro_size` each."""
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
@@ -95,8 +99,7 @@ class BatchPlan:
         if self.last == "drop":
             return step / per_epoch
         epochs, rest = divmod(step, per_epoch)
-        round_size = self.micro_size * self.data_ranks
-        return epochs + rest * self.global_size / (math.ceil(self.epoch_size / round_size) * round_size)
+        return epochs + rest * self.global_size / (math.ceil(self.epoch_size / self.round_size) * self.round_size)
 
     def ends_epoch(self, step: int) -> bool:
         """Return True if an epoch ends in step `step` (from 0)."""
@@ -117,21 +120,26 @@ class BatchPlan:
         return range(start, min(start + self.global_size, (epoch + 1) * self.epoch_size))
 
     @property
+    def round_size(self) -> int:
+        """The samples of one microbatch of each data rank."""
+        return self.micro_size * self.data_ranks
+
+    @property
     def accumulation(self) -> int:
-        return math.ceil(self.global_size / (self.micro_size * self.data_ranks))
+        return math.ceil(self.global_size / self.round_size)
 
     def rounds_of(self, step: int) -> int:
         """Return the number of microbatches of each rank in step `step` (from 0), of which the last may have no weight."""
         if self.blocks is not None:
             return math.ceil(len(self.blocks(step)) / self.data_ranks)
-        return math.ceil(len(self.samples_of(step)) / (self.micro_size * self.data_ranks))
+        return math.ceil(len(self.samples_of(step)) / self.round_size)
 
     def equation(self) -> str:
         """Return the batch sizes as one line, such as `global 16 = micro 2 x accumulation 4 x data-parallel 2`."""
         if self.tokens is not None:
             return f"global {self.global_size} in microbatches of {self.tokens} tokens"
         factors = f"micro {self.micro_size} x accumulation {self.accumulation} x data-parallel {self.data_ranks}"
-        idle = self.micro_size * self.accumulation * self.data_ranks - self.global_size
+        idle = self.accumulation * self.round_size - self.global_size
         return f"global {self.global_size} = {factors}" + (f" - {counted(idle, 'zero-weight sample')}" if idle else "")
 
     def microbatches(self, step: int, data_rank: int) -> tuple[Microbatch, ...]:
@@ -144,10 +152,27 @@ class BatchPlan:
             own = blocks[min(number, len(blocks) - 1)]  # Without weight, the smallest block is repeated.
             return Microbatch(first_sample=own[0], samples=own, weight=int(number < len(blocks)))
         samples = self.samples_of(step)
-        start = (index * self.data_ranks + data_rank) * self.micro_size
+        before, size = data_rank * self.micro_size, self.micro_size
+        if self.shares:
+            before, size = sum(self.shares[:data_rank]), self.shares[data_rank]
+        start = index * self.round_size + before
         weight = 1 if start < len(samples) else 0
-        block = samples[start * weight :][: self.micro_size]
+        block = samples[start * weight :][:size]
         return Microbatch(first_sample=block.start, samples=tuple(block), weight=weight)
+
+
+def shares_by(seconds: Sequence[float], samples: int, most: int) -> tuple[int, ...]:
+    """Deal `samples` out to ranks that take `seconds` for each of theirs, 1 to `most` to a rank, so that the last rank ends as early
+    as possible: the next sample is always for the rank that would end with it first."""
+    shares = [1] * len(seconds)
+    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]
+    heapq.heapify(ends)
+    for _ in range(samples - len(shares)):
+        _, rank = heapq.heappop(ends)
+        shares[rank] += 1
+        if shares[rank] < most:
+            heapq.heappush(ends, ((shares[rank] + 1) * seconds[rank], rank))
+    return tuple(shares)
 
 
 def blocks_of_tokens(samples: Sequence[int], lengths: Sequence[int], tokens: int) -> Blocks:

@@ -26,6 +26,7 @@ from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
+from zeromesh.trainer.loop.balance import Balance
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery
@@ -94,6 +95,7 @@ class TrainingLoop:
     _tracking: Tracking = field(init=False)
     _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
+    _balance: Balance | None = None
     _signal: int = 0  # The signal by which some rank was asked to stop; 0: none.
     _end_reason: str = ""  # The reason for an early end of the run; empty if there is none.
     _start: dict[str, Any] = field(default_factory=dict)
@@ -223,6 +225,8 @@ class TrainingLoop:
             Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
             Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
         ):
+            if config.batch.balance == "speed":
+                self._balance = Balance.begin(self._loader, mesh, progress)
             run.start_times.end("files and trackers")
             try:
                 self._take_steps()
@@ -323,6 +327,8 @@ class TrainingLoop:
         peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
         lr = run.learning_rate_of(number - 1)
         line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
+        if shares := self._loader.feed.plan.shares:
+            line["shares"] = list(shares)
         if run.planned is not None:
             run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:
@@ -353,6 +359,8 @@ class TrainingLoop:
                 f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
                 "at the data, or use precision.compute: bfloat16"
             )
+        if self._balance is not None and not self._is_over:
+            run.console.note(self._balance.after(result))
         every = run.config.run.prompts_every
         self._act_on_requests(samples=every is not None and number % every == 0)
 
@@ -530,6 +538,7 @@ class TrainingLoop:
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             skipped=progress.skipped,
+            paces=progress.paces,
             **run.model.require_engine().progress(own=own),
             loss=progress.last_loss,
             eval_loss=eval_loss,

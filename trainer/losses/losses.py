@@ -46,6 +46,7 @@ class Loss:
     causal: bool = False
     """True if the model predicts the next token, so that the first label is no target."""
     classes: int | None = None
+    auxiliary: bool = False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
     last_count: int | Tensor = 0
     """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)
@@ -151,7 +152,7 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
             "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
             "microbatches it is another loss"
         )
-    return _label_loss(model, *notes, causal=verdict.causal, head=head)
+    return replace(_label_loss(model, *notes, causal=verdict.causal, head=head), auxiliary=verdict.auxiliary)
 
 
 def _shifts_labels(model: Any) -> bool | None:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from zeromesh.environment import export, read_environment, set_default, setting
-from zeromesh.errors import ConfigError, counted
+from zeromesh.environment import export, is_later_start, read_environment, set_default, setting
+from zeromesh.errors import ConfigError, counted, some
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import AXES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
@@ -27,7 +27,7 @@ from zeromesh.trainer.data.collate import check_dataset
 from zeromesh.trainer.data.datasets import load_datasets, load_pictures
 from zeromesh.trainer.data.feed import RunData, require_same_data
 from zeromesh.trainer.data.loader import Workers
-from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.data.sampler import BatchPlan, shares_by
 from zeromesh.trainer.data.streaming import StreamedDataset, is_stream
 from zeromesh.trainer.data.text_sources import HUB, find_text
 from zeromesh.trainer.data.token_cache import TokenCache
@@ -132,6 +132,7 @@ def build_run(
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
     config, plan = _with_data_size(config, plan, data, console)
+    plan = _with_shares(plan, config, data, mesh, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = (
         TorchSchedule(made, config.optimizer, config.folders) if made else schedule_of(config)
@@ -246,6 +247,33 @@ def _with_data_size(
         why = f"schedule.warmup_steps: {warmup} is more than the {steps} steps of {run.epochs} epochs"
         raise ConfigError(f"{why}, so optimizer.lr would never be reached; lower it, or set schedule.warmup_ratio")
     return with_length(config, steps), plan
+
+
+def _with_shares(plan: BatchPlan, config: TrainerConfig, data: RunData, mesh: Mesh, console: Console) -> BatchPlan:
+    """Return the plan with the shares of `batch.balance`. Raises `ConfigError` where rounds cannot be cut or measured."""
+    balance, ranks = config.batch.balance, plan.data_ranks
+    if balance == "even" or data.train is None:
+        return plan
+    problem = ""
+    if plan.micro_size == 1:
+        problem = "needs microbatches of several samples, and those of batch.tokens or of batch.micro_size 1 cannot be cut"
+    elif balance == "speed" and isinstance(data.train, StreamedDataset):
+        problem = "speed is for a dataset with a length, and train_dataset is a stream; give a list of numbers"
+    elif balance == "speed" and accelerator.is_accelerator(mesh.device):
+        problem = "speed measures ranks on CPUs, as those on accelerators wait for each other unseen; give a list of numbers"
+    elif isinstance(balance, tuple) and len(balance) != ranks:
+        numbers = f"{counted(len(balance), 'number')} for {counted(ranks, 'data rank')}"
+        if is_later_start():  # Ranks were lost, or have come; the run goes on.
+            console.note(f"batch.balance has {numbers}, so samples are shared out evenly")
+            return plan
+        problem = f"has {numbers}; give one for each"
+    if problem:
+        raise ConfigError(f"{problem}, or set it to even", where="batch.balance")
+    if not isinstance(balance, tuple):
+        return plan
+    shares = shares_by([1 / each for each in balance], plan.round_size, plan.round_size)
+    console.note(f"batch    of each round of {plan.round_size} samples, data ranks take {some(shares, 16)}")
+    return replace(plan, shares=shares)
 
 
 def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console: Console) -> RunData:

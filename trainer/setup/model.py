@@ -175,6 +175,12 @@ def _loss_and_feeds(
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     loss = _loss_of(config, inputs)(model)
+    if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or _own_statistics(model)):
+        raise ConfigError(
+            "the loss has terms over whole microbatches (auxiliary losses of experts, or BatchNorm), and would depend on their sizes; "
+            "set it to even",
+            where="batch.balance",
+        )
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -206,6 +212,15 @@ def _loss_and_feeds(
         ),
     )
     return loss, feeds, [*loss.notes, *_check_first_batches(feeds, config, forward, loss, inputs)]
+
+
+def _own_statistics(model: nn.Module) -> list[str]:
+    """Return the names of modules that normalize by their own microbatch; the statistics of SyncBatchNorm cover all ranks."""
+    return [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
 
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
@@ -301,12 +316,7 @@ def fill_engine(
         console.note(use_float8_linear(model, mesh.device))
     away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
     console.note(*divided.notes, *prepared, *built.notes)
-    # The statistics of SyncBatchNorm cover all ranks.
-    local = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
+    local = _own_statistics(model)
     if local and feeds is not None:
         console.note(
             f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "

@@ -25,12 +25,21 @@ class BatchSection(Section):
     """Sequences of a microbatch in evaluation and prediction; null: as `micro_size`, or `tokens`."""
     last: Literal["carry", "partial", "drop"] = "carry"
     """Treatment of the last samples of an epoch that fill no global batch: into the next (carry), a smaller one (partial), drop."""
+    balance: Annotated[
+        Literal["even", "speed"] | keys.Listed[tuple[keys.Positive, ...]],
+        keys.Allowed("even, speed or a list of positive numbers"),
+    ] = "even"
+    """Samples that data ranks take of each round of microbatches: `micro_size` each (even), in the proportions of a list, or by
+    measured speed, at most twice `micro_size` (speed). The round, the result and the number of microbatches are the same."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
     @model_validator(mode="before")
     @classmethod
     def _count_tokens(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "shares" in data and "balance" not in data:  # The other spelling of the key.
+            given = "speed" if data["shares"] == "measured" else data["shares"]
+            data = {"balance": given, **{name: each for name, each in data.items() if name != "shares"}}
         budgeted = isinstance(data, Mapping) and data.get("tokens") is not None
         return {"micro_size": 1, **data} if budgeted else data
 
