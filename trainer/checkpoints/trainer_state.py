@@ -62,7 +62,7 @@ class TrainerState:
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     stream: Mapping[str, Any] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
-    paces: Sequence[_Number] = ()  # seconds a sample of each data rank, by which samples are shared out (`batch.balance`)
+    paces: Sequence[_Number] = ()  # seconds a sample of each data rank (`batch.balance`)
     tracker: Mapping[str, str] = field(default_factory=dict)
     log_history: Sequence[Mapping[str, Any]] = ()  # in transformers' form; empty if a run uses nothing of transformers
     settings: Mapping[str, Any] = field(default_factory=dict)

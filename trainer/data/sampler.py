@@ -162,8 +162,8 @@ class BatchPlan:
 
 
 def shares_by(seconds: Sequence[float], samples: int, most: int) -> tuple[int, ...]:
-    """Deal `samples` out to ranks that take `seconds` for each of theirs, 1 to `most` to a rank, so that the last rank ends as early
-    as possible: the next sample is always for the rank that would end with it first."""
+    """Deal `samples` out to ranks that take `seconds` for each, 1 to `most` to a rank, so that the last rank ends as early as
+    possible: the next sample is always for the rank that would end with it first."""
     shares = [1] * len(seconds)
     ends = [(2 * each, rank) for rank, each in enumerate(seconds)]
     heapq.heapify(ends)

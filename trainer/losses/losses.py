@@ -46,7 +46,9 @@ class Loss:
     causal: bool = False
     """True if the model predicts the next token, so that the first label is no target."""
     classes: int | None = None
-    auxiliary: bool = False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
+    auxiliary: bool = (
+        False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
+    )
     last_count: int | Tensor = 0
     """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
     last_scalars: Mapping[str, Any] = field(default_factory=dict)

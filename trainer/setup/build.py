@@ -256,11 +256,15 @@ def _with_shares(plan: BatchPlan, config: TrainerConfig, data: RunData, mesh: Me
         return plan
     problem = ""
     if plan.micro_size == 1:
-        problem = "needs microbatches of several samples, and those of batch.tokens or of batch.micro_size 1 cannot be cut"
+        problem = (
+            "needs microbatches of several samples, and those of batch.tokens or of batch.micro_size 1 cannot be cut"
+        )
     elif balance == "speed" and isinstance(data.train, StreamedDataset):
         problem = "speed is for a dataset with a length, and train_dataset is a stream; give a list of numbers"
     elif balance == "speed" and accelerator.is_accelerator(mesh.device):
-        problem = "speed measures ranks on CPUs, as those on accelerators wait for each other unseen; give a list of numbers"
+        problem = (
+            "speed measures ranks on CPUs, as those on accelerators wait for each other unseen; give a list of numbers"
+        )
     elif isinstance(balance, tuple) and len(balance) != ranks:
         numbers = f"{counted(len(balance), 'number')} for {counted(ranks, 'data rank')}"
         if is_later_start():  # Ranks were lost, or have come; the run goes on.

@@ -177,8 +177,8 @@ def _loss_and_feeds(
     loss = _loss_of(config, inputs)(model)
     if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or _own_statistics(model)):
         raise ConfigError(
-            "the loss has terms over whole microbatches (auxiliary losses of experts, or BatchNorm), and would depend on their sizes; "
-            "set it to even",
+            "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm); set it "
+            "to even",
             where="batch.balance",
         )
     of_text = data.tokenizer is not None and inputs.collate is None
