@@ -12,7 +12,6 @@ consecutive samples of each round of microbatches, 6 above, are cut into unequal
 
 import functools
 import hashlib
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,13 +164,9 @@ def shares_by(seconds: Sequence[float], samples: int, most: int) -> tuple[int, .
     """Deal `samples` out to ranks that take `seconds` for each, 1 to `most` to a rank, so that the last rank ends as early as
     possible: the next sample is always for the rank that would end with it first."""
     shares = [1] * len(seconds)
-    ends = [(2 * each, rank) for rank, each in enumerate(seconds)]
-    heapq.heapify(ends)
     for _ in range(samples - len(shares)):
-        _, rank = heapq.heappop(ends)
-        shares[rank] += 1
-        if shares[rank] < most:
-            heapq.heappush(ends, ((shares[rank] + 1) * seconds[rank], rank))
+        free = (rank for rank, share in enumerate(shares) if share < most)
+        shares[min(free, key=lambda rank: (shares[rank] + 1) * seconds[rank])] += 1
     return tuple(shares)
 
 

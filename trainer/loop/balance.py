@@ -2,15 +2,12 @@
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Self
 
 from zeromesh.errors import some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import shares_by
-from zeromesh.trainer.loop.context import RunProgress
 from zeromesh.trainer.monitoring.rank_waits import slowest
 from zeromesh.trainer.monitoring.step_stats import StepResult
 
@@ -19,25 +16,16 @@ _MOST = 2  # times `batch.micro_size`, as activations take memory by the sample
 _WORTH = 0.95  # of a round's time, which other shares have to save a part of
 
 
-@dataclass(kw_only=True, slots=True)
 class Balance:
-    """Measures the ranks' own work a sample, without waits for one another, and shares rounds out by `progress.paces`."""
+    """Measures the data ranks' own work, without waits for one another, and shares out by their `paces`, in seconds a sample."""
 
-    loader: BatchLoader
-    mesh: Mesh
-    progress: RunProgress
-    _busy: list[float] = field(default_factory=list)
-    """This rank's seconds at work in each step since the latest change or comparison."""
-
-    @classmethod
-    def begin(cls, loader: BatchLoader, mesh: Mesh, progress: RunProgress) -> Self:
-        """Go on with the paces that rank 0 knows, or without any where they are of other ranks; all ranks call it."""
-        found = cls(loader=loader, mesh=mesh, progress=progress)
-        known = mesh.world.gather_json(list(progress.paces), "paces of data ranks")[0]
-        progress.paces = known if len(known) == loader.feed.plan.data_ranks else ()
-        if progress.paces:
-            loader.share_out(found._shares(progress.paces))
-        return found
+    def __init__(self, loader: BatchLoader, mesh: Mesh, paces: Sequence[float]) -> None:
+        """Go on with rank 0's `paces`, or evenly where they are of another number of data ranks; all ranks call it."""
+        self._loader, self._mesh, self._busy = loader, mesh, list[float]()
+        known = mesh.world.gather_json([*paces], "paces of data ranks")[0]
+        self.paces: Sequence[float] = known if len(known) == loader.feed.plan.data_ranks else ()
+        if self.paces:
+            loader.share_out(self._shares(self.paces))
 
     def after(self, result: StepResult) -> str | None:
         """Count a step. Every so many steps, compare all ranks, which call it together, and share out anew where that saves a part
@@ -46,20 +34,20 @@ class Balance:
         if len(self._busy) <= _STEPS:
             return None
         own, self._busy = median(self._busy[1:]), []  # In the first, workers start and memory is taken.
-        plan = self.loader.feed.plan
+        plan = self._loader.feed.plan
         shares = plan.shares or (plan.micro_size,) * plan.data_ranks
-        rows = self.mesh.world.gather_integers([self.mesh.data_index, max(1, int(1e6 * own))])
+        rows = self._mesh.world.gather_integers([self._mesh.data_index, max(1, int(1e6 * own))])
         # The ranks of a tensor or context group wait for the slowest of them.
         busy = [max(row[1] for row in rows if row[0] == rank) / 1e6 for rank in range(plan.data_ranks)]
-        paces = [seconds / share for seconds, share in zip(busy, shares, strict=True)]
-        if self.progress.paces:  # Half of a new measurement counts, so that one that is wrong does little.
-            paces = [(old + new) / 2 for old, new in zip(self.progress.paces, paces, strict=True)]
+        paces = [*map(operator.truediv, busy, shares)]
+        if self.paces:  # Half of a new measurement counts, so that one that is wrong does little.
+            paces = [(old + new) / 2 for old, new in zip(self.paces, paces, strict=True)]
         wanted = self._shares(paces)
         now, then = (max(map(operator.mul, each, paces)) for each in (shares, wanted))
         if then > _WORTH * now:
             return None
-        self.progress.paces = paces
-        self.loader.share_out(wanted)
+        self.paces = paces
+        self._loader.share_out(wanted)
         slow, most, usual = slowest(dict(enumerate(paces)))
         return (
             f"of each round of {plan.round_size} samples, data ranks take {some(wanted, 16)} (batch.balance: speed): each takes "
@@ -67,5 +55,5 @@ class Balance:
         )
 
     def _shares(self, paces: Sequence[float]) -> tuple[int, ...]:
-        plan = self.loader.feed.plan
+        plan = self._loader.feed.plan
         return shares_by(paces, plan.round_size, _MOST * plan.micro_size)

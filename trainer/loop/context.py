@@ -1,7 +1,7 @@
 """`RunContext`, the parts of a run as `build_run` creates them, and `RunProgress`, the counters that its steps update."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median_high
 from typing import Any
@@ -109,7 +109,6 @@ class RunProgress:
     skipped_in_a_row: int = 0
     cause: str = ""  # The reason why the latest skipped step was skipped.
     unit: str = "tokens"
-    paces: Sequence[float] = ()  # Seconds a sample of each data rank, by which samples are shared out; empty: evenly.
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
@@ -134,7 +133,7 @@ class RunProgress:
     def resume(self, state: TrainerState) -> None:
         self.resumed = state
         self.step, self.passed_over = state.step, state.passed_over
-        self.tokens, self.skipped, self.paces = state.tokens, state.skipped, state.paces
+        self.tokens, self.skipped = state.tokens, state.skipped
         self.reached = self.position
         self.best = Best.from_json(state.best, "the checkpoint")
         self.log[:] = [unstrict(line) for line in state.log_history]

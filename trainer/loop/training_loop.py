@@ -226,7 +226,7 @@ class TrainingLoop:
             Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
         ):
             if config.batch.balance == "speed":
-                self._balance = Balance.begin(self._loader, mesh, progress)
+                self._balance = Balance(self._loader, mesh, resumed.paces)
             run.start_times.end("files and trackers")
             try:
                 self._take_steps()
@@ -538,7 +538,7 @@ class TrainingLoop:
             passed_over=progress.passed_over,
             tokens=progress.tokens,
             skipped=progress.skipped,
-            paces=progress.paces,
+            paces=() if self._balance is None else self._balance.paces,
             **run.model.require_engine().progress(own=own),
             loss=progress.last_loss,
             eval_loss=eval_loss,

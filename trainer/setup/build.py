@@ -250,30 +250,21 @@ def _with_data_size(
 
 
 def _with_shares(plan: BatchPlan, config: TrainerConfig, data: RunData, mesh: Mesh, console: Console) -> BatchPlan:
-    """Return the plan with the shares of `batch.balance`. Raises `ConfigError` where rounds cannot be cut or measured."""
+    """Return the plan with the shares of `batch.balance`. Raises `ConfigError` where these do not fit the run."""
     balance, ranks = config.batch.balance, plan.data_ranks
     if balance == "even" or data.train is None:
         return plan
-    problem = ""
-    if plan.micro_size == 1:
-        problem = (
-            "needs microbatches of several samples, and those of batch.tokens or of batch.micro_size 1 cannot be cut"
-        )
-    elif balance == "speed" and isinstance(data.train, StreamedDataset):
-        problem = "speed is for a dataset with a length, and train_dataset is a stream; give a list of numbers"
-    elif balance == "speed" and accelerator.is_accelerator(mesh.device):
-        problem = (
-            "speed measures ranks on CPUs, as those on accelerators wait for each other unseen; give a list of numbers"
-        )
-    elif isinstance(balance, tuple) and len(balance) != ranks:
+    if balance == "speed":
+        streams, on_device = isinstance(data.train, StreamedDataset), accelerator.is_accelerator(mesh.device)
+        if streams or on_device:
+            why = "train_dataset is a stream" if streams else "ranks with accelerators wait for each other unseen"
+            raise ConfigError(f"speed cannot be taken, as {why}; give a list, or set it to even", where="batch.balance")
+        return plan
+    if len(balance) != ranks:
         numbers = f"{counted(len(balance), 'number')} for {counted(ranks, 'data rank')}"
-        if is_later_start():  # Ranks were lost, or have come; the run goes on.
-            console.note(f"batch.balance has {numbers}, so samples are shared out evenly")
-            return plan
-        problem = f"has {numbers}; give one for each"
-    if problem:
-        raise ConfigError(f"{problem}, or set it to even", where="batch.balance")
-    if not isinstance(balance, tuple):
+        if not is_later_start():
+            raise ConfigError(f"has {numbers}; give one for each, or set it to even", where="batch.balance")
+        console.note(f"batch.balance has {numbers} that are left, so samples are shared out evenly")
         return plan
     shares = shares_by([1 / each for each in balance], plan.round_size, plan.round_size)
     console.note(f"batch    of each round of {plan.round_size} samples, data ranks take {some(shares, 16)}")

@@ -175,7 +175,8 @@ def _loss_and_feeds(
     console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
     loss = _loss_of(config, inputs)(model)
-    if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or _own_statistics(model)):
+    normed = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
+    if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or normed):
         raise ConfigError(
             "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm); set it "
             "to even",
@@ -212,15 +213,6 @@ def _loss_and_feeds(
         ),
     )
     return loss, feeds, [*loss.notes, *_check_first_batches(feeds, config, forward, loss, inputs)]
-
-
-def _own_statistics(model: nn.Module) -> list[str]:
-    """Return the names of modules that normalize by their own microbatch; the statistics of SyncBatchNorm cover all ranks."""
-    return [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
 
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
@@ -316,7 +308,12 @@ def fill_engine(
         console.note(use_float8_linear(model, mesh.device))
     away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
     console.note(*divided.notes, *prepared, *built.notes)
-    local = _own_statistics(model)
+    # The statistics of SyncBatchNorm cover all ranks.
+    local = [
+        name or type(model).__name__
+        for name, module in model.named_modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
+    ]
     if local and feeds is not None:
         console.note(
             f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "

@@ -34,13 +34,18 @@ test_shares_compute_what_one_process_does = tried(
     timeout=120.0,
 )
 
-SPEED = {"balance": "speed", "micro_size": 2}
+SPEED = {"balance": "speed"}
 test_what_cannot_be_exact_or_cut_is_refused = tried(
     "balance_cases",
     [
         row(2, "refused", wanted="batch.balance: has 3 numbers for 2 data ranks", batch={"balance": [1, 2, 3]}),
-        row(2, "refused", wanted="batch.balance: needs microbatches of several", batch={**SPEED, "micro_size": 1}),
-        row(2, "refused", wanted="batch.balance: speed is for a dataset with a length", kind="stream", batch=SPEED),
+        row(
+            2,
+            "refused",
+            wanted="batch.balance: speed cannot be taken, as train_dataset is a stream",
+            kind="stream",
+            batch=SPEED,
+        ),
         row(2, "refused", wanted="batch.balance: the loss has terms", kind="normed", batch=SPEED),
         row(2, "refused", wanted="batch.balance: the loss has terms", kind="experts", batch={"balance": [1, 2]}),
     ],

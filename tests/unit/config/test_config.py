@@ -113,6 +113,9 @@ BAD = [
         ["batch.tokens: 512 is in place of batch.micro_size, which is 4; leave one of them out"],
     ),
     ("batch: {micro_size: auto, tokens: 512}", ["in place of batch.micro_size, which is auto"]),
+    ("batch: {balance: fast}", ["batch.balance: got 'fast'; allowed is even, speed or a list of positive numbers"]),
+    ("batch: {balance: [1, 0]}", ["batch.balance", "allowed is even, speed or a list of positive numbers"]),
+    ("batch: {shares: measured, balance: even}", ["batch.shares"]),
     ("batch: {tokens: 0}", ["batch.tokens: got 0; allowed is an integer >= 1"]),
     ("batch: {micro_size: 0}", ["batch.micro_size: got 0; allowed is an integer >= 1"]),
     ("batch: {micro_size: 2.5}", ["batch.micro_size: got 2.5; allowed is an integer"]),
@@ -284,6 +287,8 @@ def test_defaults_are_those_of_the_quick_start() -> None:
     assert config.model.config == DEFAULT_MODEL
     assert (config.zero.stage, config.precision.compute, config.optimizer.betas) == (3, "bfloat16", (0.9, 0.95))
     assert load_config({"parallel": {"pipeline": 3, "stages": []}}).parallel.stages == ()
+    for given, meant in (("even", "even"), ("measured", "speed"), ([2, 1], (2, 1))):
+        assert load_config({"batch": {"shares": given}}).batch.balance == meant
     again = load_config({"run": None, "optimizer": None})
     assert (again.optimizer, again.run.max_steps) == (config.optimizer, config.run.max_steps)
 

@@ -9,6 +9,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements,
 FLOAT8 = {"compute": "bfloat16", "linear": "float8"}
 IN_BACKWARD: dict[str, Any] = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0, "on_nonfinite": "stop"}}
 CHAT = {"format": "chat", "packing": True}
+SPEED = {"balance": "speed"}
 STAGES = {"pipeline": 2, "schedule": "zero_bubble"}
 EVALUATED = {"eval_every": 1, "load_best": True}
 CODE = {"python": "a:b"}
@@ -81,6 +82,14 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"data": {"train": CODE, "eval": {"a": CODE}}}, ""),
         ({"batch": {"micro_size": 16}}, ""),
         ({"batch": {"micro_size": 17}}, "batch.micro_size: 17 is more than batch.global_size 16"),
+        ({"batch": SPEED}, ""),
+        ({"batch": {"balance": [2, 1.5]}, "parallel": {"pipeline": 2}}, ""),
+        ({"batch": {"balance": [2, 1], "average": "samples"}}, ""),
+        ({"batch": SPEED, "parallel": {"pipeline": 2}}, "batch.balance: speed does not go with parallel.pipeline 2"),
+        ({"batch": SPEED | {"average": "samples"}}, "batch.balance: speed does not go with batch.average samples"),
+        ({"batch": SPEED | {"micro_size": 1}}, "batch.balance: needs microbatches of several samples"),
+        ({"batch": {"tokens": 64, "balance": [1, 2]}}, "batch.balance: needs microbatches of several samples"),
+        ({"batch": SPEED, "parallel": "auto"}, "batch.balance: shares out to data ranks by batch.micro_size"),
         ({"schedule": {"warmup_steps": 5}, "run": {"max_steps": 5}}, ""),
         ({"schedule": {"warmup_steps": 6}, "run": {"max_steps": 5}}, "schedule.warmup_steps: 6 is more than run.max_steps 5"),
         ({"schedule": {"warmup_steps": 6}, "run": {"epochs": 1}}, ""),

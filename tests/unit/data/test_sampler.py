@@ -3,13 +3,21 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, blocks_of_tokens, integer_weights
+from zeromesh.trainer.data.sampler import (
+    BatchPlan,
+    Microbatch,
+    SampleOrder,
+    blocks_of_tokens,
+    integer_weights,
+    shares_by,
+)
 
 ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 
@@ -33,6 +41,36 @@ def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) 
     assert len(real) == math.ceil(plan.global_size / plan.micro_size)
     assert all(len(each.samples) == plan.micro_size for each in real[:-1])
     assert all(each.first_sample == each.samples[0] for each in real)
+
+
+@given(
+    seconds=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4),
+    micro=st.integers(1, 4),
+    cap=st.sampled_from([1.0, 2.0, 9.0]),
+)
+def test_no_other_shares_end_earlier(seconds: list[float], micro: int, cap: float) -> None:
+    """Among all that have 1 to the most samples of each rank."""
+    ranks, most = len(seconds), max(1, min(int(cap * micro), micro * len(seconds)))
+    found = shares_by(seconds, micro * ranks, most)
+    others = [each for each in itertools.product(range(1, most + 1), repeat=ranks) if sum(each) == micro * ranks]
+    ends = {each: max(map(math.prod, zip(each, seconds, strict=True))) for each in others}
+    assert ends[found] == min(ends.values())
+
+
+@given(plan=plans(), step=st.integers(0, 1000), data=st.data())
+def test_shares_cut_the_samples_of_each_round_in_their_order(plan: BatchPlan, step: int, data: st.DataObject) -> None:
+    seconds = data.draw(st.lists(st.floats(0.1, 10.0), min_size=plan.data_ranks, max_size=plan.data_ranks))
+    shares = shares_by(seconds, plan.round_size, plan.round_size)
+    cut = replace(plan, shares=shares)
+    rounds = [
+        [cut.microbatch(step, rank, index) for rank in range(plan.data_ranks)] for index in range(plan.rounds_of(step))
+    ]
+    counted = [each for one in rounds for each in one if each.weight]
+    assert [sample for each in counted for sample in each.samples] == [*plan.samples_of(step)]
+    assert [[len(each.samples) for each in one] for one in rounds[:-1]] == [[*shares]] * (len(rounds) - 1)
+    assert all(0 < len(each.samples) <= share for one in rounds for each, share in zip(one, shares, strict=True))
+    even = replace(plan, shares=(plan.micro_size,) * plan.data_ranks)
+    assert even.microbatches(step, 0) == plan.microbatches(step, 0)
 
 
 @given(plan=plans(), other_ranks=st.integers(1, 8), step=st.integers(0, 1000))

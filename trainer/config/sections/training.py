@@ -29,8 +29,8 @@ class BatchSection(Section):
         Literal["even", "speed"] | keys.Listed[tuple[keys.Positive, ...]],
         keys.Allowed("even, speed or a list of positive numbers"),
     ] = "even"
-    """Samples that data ranks take of each round of microbatches: `micro_size` each (even), in the proportions of a list, or by
-    measured speed, at most twice `micro_size` (speed). The round, the result and the number of microbatches are the same."""
+    """The samples that data ranks take of each round of microbatches: `micro_size` each (even), in the proportions of a list with a
+    number for each, or by measured speed, at most twice `micro_size` (speed); the result is the same. `shares` is another name."""
     average: Literal["tokens", "samples"] = "tokens"
     """The unit of the mean loss of a global batch: targets, or samples, where a microbatch is weighted by its number of samples."""
 
