@@ -328,7 +328,7 @@ class TrainingLoop:
         lr = run.learning_rate_of(number - 1)
         line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
         if shares := self._loader.feed.plan.shares:
-            line["shares"] = list(shares)
+            line["shares"] = {str(rank): share for rank, share in enumerate(shares)}
         if run.planned is not None:
             run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:

@@ -287,8 +287,8 @@ def test_defaults_are_those_of_the_quick_start() -> None:
     assert config.model.config == DEFAULT_MODEL
     assert (config.zero.stage, config.precision.compute, config.optimizer.betas) == (3, "bfloat16", (0.9, 0.95))
     assert load_config({"parallel": {"pipeline": 3, "stages": []}}).parallel.stages == ()
-    for given, meant in (("even", "even"), ("measured", "speed"), ([2, 1], (2, 1))):
-        assert load_config({"batch": {"shares": given}}).batch.balance == meant
+    for value, meant in (("even", "even"), ("measured", "speed"), ([2, 1], (2, 1))):
+        assert load_config({"batch": {"shares": value}}).batch.balance == meant
     again = load_config({"run": None, "optimizer": None})
     assert (again.optimizer, again.run.max_steps) == (config.optimizer, config.run.max_steps)
 
