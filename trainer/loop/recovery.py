@@ -247,9 +247,8 @@ class Recovery:
             state = kept.state
             values = {each.name: copy(getattr(kept.progress, each.name)) for each in fields(RunProgress)}
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
-            values["resumed"] = replace(
-                values["resumed"], stream=state.stream, tracker=state.tracker, paces=state.paces
-            )
+            now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
+            values["resumed"] = replace(values["resumed"], **now)
             for name, value in values.items():
                 setattr(progress, name, value)
         else:

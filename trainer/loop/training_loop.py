@@ -26,7 +26,6 @@ from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
-from zeromesh.trainer.loop.balance import Balance
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery
@@ -36,7 +35,7 @@ from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, RECOVERIES, SAMPLES, MetricsWriter, sentence, strict
-from zeromesh.trainer.monitoring.step_stats import StepResult, Stragglers, rank_figures
+from zeromesh.trainer.monitoring.step_stats import Balance, StepResult, Stragglers, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, samples_row, step_row
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]

@@ -15,7 +15,7 @@ from tests.support.trainer_cases import VOCABULARY, llama, seeded, sentences, se
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
-from zeromesh.trainer.loop import balance
+from zeromesh.trainer.monitoring import step_stats
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 EXACT = 1e-12
@@ -99,7 +99,7 @@ def by_speed(mesh: Mesh, folder: str, slow: int, workers: int) -> None:
     )
     data, seconds = whole_sentences(), 0.012 if mesh.rank == slow else 0.003
     plain = plain_fit(seeded(Sizes), data, config, mean_of_samples)
-    with patch.object(balance, "_STEPS", 3):
+    with patch.object(step_stats, "_STEPS", 3):
         first, losses = seeded(Sizes), list[float]()
         first.seconds = seconds
         stop = Callback()
