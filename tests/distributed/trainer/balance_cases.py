@@ -1,5 +1,6 @@
 """Cases of unequal shares that workers run: what a step computes is what one plain process does."""
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -120,6 +121,16 @@ def by_speed(mesh: Mesh, folder: str, slow: int, workers: int) -> None:
     assert taken[5][slow] == min(taken[5]) < 8 // mesh.world_size
     # Nothing that workers have prefetched is of shares that are no longer.
     assert first.sizes + model.sizes == [each[mesh.rank] for each in taken for _ in range(2)]
+
+
+def left(mesh: Mesh, folder: str) -> None:
+    """A list for more ranks than are left: the run goes on evenly."""
+    batch = {"micro_size": 2, "balance": [3, 2, 1]}
+    model = seeded(Sizes)
+    config = settings(folder, batch=batch)
+    with patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}), Trainer(model, config, whole_sentences()) as each:
+        each.fit()
+    assert model.sizes == [2] * 8
 
 
 def refused(mesh: Mesh, folder: str, wanted: str, kind: str = "llama", **sections: Mapping[str, Any]) -> None:

@@ -28,6 +28,7 @@ test_shares_compute_what_one_process_does = tried(
             sizes=[[3, 3], [1, 1], [1, 1], [3, 3]],
         ),
         row(2, "by_samples"),
+        row(2, "left"),
         row(2, "by_speed", slow=1, workers=1),
         row(4, "by_speed", FULL, slow=2, workers=0),
     ],

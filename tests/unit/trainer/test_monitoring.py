@@ -2,16 +2,20 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from zeromesh.optim.optimizer_step import StepOutcome
+from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
 from zeromesh.trainer.monitoring.rank_waits import blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
-from zeromesh.trainer.monitoring.step_stats import Stragglers
+from zeromesh.trainer.monitoring.step_stats import Balance, StepResult, Stragglers
 
 MIB = 1 << 20
 
@@ -235,3 +239,71 @@ def test_a_start_as_a_sentence(parts: dict[str, float], shown: str) -> None:
 def test_the_clock_is_that_of_all_processes() -> None:
     """The launcher's time is compared with that of its workers."""
     assert 0 <= now() - process_began() < 86400
+
+
+# Samples that ranks take by their speed
+
+
+class Ranks:
+    """A mesh of data ranks, and a loader, without processes: `busy` are the seconds of each rank in every step."""
+
+    def __init__(self, plan: BatchPlan, busy: Sequence[float], known: Sequence[Sequence[float]] = ((),)) -> None:
+        self.feed, self.world, self.data_index = SimpleNamespace(plan=plan), self, 0
+        self.busy, self.known = busy, known
+
+    def gather_json(self, value: Any, what: str) -> list[Any]:
+        return [list(each) for each in self.known]
+
+    def gather_integers(self, own: Sequence[int]) -> list[list[int]]:
+        assert own == [0, round(1e6 * self.busy[0])]
+        return [[rank, round(1e6 * each)] for rank, each in enumerate(self.busy)]
+
+    def share_out(self, shares: tuple[int, ...]) -> None:
+        self.feed.plan = replace(self.feed.plan, shares=shares)
+
+    def steps(self, balance: Balance, count: int = 21) -> list[str]:
+        outcome = StepOutcome(grad_norm=1.0, skipped=False, loss_scale=1.0)
+        result = StepResult(loss=1.0, tokens=1, outcome=outcome, seconds=9.0, idle=9.0 - self.busy[0])
+        return [line for line in (balance.after(result) for _ in range(count)) if line]
+
+
+def balanced(plan: BatchPlan, busy: Sequence[float], known: Sequence[Sequence[float]] = ((),)) -> tuple[Ranks, Balance]:
+    ranks: Any = Ranks(plan, busy, known)
+    return ranks, Balance(ranks, ranks, known[0])
+
+
+PLAN = BatchPlan(global_size=32, micro_size=4, data_ranks=4)
+
+
+def test_shares_follow_what_was_measured_after_twenty_steps() -> None:
+    ranks, balance = balanced(PLAN, [0.4, 0.4, 0.4, 0.8])
+    assert ranks.steps(balance, 20) == []
+    assert ranks.feed.plan.shares == ()
+    (line,) = ranks.steps(balance, 1)
+    assert ranks.feed.plan.shares == (5, 5, 4, 2)
+    assert line == (
+        "of each round of 16 samples, data ranks take 5, 5, 4, 2 (batch.balance: speed): each takes data rank 3 2.0 times as "
+        "long as the others"
+    )
+    # The next comparison finds the same paces, and others that are hardly better change nothing.
+    ranks.busy = [0.5, 0.5, 0.4, 0.4]
+    assert ranks.steps(balance) == []
+    assert balance.paces == [0.1, 0.1, 0.1, 0.2]
+
+
+def test_a_measurement_counts_by_half_and_no_rank_takes_more_than_twice_as_much() -> None:
+    ranks, balance = balanced(PLAN, [0.4, 0.4, 0.4, 1.2], known=[[0.1] * 4] * 4)
+    assert ranks.feed.plan.shares == (4, 4, 4, 4)
+    ranks.steps(balance)
+    assert [round(each, 6) for each in balance.paces] == [0.1, 0.1, 0.1, 0.2]
+    assert ranks.feed.plan.shares == (5, 5, 4, 2)
+    ranks, balance = balanced(BatchPlan(global_size=12, micro_size=4, data_ranks=3), [0.01, 1.0, 1.0])
+    ranks.steps(balance)
+    assert ranks.feed.plan.shares == (8, 2, 2)
+
+
+def test_paces_are_those_of_rank_0_and_of_as_many_ranks() -> None:
+    for known, wanted in (([[0.1, 0.2], []], (3, 1)), ([[], [0.1, 0.2]], ()), ([[0.1, 0.2, 0.1]] * 2, ())):
+        ranks, balance = balanced(BatchPlan(global_size=8, micro_size=2, data_ranks=2), [1.0, 1.0], known)
+        assert ranks.feed.plan.shares == wanted
+        assert len(balance.paces) == (2 if wanted else 0)
