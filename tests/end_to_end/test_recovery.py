@@ -182,6 +182,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": {"parallel": {"replicate": 3}, "zero": {"stage": 1}},
     "host": {"offload": {"optimizer": "host", "gradients": "host"}},
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
+    "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},
 }
 
 
