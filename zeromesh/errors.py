@@ -136,6 +136,12 @@ class CollectiveError(ZeromeshError, RuntimeError):
     """Ranks that should act together do not: one is gone, late, or runs another operation."""
 
 
+class MachineError(ZeromeshError, RuntimeError):
+    """A rank computes other results than the others do."""
+
+    left_out = False  # True if its run goes on without the rank.
+
+
 class WeightsDifferError(ZeromeshError, RuntimeError):
     """Ranks hold different values of the same weights."""
 

@@ -54,12 +54,13 @@ class TrainerState:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
     learning_rate: _Number = 0.0
-    passed_over: _Count = 0  # steps without data, because a callback ended an epoch early
+    passed_over: _Count = 0  # steps of the data that were no steps, as where a callback ended an epoch early
     averages: _Count = 0  # the number of updates in the moving average of the weights (`ema`)
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Mapping[str, Any] = field(default_factory=dict)
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    accepted: Sequence[Sequence[_Number]] = field(default_factory=list)  # losses and norms that spikes are judged by
     stream: Mapping[str, Any] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
     paces: Sequence[_Number] = ()  # seconds a sample of each data rank (`batch.balance`)

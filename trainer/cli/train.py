@@ -383,7 +383,8 @@ def print_config(options: argparse.Namespace) -> int:
 
 
 def exit_code_of(error: BaseException) -> int:
-    return 2 if isinstance(error, ZeromeshError) and isinstance(error, ValueError) else 1
+    recurs = isinstance(error, ValueError) or getattr(error, "left_out", True) is False
+    return 2 if isinstance(error, ZeromeshError) and recurs else 1
 
 
 def say(message: str) -> None:

@@ -1,6 +1,8 @@
 """`RunContext`, the parts of a run as `build_run` creates them, and `RunProgress`, the counters that its steps update."""
 
+import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from statistics import median_high
@@ -80,7 +82,7 @@ class FitReport:
     skipped_steps: int
     """Steps without an update, because their gradients were not finite."""
     passed_over: int = 0
-    """Global batches of this process without targets, which are skipped and are no steps."""
+    """Global batches of this process without targets, or passed over by `recovery.on_spike`, which are no steps."""
     metrics: dict[str, float] = field(default_factory=dict, repr=False)
     """The summary of the run under transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
@@ -99,8 +101,12 @@ class RunProgress:
     logged: int = 0  # The number of `losses` that logged lines have averaged.
     step: int = 0
     passed_over: int = 0
-    """The number of data steps skipped, because a callback ended an epoch early or a global batch had no targets."""
-    without_targets: int = 0  # The number of global batches without targets, in this process.
+    """The number of data steps skipped: a callback ended an epoch early, or a global batch had no targets or was a spike."""
+    without_targets: int = 0  # The number of global batches without targets or with a spike, in this process.
+    accepted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=0))  # see `Judge`
+    acts: list[Mapping[str, Any]] = field(
+        default_factory=list
+    )  # about suspicious steps, until a line of metrics has them
     reached: int = 0  # The data position after the last step made, counting skipped data steps.
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -137,6 +143,8 @@ class RunProgress:
         self.reached = self.position
         self.best = Best.from_json(state.best, "the checkpoint")
         self.log[:] = [unstrict(line) for line in state.log_history]
+        self.accepted.clear()
+        self.accepted.extend((loss, norm) for loss, norm in state.accepted)
 
     def add(self, result: StepResult) -> None:
         self.reached = self.position + 1
@@ -148,6 +156,8 @@ class RunProgress:
         self.skipped += result.outcome.skipped
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.outcome.skipped else 0
         self.cause = result.outcome.cause or self.cause
+        if not result.outcome.skipped and math.isfinite(result.loss):
+            self.accepted.append((result.loss, result.outcome.grad_norm))
         if result.bubble:
             self.bubbles.append(result.bubble)
         if result.communication:
@@ -159,7 +169,7 @@ class RunProgress:
         if self.skipped:
             found.append(f"{counted(self.skipped, 'step')} made no update: their gradients were not finite")
         if self.without_targets:
-            found.append(f"{self.without_targets} global batches had no target and were passed over, without an update")
+            found.append(f"{counted(self.without_targets, 'global batch')} passed over, without an update")
         if self.communication:
             table = "\n  ".join(traffic_table(self.communication, steps=len(self.seconds)))
             found.append(Detail(f"communication of this rank in a step:\n  {table}"))

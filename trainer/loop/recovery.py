@@ -177,6 +177,7 @@ class Recovery:
             )
             memory.warm = (
                 (alike or latest.keys() == {*stages})
+                and len({each.passed_over for each in known}) == 1  # Some may know of data that others judge still.
                 and not any(each.stream and each.step < last for each in known)
                 and all(any(self._states[rank] is not None for rank in group) for group in together)
             )

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,8 +31,9 @@ from zeromesh.telemetry.status_board import MEETING, Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.data.feed import require_same_batches, require_same_blocks
-from zeromesh.trainer.data.loader import BatchLoader
+from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.data.sampler import BatchPlan, Microbatch
+from zeromesh.trainer.loop.judging import Computed, Judge
 from zeromesh.trainer.loop.prediction import Collector
 from zeromesh.trainer.losses.losses import Loss, checked_count
 from zeromesh.trainer.losses.trial import require_separate_documents
@@ -46,6 +47,20 @@ REGROUP = signal.SIGUSR2
 _STOPS = (signal.SIGTERM, signal.SIGINT, REGROUP)
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
+
+
+class _Dealt(NamedTuple):
+    """The microbatches of a data rank in a step, their batches, targets, and weights of summed losses; and the `total` of targets
+    of all. None: only forward counts."""
+
+    microbatches: Sequence[Microbatch]
+    batches: Sequence[Mapping[str, Any]]
+    counts: Sequence[int | None]
+    total: int | None
+    shares: Sequence[float]
+
+    def only(self, numbers: slice) -> "_Dealt":
+        return _Dealt(self[0][numbers], self[1][numbers], self[2][numbers], self.total, self.shares[numbers])
 
 
 class DeviceBatch(dict[str, Any]):
@@ -113,6 +128,7 @@ class Stepper:
     engine: ZeroEngine | None
     pipeline: InitVar[Pipeline | None] = None
     context: Context | None = None  # What this rank has of sequences that ranks share.
+    judge: Judge | None = None
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
@@ -139,9 +155,9 @@ class Stepper:
         substep_end: Callable[[], None],
         before_update: Callable[[], None] | None,
         stop_signal: int = 0,
-    ) -> StepResult | None:
+    ) -> StepResult | Mapping[str, Any] | None:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
-        target on any rank, which makes no update.
+        target on any rank, which makes no update, and what was judged of data that are passed over.
 
         `substep_end` is called after each microbatch before the last one with samples, and `before_update`, which may be None on
         some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
@@ -156,65 +172,42 @@ class Stepper:
         mesh.post(Activity.DATA, step=step)
 
         # Fetch the batches of all microbatches, and count their targets over all ranks.
-        plan = loader.feed.plan
+        feed = loader.feed
         with mesh.recorder.span(StepPhase.DATA):
-            microbatches = plan.microbatches(data_step, mesh.data_index)
             batches = loader.step(data_step)
         mesh.post(Activity.AGREE)
-        require_same_blocks(plan, data_step, mesh)
+        require_same_blocks(feed.plan, data_step, mesh)
         if mesh.model_size > 1:
             require_same_batches(batches, mesh)
-        counts = [self.loss.count(batch) for batch in batches]
-        count, shares = self._count_targets(plan, microbatches, counts)
+        dealt = self._deal(feed, data_step, mesh.data_index, batches)
+        count = dealt.total
         if count == 0:
             mesh.recorder.take_seconds()
             mesh.post(Activity.IDLE)
             return None
 
-        # Forward and backward of each microbatch, seeded with its weight in the mean.
-        engine.begin_step(step, groups)
-        self._restore_training_flags()
-        self._computed = []
-        seed = 1.0 if count is None else 1.0 / count
-        seeds = [seed * share * each.weight for share, each in zip(shares, microbatches, strict=True)]
+        def again(source: int, numbers: slice) -> Computed:
+            return self._compute(engine, step, groups, self._deal(feed, data_step, source).only(numbers), lambda: None)
 
-        def end(number: int) -> None:
-            moved[number].clear()
-            if number + 1 < len(microbatches):
-                substep_end()
-                self._restore_training_flags()
-
-        moved = self._to_device(batches, counts)
-        share = mesh.context.index
-        streams = [Streams(engine.options.seed, step, each.first_sample, share) for each in microbatches]
-        work = [
-            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
-            for each, own, drawn in zip(moved, seeds, streams, strict=True)
-        ]
-        self._driver.train(engine, work, self._loss_of, end)
-
-        # Results on the device are read once, and reduced over all ranks with the host's in one collective.
-        counted = [number for number, each in enumerate(microbatches) if each.weight and self._counts_loss]
-        computed = [self._computed[number] for number in counted]
-        values, squares = engine.read_step(_tensors_in(computed))
+        if self.judge is not None:
+            self.judge.begin(step, len(batches), again)
+        own, losses = self._compute(engine, step, groups, dealt, substep_end, self.scalars)
+        loss_finite = math.isfinite(own[0])
         asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
-        sums = torch.tensor([0, 0, 0, *asked, squares, engine.lacks_gradients], dtype=torch.float64)
-        for number, (loss, targets, scalars) in zip(counted, _with_values(computed, values), strict=True):
-            own = [loss * shares[number], 0, 0]
-            if share == 0:  # Losses are of shares of sequences, and what is counted is of all.
-                own[1:] = checked_count(targets), _count_inputs(batches[number])[1]
-            sums[:3] += torch.tensor(own, dtype=torch.float64)
-            self.scalars.add(scalars)
-        loss_finite = math.isfinite(sums[0])
-        mesh.world.all_reduce(sums, "sums of the step")
+        everything = torch.cat([own, torch.tensor(asked, dtype=torch.float64)])
+        mesh.world.all_reduce(everything, "sums of the step")
         mesh.watch.ring.add(MEETING | (step + 1))
-        loss_sum, targets, inputs, *stops, had, squares, lacking = sums.tolist()
+        sums, (*stops, had) = everything[: len(own)], everything[len(own) :].tolist()
+        judged: Mapping[str, Any] = {}
+        if self.judge is not None and sums[1]:
+            sums, judged = self.judge.judge(sums, losses, count)
+        loss_sum, targets, inputs, squares, lacking = sums.tolist()
 
-        if not targets:
+        if not targets or judged.get("act") in ("pass_over", "stop"):
             engine.end_without_update()
             mesh.recorder.take_seconds()
             mesh.post(Activity.IDLE)
-            return None
+            return judged if targets else None
         factor = 1.0 if count is not None else 1.0 / targets
         note = {"loss": loss_sum / targets, "tokens": int(inputs), "unit": _count_inputs(batches[0])[0]}
         engine.optimizer_step.step_note = {**note, "seconds": time.perf_counter() - began}
@@ -238,7 +231,64 @@ class Stepper:
             bubble={} if timelines is None else {"predicted": timelines[0].bubble, "measured": timelines[1].bubble},
             seconds=time.perf_counter() - began,
             idle=mesh.watch.waited_seconds - waited,
+            judged=judged,
         )
+
+    def _deal(
+        self, feed: Feed, data_step: int, source: int, batches: Sequence[Mapping[str, Any]] | None = None
+    ) -> _Dealt:
+        """Return what a data rank has in a step; all ranks call it. Without `batches` they are made here."""
+        microbatches = feed.plan.microbatches(data_step, source)
+        batches = list(map(feed.fetch, microbatches)) if batches is None else batches
+        counts = [self.loss.count(batch) for batch in batches]
+        return _Dealt(microbatches, batches, counts, *self._count_targets(feed.plan, microbatches, counts))
+
+    def _compute(
+        self,
+        engine: ZeroEngine,
+        step: int,
+        groups: Sequence[Hyperparameters],
+        dealt: _Dealt,
+        substep_end: Callable[[], None],
+        scalars: UserScalars | None = None,
+    ) -> Computed:
+        """Run forward and backward of each microbatch, seeded with its weight in the mean. Returns this rank's part of the step's
+        sums, float64 `[5]`: losses, targets, inputs, squares of the gradients, and if it lacks gradients; and the losses that it
+        counts. Values to be logged go to `scalars`."""
+        engine.begin_step(step, groups)
+        self._restore_training_flags()
+        self._computed = []
+        moved = self._to_device(dealt.batches, dealt.counts)
+
+        def end(number: int) -> None:
+            moved[number].clear()
+            if number + 1 < len(moved):
+                substep_end()
+                self._restore_training_flags()
+
+        share, seed = self.mesh.context.index, 1.0 if dealt.total is None else 1.0 / dealt.total
+        streams = [Streams(engine.options.seed, step, each.first_sample, share) for each in dealt.microbatches]
+        seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
+        work = [
+            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
+            for each, own, drawn in zip(moved, seeds, streams, strict=True)
+        ]
+        self._driver.train(engine, work, self._loss_of, end)
+
+        counted = [number for number, each in enumerate(dealt.microbatches) if each.weight and self._counts_loss]
+        computed = [self._computed[number] for number in counted]
+        values, squares = engine.read_step(_tensors_in(computed))
+        sums = torch.tensor([0, 0, 0, squares, engine.lacks_gradients], dtype=torch.float64)
+        losses: dict[int, float] = {}
+        for number, (loss, targets, logged) in zip(counted, _with_values(computed, values), strict=True):
+            own = [loss * dealt.shares[number], 0, 0]
+            if share == 0:  # Losses are of shares of sequences, and what is counted is of all.
+                own[1:] = checked_count(targets), _count_inputs(dealt.batches[number])[1]
+            sums[:3] += torch.tensor(own, dtype=torch.float64)
+            losses[number] = float(loss)
+            if scalars is not None:
+                scalars.add(logged)
+        return sums, losses
 
     def evaluate(
         self, loader: BatchLoader, should_continue: Callable[[int, int], bool], collector: Collector | None = None

@@ -237,6 +237,8 @@ class TrainingLoop:
     def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
         progress.began = (time.perf_counter(), run.samples)
+        if self.recovery is not None and self.recovery.cause:
+            progress.acts.append({"act": "went on", "cause": self.recovery.cause["cause"]})
         run.events.call("on_train_begin")
         if not self._is_over:
             self._checkpoints.try_small_files(self._state)
@@ -289,16 +291,23 @@ class TrainingLoop:
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._asked,
             )
-        if result is None:
-            progress.passed_over += 1
-            progress.without_targets += 1
-            run.console.note(
-                f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
-            )
-            events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
-        else:
+        if isinstance(result, StepResult):
             progress.add(result)
             progress.unfinished = result
+            self._note_act(result.judged, position)
+        else:
+            progress.passed_over += 1
+            progress.without_targets += 1
+            events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
+            if result is None:
+                run.console.note(
+                    f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
+                )
+            else:
+                progress.skipped_in_a_row += 1
+                progress.cause = result["cause"]
+                self._note_act(result, position)
+                self._require_updates()
         self._conclude(progress.unfinished, position)
 
     def _conclude(self, result: StepResult | None, position: int) -> None:
@@ -352,16 +361,34 @@ class TrainingLoop:
             run.console.advance(number)
         if due["log"]:
             run.console.note(self._stragglers.compare(number, busy))
-        if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
-            raise NonFiniteError(
-                f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {number} "
-                f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
-                "at the data, or use precision.compute: bfloat16"
-            )
+        self._require_updates()
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
         every = run.config.run.prompts_every
         self._act_on_requests(samples=every is not None and number % every == 0)
+
+    def _note_act(self, act: Mapping[str, Any], position: int) -> None:
+        """Show and log what was done about a suspicious step on the data of step `position`."""
+        if not act:
+            return
+        feed, done = self._loader.feed, act["act"].replace("_", " ")
+        samples = sorted(map(feed.order.dataset_index, feed.plan.samples_of(position)))
+        text = f"{act['cause']}, in samples {some(list(map(str, samples)), 16)} of the dataset"
+        if "bits" in act:
+            text += f"; computed again, its bits {act['bits']}"
+        if done == "stop":
+            raise NonFiniteError(f"{text}; no parameter was changed (recovery.on_spike: stop)")
+        self.run.progress.acts.append({**act, "data_step": position, "samples": samples})
+        self.run.console.note(f"{text}: {done} (now after step {self.run.progress.step})")
+
+    def _require_updates(self) -> None:
+        progress = self.run.progress
+        if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
+            raise NonFiniteError(
+                f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
+                f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
+                "at the data, or use precision.compute: bfloat16"
+            )
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
         """Return for each action if the configuration schedules it after this step; `position` is the index of the step's data."""
@@ -393,8 +420,9 @@ class TrainingLoop:
         run = self.run
         line |= run.model.stepper.scalars.take(run.mesh)
         if self._writer is not None:
-            self._writer.write({**line, **self._start})
+            self._writer.write({**line, **self._start, **({"judged": run.progress.acts} if run.progress.acts else {})})
             self._start = {}
+        run.progress.acts = []
         if run.config.tracking.backends:
             self._tracking.send(step_row(line))
         run.console.step(line)
@@ -535,6 +563,7 @@ class TrainingLoop:
             samples=run.samples,
             stream=self._loader.state(progress.position),
             passed_over=progress.passed_over,
+            accepted=list(progress.accepted),
             tokens=progress.tokens,
             skipped=progress.skipped,
             paces=() if self._balance is None else self._balance.paces,

@@ -39,6 +39,7 @@ class StepResult:
     bubble: Mapping[str, float] = field(default_factory=dict)
     """The pipeline bubble as a fraction of the step, `predicted` and `measured`."""
     stop_signal: int = 0  # The signal by which some rank was asked to stop after this step; 0: none.
+    judged: Mapping[str, Any] = field(default_factory=dict)  # What `Judge` has done about a suspicious step.
 
 
 class StepStats:

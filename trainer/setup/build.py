@@ -1,5 +1,6 @@
 """`build_run`, which turns a configuration and the user's inputs into a run that can train, evaluate and save."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -147,7 +148,8 @@ def build_run(
 
     # The model, and its measurements.
     parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
-    parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite)
+    window = config.recovery.spike_window if config.recovery.spike_factor else 0
+    parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite, accepted=deque(maxlen=window))
     model = build_trained_model(config, mesh, options, recovery=recovery, **parts)
     try:
         ledger = model.require_engine().ledger

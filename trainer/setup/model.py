@@ -35,6 +35,7 @@ from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.generation.settings import add_end_tokens
 from zeromesh.trainer.loop.context import RunProgress, UserInputs
+from zeromesh.trainer.loop.judging import Judge
 from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.loop.trained_model import TrainedModel
@@ -80,7 +81,7 @@ def build_trained_model(
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
     _adapt_to_data(model, config, data, console)
-    options, described = options_for_model(options, config, model), description_of(model)
+    options, described, judge = options_for_model(options, config, model), description_of(model), None
     with ExitStack() as undone:
         changes = undone.enter_context(ExitStack())
         changes.callback(keep_attributes(model))
@@ -97,6 +98,9 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
+        if config.recovery.spike_factor or config.recovery.audit_steps:
+            streams, recent = isinstance(data.train, StreamedDataset), partial(getattr, progress, "accepted")
+            judge = Judge(settings=config.recovery, mesh=mesh, engine=engine, streams=streams, accepted=recent)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -112,7 +116,7 @@ def build_trained_model(
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context),
+        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:

@@ -43,6 +43,7 @@ class WorkersFailed:
     limit: int = 0
     """The recoveries in an hour in which ranks that did not fail themselves may go on (`recovery.limit`); 0: there are none."""
     step: int = 0  # the latest step after which a rank has left the mesh; 0: unknown
+    left_out: int = 0  # the number of ranks of a host that compute wrongly, without which a run goes on
 
     def __str__(self) -> str:
         if not self.ranks:
@@ -133,7 +134,7 @@ class RankProcesses:
     def start(self, assigned: RankRange, nursery: Nursery) -> None:
         """Begin a start: place the processes that rest, and have the nursery fork the others. No process may be running."""
         self._cause_until = self._stop_until = None
-        before, self._ranks = self._ranks, []
+        before, self._ranks = sorted(self._ranks, key=lambda each: each.told.get("error", {}).get("left_out", 0)), []
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
         for local_rank in range(assigned.processes):
             rank, variables = assigned.first + local_rank, {**shared, **assigned.variables(local_rank)}
@@ -213,6 +214,7 @@ class RankProcesses:
             pid=first.pid if len(same) == 1 else 0,
             limit=limit if any(each.distance for each in ends) else 0,
             step=max(each.told.get("step", 0) for each in self._ranks),
+            left_out=sum(each.left_out for each in ends),
         )
 
     def close(self) -> None:
@@ -252,7 +254,8 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
         says_all = isinstance(error, ZeromeshError) and not whole
         message = str(error) if says_all else f"{type(error).__name__}\n{text.rstrip()}"
         code, distance = exit_code_of(error), int(isinstance(error, CollectiveError))
-        line.tell(error={"message": message, "time": time.time(), "exit_code": code, "distance": distance})
+        kind_of_end = {"distance": distance, "left_out": int(getattr(error, "left_out", False))}
+        line.tell(error={"message": message, "time": time.time(), "exit_code": code, **kind_of_end})
 
     sys.excepthook = record
 

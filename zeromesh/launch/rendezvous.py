@@ -188,6 +188,11 @@ class Leader:
             if each.failure:
                 found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
         cause = min([*found, *self._lost], key=lambda each: each.distance > 0, default=None)
+        if failure is not None and failure.left_out < self._processes:
+            self._processes -= failure.left_out
+        for each in self._members:
+            if each.failure is not None and each.failure.left_out < each.processes:
+                each.processes -= each.failure.left_out
         if cause is None:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
@@ -340,9 +345,9 @@ class Leader:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)
-                limit, step = field(message, "limit", 0), field(message, "step", 0)
+                limit, step, left_out = (field(message, name, 0) for name in ("limit", "step", "left_out"))
                 each.failure = WorkersFailed(
-                    message=text, exit_code=code, distance=int(noticed), limit=limit, step=step
+                    message=text, exit_code=code, distance=int(noticed), limit=limit, step=step, left_out=left_out
                 )
 
     def _introduce(self, each: Member, message: Message) -> None:
@@ -406,7 +411,7 @@ class Follower:
         if self._connection is not None:
             end = failure or WorkersFailed(message="", exit_code=0)
             code, noticed = min(end.exit_code, messages.MAX_EXIT_CODE), end.distance > 0
-            counts = {"limit": end.limit, "step": end.step}
+            counts = {"limit": end.limit, "step": end.step, "left_out": end.left_out}
             self._connection.send({"rest": code, "text": str(end), "noticed": noticed, **counts})
         found = self._wait()
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.

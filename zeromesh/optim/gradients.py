@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 
 import torch
+import xxhash
 
 from zeromesh.comm.transport import Reducer, Reduction
 from zeromesh.errors import PhaseError
@@ -52,6 +53,8 @@ class GradientReducer:
         self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
         """Called inside the last backward with `optimizer_in_backward`, once a bucket's sum over its replicas has started."""
+        self.digests: Counter[int] | None = None
+        """Digests of the gradients of each microbatch before any sum, where a caller asks for them; else None."""
         self.buckets: Sequence[Bucket] = ()  # of the running backward, in the order in which they are reduced
         self.updates_in_backward = False  # True in a backward whose buckets are updated as soon as they are summed
         self._reducer = reducer
@@ -106,6 +109,11 @@ class GradientReducer:
             )
         self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
+        if self.digests is not None and not again:  # A second gradient may be added to the first already.
+            number = self._mesh.watch.microbatch
+            self.digests[number] = (self.digests[number] + _digest(bucket, index)) % (
+                1 << 64
+            )  # in any order of parameters
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._reducer.on_stream:
@@ -314,6 +322,15 @@ def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequenc
         torch._foreach_add_(places, gradients)
     else:
         torch._foreach_copy_(places, gradients)
+
+
+def _digest(bucket: Bucket, index: int) -> int:
+    name, gradient = bucket.layout.slots[index].spec.name, bucket.parameters[index].grad
+    digest = xxhash.xxh3_64(name.encode())
+    if gradient is not None:  # The payload of a NaN may depend on the order of operands.
+        values = gradient.masked_fill(gradient.isnan(), float("nan")).reshape(-1).cpu()
+        digest.update(memoryview(values.view(torch.uint8).numpy()))  # type: ignore[arg-type]  # as numpy declares it
+    return digest.intdigest()
 
 
 def _zero_missing(flat: torch.Tensor, arrivals: BucketArrivals) -> None:

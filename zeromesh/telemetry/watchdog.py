@@ -62,6 +62,7 @@ class Watchdog:
         self.unit_names: dict[int, Sequence[str]] = {}  # the names of unit numbers in messages, by rank
         self.ranks_with_same_events: frozenset[int] | None = None
         """The ranks that post the same events as this one; None: all ranks."""
+        self.microbatch = 0  # the number of the latest one, from 0
         self._step = 0  # Counted from 1, as in all messages; 0 before the first step.
         self._activity = (Activity.IDLE, -1)
         self._events: dict[int, tuple[int, int]] = {}
@@ -131,6 +132,7 @@ class Watchdog:
         self.on_post()
 
     def begin_microbatch(self, number: int) -> None:
+        self.microbatch = number
         self.board.own[status_board.MICROBATCH] = number + 1
         self.ring.add(status_board.NEW_MICROBATCH | (number + 1))
 

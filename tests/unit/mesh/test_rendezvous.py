@@ -354,6 +354,18 @@ START = {
 }
 
 
+@pytest.mark.parametrize(("own", "theirs", "ranks"), [(1, 0, 3), (0, 1, 3), (1, 1, 2), (2, 0, 4)])
+def test_ranks_that_compute_wrongly_are_left_out(own: int, theirs: int, ranks: int) -> None:
+    """Each host has two; the last one of a host is not."""
+    hosts = [member("b")]
+    leader = Leader(Nodes(most=2, max_restarts=1), 2, lambda text: None, lambda: False, members=hosts)
+    hosts[0].failure = replace(failed("wrong"), left_out=theirs) if theirs else failed("noticed", distance=1)
+    found = leader.next_start(replace(failed("wrong"), left_out=own) if own else failed("noticed", distance=1))
+    leader.close()
+    assert isinstance(found, RankRange)
+    assert found.world_size == ranks
+
+
 def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROMESH_SENT", "")
     killed: list[tuple[int, int]] = []
@@ -368,7 +380,8 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     assert follower.poll() == Stop(5, "rank 0", after_step=True)
     long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
     assert isinstance(follower.next_start(long), RankRange)
-    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True, "limit": 20, "step": 7}
+    counts = {"limit": 20, "step": 7, "left_out": 0}
+    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True, **counts}
     assert follower.poll() is None, "a stop is over with the start after it"
     follower.close()
     assert not wire.open

@@ -69,6 +69,16 @@ class RecoverySection(Section):
         Literal["auto"] | Annotated[keys.Count, Field(ge=1)], keys.Allowed("auto, or a number of steps")
     ] = "auto"
     """Steps between snapshots. auto: the fewest for which they take less than 2 % of the time."""
+    spike_factor: keys.NotNegative = 0.0
+    """Times the median of accepted steps, above which a step's loss or gradient norm is a spike. Spikes, and steps that are not
+    finite, are then computed again on other ranks before the update. 0 = off."""
+    spike_window: keys.Count = 100
+    """Accepted steps that the median is taken of; before so many no step is a spike."""
+    on_spike: Literal["pass_over", "accept", "stop"] = "pass_over"
+    """What is done about a spike that all ranks compute alike: no update, and the data are passed over; the update; the run ends.
+    A rank that computes something else is left out."""
+    audit_steps: keys.CountOrOff = 0
+    """Steps between audits, in which each rank computes a microbatch of another again, and their bits are compared. 0 = off."""
 
 
 class HubSection(Section):

@@ -1,0 +1,46 @@
+"""Steps are judged before their update: data are passed over, and a rank that computes something else is named."""
+
+import pytest
+
+from tests.support.tables import row, tried
+
+FULL = pytest.mark.full
+NAN_BITS, HIGH, LOW = 64, 62, 3  # as in the cases
+AUDIT = {"spike_factor": 0.0, "audit_steps": 7}
+
+test_data_are_passed_over = tried(
+    "judging_cases",
+    [
+        row(1, "passed_over", computed_again=False),
+        row(2, "passed_over", zero={"stage": 3}),
+        row(2, "passed_over", token=62, zero={"stage": 0}),
+        row(3, "passed_over", zero={"stage": 2}),
+        row(2, "passed_over", FULL, zero={"stage": 1}),
+        row(4, "passed_over", parallel={"tensor": 2}),
+        row(2, "passed_over", parallel={"pipeline": 2}, computed_again=False),
+        row(4, "passed_over", FULL, parallel={"pipeline": 2}),
+    ],
+)
+
+test_a_wrong_rank_is_named = tried(
+    "judging_cases",
+    [
+        row(3, "named", odd=1, bit=HIGH, why="the"),
+        row(3, "named", odd=0, bit=NAN_BITS, why="the loss is nan"),
+        row(3, "named", odd=2, bit=LOW, why="an audit found other bits", recovery=AUDIT),
+        row(2, "named", odd=1, bit=HIGH, why="the", times=1),
+        row(2, "unclear"),
+        row(2, "equal_with_random_numbers", FULL),
+        row(4, "equal_with_random_numbers", parallel={"context": 2}),
+    ],
+)
+
+test_what_is_done_about_a_spike = tried(
+    "judging_cases",
+    [
+        *(row(2, "acts", act=each) for each in ("accept", "stop", "max_nonfinite", "on_nonfinite")),
+        row(2, "resumed"),
+        row(1, "refused"),
+        row(2, "refused"),
+    ],
+)
