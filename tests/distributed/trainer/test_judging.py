@@ -15,6 +15,7 @@ test_data_are_passed_over = tried(
         row(2, "passed_over", zero={"stage": 3}),
         row(2, "passed_over", token=62, zero={"stage": 0}),
         row(3, "passed_over", zero={"stage": 2}),
+        row(2, "passed_over", batch={"global_size": 8, "micro_size": 2, "balance": [3, 1]}),
         row(2, "passed_over", FULL, zero={"stage": 1}),
         row(4, "passed_over", parallel={"tensor": 2}),
         row(2, "passed_over", parallel={"pipeline": 2}, computed_again=False),
