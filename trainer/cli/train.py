@@ -353,7 +353,8 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
     from zeromesh.trainer.loop.evaluation import evaluation_line
     from zeromesh.trainer.monitoring.step_metrics import MetricsWriter
 
-    with Trainer(config=config) as trainer:
+    even = config.batch.model_copy(update={"balance": "even"})  # Shares are for the ranks that train.
+    with Trainer(config=config.model_copy(update={"batch": even})) as trainer:
         store = CheckpointStore(trainer.run_directory / FOLDER)
         steps = store.steps()
         if checkpoint is None and steps:

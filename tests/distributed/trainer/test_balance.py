@@ -29,8 +29,8 @@ test_shares_compute_what_one_process_does = tried(
         ),
         row(2, "by_samples"),
         row(2, "left"),
-        row(2, "by_speed", slow=1, workers=1),
-        row(4, "by_speed", FULL, slow=2, workers=0),
+        row(2, "by_speed", slow=1, workers=1, device="cpu"),
+        row(4, "by_speed", FULL, slow=2, workers=0, device="cpu"),
     ],
     timeout=120.0,
 )
