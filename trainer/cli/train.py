@@ -12,12 +12,22 @@ import shutil
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from zeromesh import environment
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, errors_as, printable, printable_lines
+from zeromesh.errors import (
+    ConfigError,
+    DataError,
+    LayoutError,
+    ZeromeshError,
+    counted,
+    errors_as,
+    printable,
+    printable_lines,
+)
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
@@ -102,6 +112,13 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
 
 
+def _fits(config: TrainerConfig, processes: int) -> bool:
+    with suppress(LayoutError):
+        check_mesh(config, processes)
+        return True
+    return False
+
+
 EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
 _DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
@@ -182,7 +199,9 @@ def run_train(options: argparse.Namespace) -> int:
         check_mesh(config, processes)
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
         silence = min(SILENCE_SECONDS, config.parallel.timeout_seconds)
-        return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow))
+        comes_and_goes = options.nnodes[0] < options.nnodes[1]
+        found = {"fits": partial(_fits, config)} if comes_and_goes else {}
+        return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))
     if not options.worker and environment.read_environment().rank == 0:
         _hint("loading torch and transformers")
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)

@@ -57,6 +57,8 @@ class Nodes:
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
     grows: bool = True
     """True if hosts that come later are taken in after the present step, and False if they wait until another is lost."""
+    fits: Callable[[int], bool] = bool
+    """Tells if a number of ranks makes a mesh; those above the largest such number wait."""
     silence_seconds: float = messages.SILENCE_SECONDS
     """Seconds without a message after which a launcher counts as lost, the same for all launchers of a run."""
 
@@ -131,7 +133,7 @@ class Leader:
         self._refused: set[str] = set()
         self._has_new_hosts = False
         self._stop_told: Stop | None = None
-        self._failures = self._starts = 0
+        self._failures = self._starts = self._world_size = 0
         self._recoveries: list[
             tuple[float, int]
         ] = []  # the monotonic times of those of the last hour, and the steps before
@@ -164,8 +166,8 @@ class Leader:
     def poll(self) -> Stop | None:
         """Return how ranks have to end or rest, or None to let them run."""
         self._serve()
-        numbered = sum(each.numbered for each in self._members)
-        self._has_new_hosts = self._nodes.grows and numbered < min(len(self._known), self._nodes.most - 1)
+        waiting = self._nodes.grows and not all(each.numbered for each in self._known)
+        self._has_new_hosts = waiting and sum(self._places()) > self._world_size
         failures, now = [each.failure for each in self._members if each.failure], time.monotonic()
         self._failed_at = now if failures and self._failed_at is None else self._failed_at
         late = self._failed_at is not None and now >= self._failed_at + self._nodes.cause_seconds
@@ -230,9 +232,27 @@ class Leader:
         """True if the run does not go on without the hosts that are lost."""
         return self._nodes.rank is not None if self._listener else 1 + len(self._members) < self._nodes.least
 
+    @property
+    def _candidates(self) -> list[Member]:
+        return sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
+
+    def _places(self) -> list[int]:
+        """Return how many ranks of this host, and of each candidate in turn, have places in the largest mesh that they make."""
+        there = [self._processes, *(each.processes for each in self._candidates)]
+        left = next((each for each in range(sum(there), 0, -1) if self._nodes.fits(each)), sum(there))
+        found: list[int] = []
+        for each in there:
+            found.append(min(each, left - sum(found)))
+        return found
+
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
-        members = sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
+        members, (own, *others) = self._candidates, self._places()
+        counts = {id(each): count for each, count in zip(members, others, strict=True) if count}
+        there, members = self._processes + sum(each.processes for each in members), members[: len(counts)]
+        self._world_size = own + sum(others)
+        if self._world_size < there:
+            self._notify(f"{self._world_size} of {there} ranks make a mesh (parallel), and the others wait")
         if self._address_of is not None:
             host, port = self._address_of(members)
         else:
@@ -241,18 +261,18 @@ class Leader:
                 host, port = self._nodes.where[0], free.getsockname()[1]
         assigned = RankRange(
             first=0,
-            processes=self._processes,
-            world_size=self._processes + sum(each.processes for each in members),
+            processes=own,
+            world_size=self._world_size,
             master_address=host,
             master_port=port,
             run_id=self._run_id,
             restart=self._starts,
         )
-        first = self._processes
+        first = own
         for each in members:
-            each.connection.send({"start": {**asdict(assigned), "first": first, "processes": each.processes}})
+            each.connection.send({"start": {**asdict(assigned), "first": first, "processes": counts[id(each)]}})
             each.running, each.failure = True, None
-            first += each.processes
+            first += counts[id(each)]
         for each in self._members:
             each.numbered = each in members
         self._starts += 1

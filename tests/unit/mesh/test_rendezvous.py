@@ -120,17 +120,34 @@ def test_a_failure_elsewhere_stops_the_ranks_once_it_is_the_cause(
     ] * stops
 
 
-def test_a_host_that_comes_stops_the_ranks_where_there_is_room() -> None:
+@pytest.mark.parametrize(("most", "asked"), [(3, None), (4, Stop(7, "another host has come", after_step=True))])
+def test_a_host_that_comes_stops_the_ranks_where_there_is_room(most: int, asked: Stop | None) -> None:
+    """Nobody is lost, so that all end their step."""
     hosts = [member("b"), member("c")]
-    leader = leader_of(hosts, most=3)
+    leader = leader_of(hosts, most=most)
     hosts.append(member("d", processes=0))
     assert leader.poll() is None, "it has not introduced itself"
     hosts[-1].processes = 1
-    assert leader.poll() is None, "there are as many as are wanted"
-    hosts[1].numbered = False
-    assert leader.poll() == Stop(7, "another host has come", after_step=True), (
-        "nobody is lost, so that all end their step"
-    )
+    assert leader.poll() == asked
+
+
+def test_as_many_ranks_as_make_a_mesh_have_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order of hosts, of which one may have fewer than it offers; the others wait until there are enough."""
+    hosts, told = [member("b", processes=3), member("c", processes=1)], list[str]()
+    leader = Leader(
+        Nodes(most=5, fits=lambda ranks: ranks % 4 == 0), 2, told.append, bool, members=hosts,
+        address_of=lambda left: ("there", 1234),
+    )  # fmt: skip
+    start = leader.first_start()
+    assert isinstance(start, RankRange)
+    assert (start.processes, start.world_size) == (2, 4)
+    assert [each["start"]["processes"] for each in sent_to(hosts[0])] == [2]
+    assert sent_to(hosts[1]) == []
+    assert told == ["4 of 6 ranks make a mesh (parallel), and the others wait"]
+    assert leader.poll() is None, "one that waits has not come just now"
+    hosts.append(member("d", processes=2))
+    hosts[-1].numbered = False
+    assert leader.poll() == Stop(300, "another host has come", after_step=True)
 
 
 def test_a_host_that_comes_waits_where_the_run_does_not_grow() -> None:
