@@ -65,6 +65,10 @@ class Faults(TrainerCallback):
         self.begun += 1
         with (folder / f"pids-{rank}").open("a") as file:
             file.write(f"{os.getpid()}\\n")
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zeromesh" in line]
+        held = [len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), len(maps)]
+        with (folder / f"held-{rank}").open("a") as file:
+            file.write(json.dumps(held) + "\\n")
         if (folder / "struck-0").exists():
             self.strike("recovery")
 
@@ -158,7 +162,7 @@ def run(folder: Path, *faults: tuple[Any, int, str], **asked: Any) -> Run:
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
     words = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(RANKS), str(script), str(folder)]
-    return Run(folder, ended([*words, json.dumps({"faults": faults, **asked})], seconds=30))
+    return Run(folder, ended([*words, json.dumps({"faults": faults, **asked})], seconds=60))
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +312,22 @@ def test_a_run_goes_on_from_a_snapshot(
     found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings={**alone, "recovery": section}, **asked)
     assert found.went_well(undisturbed)
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
+
+
+@FULL
+def test_what_a_process_holds_does_not_grow_with_recoveries(tmp_path: Path) -> None:
+    """Descriptors, threads and mappings of memory that is shared, from the third of twenty-two recoveries on."""
+    settings = {"run": {"max_steps": 26}, "recovery": {"limit": 30}}
+    undisturbed = run(tmp_path / "undisturbed", settings=settings)
+    faults = [(step, 1 + step % 2, "SIGKILL") for step in range(2, 24)]
+    found = run(tmp_path / "lost", *faults, settings=settings)
+    assert found.went_well(undisturbed)
+    assert len({*found.pids(0)}) == 1
+    held = [json.loads(line) for line in (found.folder / "held-0").read_text().splitlines()]
+    assert len(held) == 23
+    assert min(held[3:13]) == min(held[13:])
+    assert all(descriptors - held[3][0] in (-1, 0, 1) for descriptors, *_ in held[3:]), "one may be open for a moment"
+    assert {tuple(rest) for _, *rest in held[3:]} == {tuple(held[3][1:])}
 
 
 @pytest.mark.parametrize("how", ["end", "comes back"])
