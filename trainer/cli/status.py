@@ -22,7 +22,7 @@ from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
 from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
-from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, read_metrics, strict
+from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, RECOVERIES, read_metrics, strict
 from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
 _STALE_SECONDS = 10.0  # without a new `ranks.json`, after which a run counts as silent
@@ -36,6 +36,7 @@ class RunSnapshot:
     step: Any
     loss: Any
     ranks: list[dict[str, Any]]
+    recoveries: list[dict[str, Any]]
     traffic: Mapping[str, Any]  # The figures of rank 0's traffic in the last step, by axis and collective.
     code: int
     verdict: str  # The outcome of the run, or the fact that it is silent; empty while it runs.
@@ -55,7 +56,11 @@ def run_status(options: argparse.Namespace) -> int:
                 if options.json:
                     state = now.verdict or "goes on"
                     values = {"time": time.time(), "step": now.step, "loss": now.loss, "state": state}
-                    values |= {"ranks": now.ranks, "waited_for": [asdict(each) for each in blames(now.ranks)]}
+                    values |= {
+                        "recoveries": now.recoveries,
+                        "ranks": now.ranks,
+                        "waited_for": [asdict(each) for each in blames(now.ranks)],
+                    }
                     slow = {"recent": recent(now.ranks), "verdicts": verdicts(now.ranks, now.traffic)}
                     show([json.dumps(strict(values | slow))])
                 else:
@@ -76,6 +81,7 @@ def _snapshot(run: Path) -> RunSnapshot:
         there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
+    recoveries = list(read_metrics(run / RECOVERIES)) if (run / RECOVERIES).exists() else []
     with refusals(path, "read"):
         ranks = read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):
@@ -86,11 +92,17 @@ def _snapshot(run: Path) -> RunSnapshot:
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
     traffic = traffic if isinstance(traffic, dict) else {}
-    return RunSnapshot(step=step, loss=loss, ranks=ranks, traffic=traffic, code=code, verdict=verdict)
+    return RunSnapshot(
+        step=step, loss=loss, ranks=ranks, recoveries=recoveries, traffic=traffic, code=code, verdict=verdict
+    )
 
 
 def _lines(run: Path, now: RunSnapshot, width: int | None) -> list[str]:
     lines = [f"{run}: step {now.step}, loss {now.loss}"]
+    if now.recoveries:
+        last, number = now.recoveries[-1], counted(len(now.recoveries), "recovery")
+        how = f"{last['seconds']:.1f} s, from its {last['source']}, {counted(last['lost_steps'], 'step')} done again"
+        lines += wrapped([f"{number}; the last after step {last['step']} took {how}: {last['cause']}"], width)
     blamed = blames(now.ranks)
     guilty = {each.rank for each in blamed}
     order = sorted(now.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))

@@ -52,6 +52,7 @@ def test_status_as_json_has_the_state_the_waits_and_their_causes(
         "step": 3,
         "loss": "nan",
         "state": "goes on",
+        "recoveries": [],
         "ranks": late(),
         "waited_for": [{"rank": 1, "cause": "disk", "doing": "data", "seconds": 2.0, "waiting": [0]}],
         "recent": {
@@ -84,6 +85,12 @@ def test_status_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "1 200.0 100.0 0.0 0.0 0.0 50.0",
         "the others wait for rank 1 190 ms a step, because of data: 200 ms there, 10 ms elsewhere",
     ]
+    told = {"step": 2, "seconds": 0.74, "source": "memory", "lost_steps": 0, "cause": "rank 1 is gone"}
+    (run / "recoveries.jsonl").write_text(2 * (json.dumps(told) + "\n"))
+    second = ended(capsys, ["status", str(run)]).out.splitlines()[1]
+    assert (
+        second == "2 recoveries; the last after step 2 took 0.7 s, from its memory, 0 steps done again: rank 1 is gone"
+    )
     # Nobody waits in a run that is over.
     over = run_of(tmp_path / "over", [*late(ranks=[]), row(2, failure="OSError: x")], "ended\n")
     out = ended(capsys, ["status", str(over)]).out
