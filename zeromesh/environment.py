@@ -23,6 +23,7 @@ SECRET = "ZEROMESH_SECRET"  # the secret by which launchers of several hosts aut
 LINE = "ZEROMESH_LINE"  # of its line to the launcher
 STATES = "ZEROMESH_STATES"  # of the memory for its states
 SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
+COPIES = "ZEROMESH_COPIES"  # of the memory for copies of those of another host
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -196,7 +197,12 @@ def command_start_time() -> float | None:
 
 def is_later_start() -> bool:
     """Return True if the launcher has started the ranks of this run before."""
-    return (setting(_RUN_VARIABLES[1]) or "0") != "0"
+    return number_of_start() > 0
+
+
+def number_of_start() -> int:
+    """Return how often the launcher has started the ranks of this run before."""
+    return int(setting(_RUN_VARIABLES[1]) or 0)
 
 
 def launch_identity(environment: LaunchEnvironment) -> str:

@@ -22,7 +22,7 @@ import torch
 from zeromesh.offload.io.transfer import PAGE, register_state_pages
 
 UNDO_BYTES = 8 << 20
-_RECORD_BYTES = 1 << 19
+_RECORD_BYTES = 1 << 23
 _UNDO_AT = PAGE + 2 * _RECORD_BYTES
 _STATES_AT = _UNDO_AT + UNDO_BYTES
 _HEAD = 8  # bytes before a record's text: its length and checksum

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -48,8 +49,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     numbers = itertools.count()
     with sessions() as begin:
 
-        def train(path: Path, *options: str) -> Any:
-            command = [sys.executable, "-m", "zeromesh", "train", str(path), *options]
+        def train(path: Path, *options: str, host: str = "") -> Any:
+            named = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"] if host else []
+            command = [*named, sys.executable, "-m", "zeromesh", "train", str(path), *options]
             with (tmp_path / f"log-{next(numbers)}").open("wb") as log:
                 variables = {**os.environ, "OMP_NUM_THREADS": "1"}
                 return begin(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
@@ -122,6 +124,41 @@ def test_ranks_stay_when_hosts_come_and_go(start: Start, tmp_path: Path) -> None
     grown = [each for each in recoveries if each["cause"] == "another host has come"]
     assert len(grown) == 3
     assert not any(each["lost_steps"] for each in grown)
+    assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
+    expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="hosts with names need root and unshare"
+)
+@pytest.mark.parametrize("victim", ["b", "c"])
+def test_a_lost_host_has_left_copies_on_another(start: Start, tmp_path: Path, victim: str) -> None:
+    """Of hosts with 1, 1 and 2 ranks one is lost, and there is no checkpoint: the others have all images, and other shards."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    path, alone, folder = config(tmp_path / "elastic"), config(tmp_path / "alone"), tmp_path / "elastic"
+    words = ("run.max_steps=1000000", "checkpoint.every_steps=0", "recovery.copies=1", "recovery.every_steps=3")
+    launchers = {}
+    for name, ranks in (("a", 1), ("b", 1), ("c", 2)):
+        options = (*words, "--nproc", str(ranks), "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
+        launchers[name] = start(path, *options, host=name)
+        wait_for(lambda: listens(endpoint), 120, lambda: logs(tmp_path))
+    wait_for(lambda: sizes(tmp_path)[-1:] == ["4"], 120, lambda: logs(tmp_path))
+    at = logged_steps(folder)
+    wait_for(lambda: logged_steps(folder) >= at + 9, 120, lambda: logs(tmp_path))
+    os.killpg(launchers[victim].pid, signal.SIGKILL)
+    wait_for(lambda: "from a snapshot in memory" in logs(tmp_path), 120, lambda: logs(tmp_path))
+    at = logged_steps(folder)
+    wait_for(lambda: logged_steps(folder) >= at + 9, 120, lambda: logs(tmp_path))
+    os.kill(launchers["a"].pid, signal.SIGTERM)
+    assert launchers["a"].wait(timeout=60) == 128 + signal.SIGTERM
+    lines, recoveries = (read_metrics(folder / "run" / name) for name in ("metrics.jsonl", "recoveries.jsonl"))
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert recoveries[-1]["source"] == "snapshot"
+    assert recoveries[-1]["lost_steps"] <= 3
     assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
     expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
     assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.environment import SNAPSHOTS, STATES, handed_over
+from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over
 from zeromesh.errors import CollectiveError
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import LauncherLine, line_to_launcher
@@ -72,8 +72,6 @@ class Recovery:
     line: LauncherLine
     stays: bool
     """True if this process can go on in another mesh."""
-    copies: StateMemory
-    """The memory for snapshots."""
     memory: StateMemory | None = None
     model: nn.Module | None = None  # that the user has given, which the run trains in place
     cause: dict[str, Any] = field(default_factory=dict)
@@ -95,24 +93,26 @@ class Recovery:
     def begin(cls, config: TrainerConfig, model: Any, *, stays: bool) -> Self | None:
         """Return the recovery of a run; None where no launcher of zeromesh has started the rank, or `survivors` is end. Without
         `stays` all ranks start again: a new process would do first with others what this one has done, such as an evaluation."""
-        line, states, copies = line_to_launcher(), handed_over(STATES), handed_over(SNAPSHOTS)
-        if line is None or states is None or copies is None or config.recovery.survivors == "end":
+        line, states = line_to_launcher(), handed_over(STATES)
+        if line is None or states is None or config.recovery.survivors == "end":
             return None
         stays = stays and config.recovery.survivors == "keep"
         memory = _memory(states) if stays and config.recovery.memory == "auto" else None
-        return cls(config, line, stays, _memory(copies), memory, model if isinstance(model, nn.Module) else None)
+        return cls(config, line, stays, memory, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
         and heed what it tells, while the mesh is there."""
         self.stays = self.stays and not is_accelerator(mesh.device) and mesh.world_size > 1 and are_ours()
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
-        layout = f"{sections} {mesh.shape} {mesh.rank}".encode()
-        self._key = int.from_bytes(hashlib.blake2b(layout, digest_size=7).digest(), "little")
-        section, self.snapshots = self.config.recovery, None
-        if section.memory == "snapshots" or (section.memory == "auto" and is_accelerator(mesh.device)):
+        self._key, section, self.snapshots = _digest(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
+        copied = section.copies > 0 and len({each.host for each in mesh.locations}) > 1
+        on_device = section.memory == "auto" and is_accelerator(mesh.device)
+        own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
+        if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
+            memories, key = (_memory(own), _memory(others) if copied else None), _digest(str(sections))
             frozen = self.model is not None
-            self.snapshots = Snapshots(self.copies, mesh, self._key, section.every_steps, frozen=frozen)
+            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=frozen)
         if not self.stays:
             self.memory = None
         else:
@@ -270,10 +270,11 @@ class Recovery:
 
     def _restore_snapshot(self, run: RunContext) -> TrainerState | None:
         """Go on from the latest snapshot, unless a checkpoint is as new."""
-        if self.snapshots is None or not self.snapshots.number:
+        if self.snapshots is None or (state := self.snapshots.state) is None:
             return None
-        state, saved = self.snapshots.state, candidates(run.mesh, self._store(run))
-        if state.step <= max(saved, default=-1) or not self.snapshots.load(run.model.require_engine()):
+        if state.step <= max(candidates(run.mesh, self._store(run)), default=-1) or not self.snapshots.load(
+            run.model.require_engine()
+        ):
             return None
         run.progress.resume(state)
         self.source = "snapshot"
@@ -291,8 +292,8 @@ class Recovery:
 
     def after_step(self, run: RunContext, state: Callable[[], TrainerState]) -> None:
         """Take a snapshot where one is due; `state` returns the state of this rank."""
-        if self.snapshots is not None and self.snapshots.is_due(run.progress.step):
-            self.snapshots.take(run.model.require_engine(), state())
+        if self.snapshots is not None:
+            self.snapshots.after_step(run.progress.step, run.model.require_engine(), state)
 
     def require_values(self) -> None:
         """Raise `CollectiveError` where neither memory nor a checkpoint has the values of the model that the user has given: all
@@ -330,6 +331,10 @@ class Recovery:
                     empty = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
                     empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
                 module._parameters[name] = made[id(each)]
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 @cache

@@ -1,20 +1,33 @@
-"""Copies of a rank's states in memory that outlives it, every few steps: for states on a device, or that no journal guards.
+"""Copies of a rank's states in memory that outlives it, every few steps: for states on a device, or that no journal guards, and
+for hosts that may be lost.
 
-Two slots are written in turn, between two steps. One counts once its record is there and the memory's word has its number, so
-that a rank has a whole one at any instant. Ranks go on together from the newest that all of them have."""
+    image    the states of one rank of some layout, in the order in which a checkpoint would be read into it
+    slots    two for images, written in turn between two steps; one counts once its record is there, and then its number
 
-import hashlib
+So a rank has whole images at any instant. Ranks of the layout that wrote them go on each from its own, and ranks of another one
+read what they need from those that have them, as from a checkpoint of which each host has a part."""
+
 import json
 import math
 import time
-from collections.abc import Iterator
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.intervals import round_up
+from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, TensorSpec
+from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
+from zeromesh.checkpoint.io.reader import CheckpointReader
+from zeromesh.checkpoint.loader import PartsReader, fill_shards
+from zeromesh.environment import number_of_start
+from zeromesh.errors import CheckpointError, LayoutError
+from zeromesh.flat.redistribute import one_after_another, redistribute
+from zeromesh.intervals import Interval, round_up
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import available_bytes
 from zeromesh.offload.memory.state_memory import StateMemory
@@ -25,110 +38,304 @@ from zeromesh.zero.full_state import MODEL
 _COST = 0.02  # the part of the time of training that copies take at most, where their steps are not given
 _ROOM = 0.5  # the part of a host's available memory that slots take at most
 _ALIGNMENT = 64
+_SENT = 32 << 20  # bytes that a rank sends to another host at once
+_MOST_RUNS = 1 << 17  # of an image that ranks of another layout can read
+
+
+class Image(NamedTuple):
+    """The states of one rank. `facts`: `step`, `start` and `number` of the snapshot, `rank` and `world` of the layout `mesh`,
+    `nbytes`, the `rows` of tensors, and the trainer's `state`."""
+
+    facts: dict[str, Any]
+    data: Tensor
+
+    @property
+    def snapshot(self) -> tuple[int, ...]:
+        return tuple(self.facts[name] for name in ("step", "start", "number", "world"))
+
+
+class Slots:
+    """Two slots in `memory`, each for the images of some ranks one after another."""
+
+    def __init__(self, memory: StateMemory, key: int) -> None:
+        self._memory, self._key, self.slots = memory, key, list[Tensor]()
+        newest, _ = memory.position(key) or (0, 0)
+        self._records = {number: memory.record(number) for number in (newest, newest - 1)}
+
+    def open(self, nbytes: int, *, warm: bool) -> None:
+        """Map slots of `nbytes` bytes; without `warm` what is there does not count any more."""
+        self._memory.warm = warm
+        with self._memory.allocating():
+            self.slots = [self._memory.allocate(max(1, nbytes)) for _ in range(2)]
+        if not warm:
+            self._memory.begin(0, self._key)
+
+    def images(self) -> list[Image]:
+        """Return the images that count."""
+        records, found = {number: each["images"] for number, each in self._records.items() if each}, []
+        if records:
+            self.open(max(sum(each["nbytes"] for each in images) for images in records.values()), warm=True)
+        for number, images in records.items():
+            ends = accumulate(each["nbytes"] for each in images)
+            slot = self.slots[number % 2]
+            found += [Image(each, slot[end - each["nbytes"] : end]) for each, end in zip(images, ends, strict=True)]
+        return found
+
+    def commit(self, number: int, images: Sequence[dict[str, Any]]) -> None:
+        self._memory.write_record(number, {"images": images})
+        self._memory.mark(number)
+
+    def clear(self) -> None:
+        self.slots.clear()
+        self._memory.clear()
 
 
 class Snapshots:
-    """The snapshots of a rank in `memory`, of the layout `key`, every `every_steps` steps (auto: as copies take 2 % of the time).
-    `frozen`: weights that are not trained are copied too, since nothing else has their values. All ranks make the same calls."""
+    """The snapshots of a rank in `memory`, every `every_steps` steps (auto: as copies take 2 % of the time). `others` is memory for
+    those of ranks of another host; None: there are no copies. `key` is that of the run, whatever its layout. `frozen`: weights that
+    are not trained are copied too, since nothing else has their values. All ranks make the same calls."""
 
     def __init__(
-        self, memory: StateMemory, mesh: Mesh, key: int, every_steps: int | Literal["auto"], *, frozen: bool
+        self,
+        memory: StateMemory,
+        others: StateMemory | None,
+        mesh: Mesh,
+        key: int,
+        every_steps: int | Literal["auto"],
+        *,
+        frozen: bool,
     ) -> None:
-        self._memory, self._mesh, self._key, self._frozen = memory, mesh, key, frozen
-        self._every_steps = every_steps
-        self._slots: list[Tensor] = []
-        newest, _ = memory.position(key) or (0, 0)
-        own = [number for number in (newest, newest - 1) if memory.record(number) is not None]
-        self.number = max(set(own).intersection(*mesh.world.gather_json(own, "snapshots")), default=0)
-        """The number of the latest one that all ranks have; 0: there is none."""
+        self._mesh, self._frozen, self._every_steps = mesh, frozen, every_steps
+        self._own, self._others = Slots(memory, key), None if others is None else Slots(others, key)
+        self._sources = _sources(mesh)
         self._since = (0, 0.0)  # The step after which training has gone on, and when.
         self._due = 0  # The step after which the next one is taken.
+        self._lengths: list[int] = []  # of the images of all ranks
+        there = [image for slots in (self._own, self._others) if slots is not None for image in slots.images()]
+        holders: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
+        own_rows = [[image.snapshot, image.facts["rank"]] for image in there]
+        for holder, rows in enumerate(mesh.world.gather_json(own_rows, "snapshots")):
+            for snapshot, rank in rows:
+                holders[tuple(snapshot)].setdefault(rank, holder)
+        best = max((each for each, found in holders.items() if len(found) == each[-1]), default=None)
+        images = {image.facts["rank"]: image for image in there if image.snapshot == best}
+        own = images.get(mesh.rank)
+        here = own is not None and own.facts["mesh"] == str(mesh.shape)
+        alike = all(row[0] for row in mesh.world.gather_integers([int(here)]))
+        self._image = own if alike else None  # where this layout has written it
+        self._served = [each for rank, each in images.items() if best and holders[best][rank] == mesh.rank]
+        self._loaded = False
+        self._identity = (
+            (0, 0) if best is None else (best[1], best[2])
+        )  # The start in which slots were new, and the number.
+        states = [each.facts["state"] for each in self._served]
+        known = [each for row in mesh.world.gather_json(states, "the trainer's state") for each in row]
+        trained = {name: row for each in known for name, row in each["trained"].items()}
+        self.state = TrainerState.from_json({**known[0], "trained": trained}, "a snapshot") if known else None
+        """The state of the trainer in the newest that is whole; None: there is none."""
 
     @property
-    def state(self) -> TrainerState:
-        """The state of the trainer in the latest one."""
-        return TrainerState.from_json((self._memory.record(self.number) or {})["state"], "a snapshot")
+    def number(self) -> int:
+        return self._identity[1]
 
     def load(self, engine: ZeroEngine) -> bool:
-        """Fill a new engine from the latest one. Returns False, with the states as before, where that has other tensors."""
-        state = self.state
+        """Fill a new engine from the newest one. Returns False, on all ranks, where it does not have the states of this model."""
+        state, world = self.state, self._mesh.world
+        assert state is not None
         engine.load_progress(
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
         )
-        shards, record = self._shards(engine), self._memory.record(self.number) or {}
-        if not all(row[0] for row in self._mesh.world.gather_integers([int(record.get("of") == _digest(shards))])):
+        shards = self._shards(engine)
+        fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
+        if not all(row[0] for row in world.gather_integers([int(fits)])):
             return False
-        self._memory.warm = True
-        self._allocate(shards)
-        self._memory.mark(self.number)
-        with engine.loading(averaged_updates=state.averages):
-            for shard, part in self._parts(shards):
-                shard.values.copy_from(part)
+        try:
+            reader = _reader(self._served, self._mesh) if self._image is None else None
+            with engine.loading(averaged_updates=state.averages):
+                if self._image is not None:
+                    for shard, part in _parts(shards, self._image.data):
+                        shard.values.copy_from(part)
+                if reader is not None:
+                    specs = engine.checkpoint_state.tensors(reading=True)
+                    known = [each for each in specs if reader.tensor(each.kind, each.name) is not None]
+                    fill_shards(self._mesh, reader, known, shards)
+        except (CheckpointError, LayoutError):
+            return False
+        self._loaded = True
         return True
 
     def begin(self, engine: ZeroEngine, step: int) -> bool:
         """Expect that training goes on after `step`. Returns False, on all ranks, where a host has no room for slots."""
-        if not self._slots:
-            self._memory.warm = False
-            shards, hosts = self._shards(engine), [each.host for each in self._mesh.locations]
-            wanted = 2 * _nbytes(shards) * hosts.count(hosts[self._mesh.rank])
+        shards, hosts = self._shards(engine), [each.host for each in self._mesh.locations]
+        self._lengths = [row[0] for row in self._mesh.world.gather_integers([_nbytes(shards)])]
+        sizes = {self._own: self._lengths[self._mesh.rank]}
+        if self._others is not None:
+            sizes[self._others] = sum(self._lengths[each] for each in self._sources[self._mesh.rank])
+        if not self._loaded or self._image is None:
+            self.clear()
+            self._identity = (number_of_start(), 0)
+            wanted = 2 * sum(sizes.values()) * hosts.count(hosts[self._mesh.rank])
             rows = self._mesh.world.gather_integers([int(wanted <= _ROOM * available_bytes())])
             if not all(row[0] for row in rows):
                 return False
-            self._allocate(shards)
-            self.number = 0
-            self._memory.begin(0, self._key)
+        for slots, nbytes in sizes.items():
+            if not slots.slots:
+                slots.open(nbytes, warm=False)
         self._since = (step, time.perf_counter())
         self._due = step + (1 if self._every_steps == "auto" else self._every_steps)
         return True
 
-    def is_due(self, step: int) -> bool:
-        return bool(self._slots) and step >= self._due
-
-    def take(self, engine: ZeroEngine, state: TrainerState) -> None:
-        """Copy all states after a step. `state` is that of the trainer then."""
-        (before, since), began = self._since, time.perf_counter()
-        self.number += 1
-        shards = self._shards(engine)
-        for shard, part in self._parts(shards):
+    def after_step(self, step: int, engine: ZeroEngine, state: Callable[[], TrainerState]) -> None:
+        """Copy all states, if a snapshot is due after this step. `state` returns that of the trainer on this rank."""
+        if not self._own.slots or step < self._due:
+            return
+        (before, since), began, mesh = self._since, time.perf_counter(), self._mesh
+        start, number = self._identity = (self._identity[0], self._identity[1] + 1)
+        shards, slot = self._shards(engine), self._own.slots[number % 2]
+        for shard, part in _parts(shards, slot):
             shard.values.copy_to(part)
-        self._memory.write_record(self.number, {"state": json.loads(state.to_json()), "of": _digest(shards)})
-        self._memory.mark(self.number)
-        self._since = (state.step, time.perf_counter())
+        facts: dict[str, Any] = {
+            "step": step,
+            "start": start,
+            "number": number,
+            "rank": mesh.rank,
+            "world": mesh.world_size,
+        }
+        facts |= {"mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank], "rows": self._rows(shards)}
+        facts["state"] = json.loads(state().to_json())
+        self._own.commit(number, [facts])
+        if self._others is not None:
+            self._copy_to_other_hosts(slot, self._others.slots[number % 2])
+            known = mesh.world.gather_json(facts, "images of other hosts")
+            self._others.commit(number, [known[each] for each in self._sources[mesh.rank]])
+        self._since = (step, time.perf_counter())
         steps = self._every_steps
         if steps == "auto":
-            cost = (self._since[1] - began) / _COST * (state.step - before) / max(began - since, 1e-9)
+            cost = (self._since[1] - began) / _COST * (step - before) / max(began - since, 1e-9)
             most = torch.tensor([max(1, math.ceil(cost))])
-            steps = int(self._mesh.world.all_reduce_max(most, "steps between snapshots")[0])
-        self._due = state.step + steps
+            steps = int(mesh.world.all_reduce_max(most, "steps between snapshots")[0])
+        self._due = step + steps
+
+    def _copy_to_other_hosts(self, image: Tensor, copies: Tensor) -> None:
+        rank = self._mesh.rank
+        starts = [0, *accumulate(self._lengths[each] for each in self._sources[rank])]
+        for first in range(0, max(self._lengths), _SENT):
+            lengths = [max(0, min(length - first, _SENT)) for length in self._lengths]
+            before = one_after_another(lengths)
+            after = tuple(tuple(before[each][0] for each in sources) for sources in self._sources)
+            given = image[first : first + lengths[rank]]
+            arrived = redistribute(given, before, after, self._mesh.world, "copies of snapshots")
+            parts = torch.split(arrived, [lengths[each] for each in self._sources[rank]])
+            for start, part in zip(starts[:-1], parts, strict=True):
+                copies[start + first : start + first + part.numel()] = part
 
     def clear(self) -> None:
         """Give the memory back."""
-        self._slots.clear()
-        self._memory.clear()
+        self._image = None
+        self._served.clear()
+        for slots in filter(None, (self._own, self._others)):
+            slots.clear()
 
     def _shards(self, engine: ZeroEngine) -> list[TensorShard]:
         shards = engine.checkpoint_state.shards_to_read()
         return [each for each in shards if self._frozen or each.owner is None or each.spec.kind != MODEL]
 
-    def _allocate(self, shards: list[TensorShard]) -> None:
-        with self._memory.allocating():
-            self._slots = [self._memory.allocate(max(1, _nbytes(shards))) for _ in range(2)]
+    def _rows(self, shards: Sequence[TensorShard]) -> list[list[Any]]:
+        """Describe the shards of an image: kind, name, dtype, shape, and runs, as pairs of the first element and their number. Runs
+        are null where nobody of another layout reads them."""
+        described = [(each.spec, DTYPE_NAMES[each.values.dtype]) for each in shards]
+        runs: list[Any] = [None] * len(shards)
+        if self._others is not None:
+            runs = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]
+        known = self._others is not None and sum(map(len, runs)) <= _MOST_RUNS
+        return [
+            [spec.kind, spec.name, dtype, list(spec.shape), own if known else None]
+            for (spec, dtype), own in zip(described, runs, strict=True)
+        ]
 
-    def _parts(self, shards: list[TensorShard]) -> Iterator[tuple[TensorShard, Tensor]]:
-        """Yield each shard with its part of the slot of the latest snapshot, as elements."""
-        slot, at = self._slots[self.number % 2], 0
-        for each in shards:
-            length = each.values.numel * each.values.dtype.itemsize  # As elements are read: states in int8 are decoded.
-            yield each, slot[at : at + length].view(each.values.dtype)
-            at += round_up(length, _ALIGNMENT)
+
+def _sources(mesh: Mesh) -> list[list[int]]:
+    """Return for each rank the ranks of the host before its own whose images it keeps; all of them are kept by some rank."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, location in enumerate(mesh.locations):
+        ranks[location.host].append(rank)
+    hosts = list(ranks.values())
+    found: list[list[int]] = [[] for _ in mesh.locations]
+    for number, here in enumerate(hosts):
+        for place, rank in enumerate(hosts[number - 1]):
+            found[here[place % len(here)]].append(rank)
+    return found
 
 
-def _nbytes(shards: list[TensorShard]) -> int:
+def _nbytes(shards: Iterable[TensorShard]) -> int:
+    # As elements are read: states in int8 are decoded.
     return sum(round_up(each.values.numel * each.values.dtype.itemsize, _ALIGNMENT) for each in shards)
 
 
-def _digest(shards: list[TensorShard]) -> str:
-    """Return a digest of what is copied, in which order."""
-    rows = [(each.spec.kind, each.spec.name, str(each.values.dtype), each.values.numel) for each in shards]
-    return hashlib.blake2b(repr(rows).encode(), digest_size=16).hexdigest()
+def _parts(shards: Iterable[TensorShard], image: Tensor) -> Iterator[tuple[TensorShard, Tensor]]:
+    """Yield each shard with its part of an image, as elements."""
+    at = 0
+    for each in shards:
+        yield each, image[at : at + each.values.numel * each.values.dtype.itemsize].view(each.values.dtype)
+        at += _nbytes([each])
+
+
+class _Served(CheckpointReader):
+    """The part of a checkpoint that the images on this rank are."""
+
+    def __init__(self, manifest: Manifest, data: dict[str, list[tuple[Interval, Tensor]]]) -> None:
+        super().__init__(Path("snapshots"), checked=False, manifest=manifest)
+        self._data = data
+
+    def stream(self, pieces: Sequence[ChecksumPiece], use: Callable[[ChecksumPiece, Tensor], None]) -> None:
+        for each in pieces:
+            where, data = next(pair for pair in self._data[each.path] if pair[0].start <= each.begin < pair[0].end)
+            use(each, data[each.begin - where.start : each.end - where.start])
+
+
+def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
+    """Make one checkpoint of the images on all ranks, of which each serves some. Raises `CheckpointError` if it is not whole."""
+    data: dict[str, list[tuple[Interval, Tensor]]] = defaultdict(list)
+    for image in served:
+        at = 0
+        for kind, name, code, _, runs in image.facts["rows"]:
+            size = DTYPES[code].itemsize
+            for first, length in runs or ():
+                where = Interval(start=first * size, end=(first + length) * size)
+                data[f"{kind}/{name}"].append((where, image.data[at : at + where.length]))
+                at += where.length
+            at = round_up(at, _ALIGNMENT)
+    rows = (
+        [[row[:4] for row in image.facts["rows"]] for image in served],
+        {path: [[where.start, where.end] for where, _ in parts] for path, parts in data.items()},
+    )
+    tensors: dict[str, TensorSpec] = {}
+    extents: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank, (described, intervals) in enumerate(mesh.world.gather_json(rows, "tensors of the snapshots")):
+        for kind, name, code, shape in (row for rows_of in described for row in rows_of):
+            path = f"{kind}/{name}"
+            tensors[path] = TensorSpec(kind=kind, name=name, dtype=DTYPES[code], shape=tuple(shape), path=path)
+        for path, found in intervals.items():
+            extents[path] += [(begin, end, rank) for begin, end in found]
+    pieces: dict[int, dict[str, list[ChecksumPiece]]] = defaultdict(lambda: defaultdict(list))
+    for path, found in extents.items():
+        done = 0
+        for begin, end, rank in sorted(found):  # Replicas have the same bytes, of which the first counts.
+            for cut in cut_at_grid(Interval(start=max(begin, done), end=max(end, done))):
+                piece = ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum="", rank=rank)
+                pieces[rank][path].append(piece)
+            done = max(done, end)
+    parts = [
+        Manifest(
+            step=0,
+            files={path: FileRecord(nbytes=spec.nbytes, pieces=tuple(pieces[rank][path])) for path, spec in tensors.items()},
+            tensors=tuple(tensors.values()),
+        )
+        for rank in mesh.world.ranks
+    ]  # fmt: skip
+    return PartsReader(
+        Path("snapshots"),
+        _Served(parts[mesh.rank], data),
+        [(each, [rank]) for rank, each in enumerate(parts)],
+        mesh.world,
+    )

@@ -65,6 +65,8 @@ class RecoverySection(Section):
     memory: Literal["auto", "snapshots", "off"] = "auto"
     """auto: states in memory of CPUs outlive the ranks in that of the launcher, and a run goes on from the latest step; of states
     on devices there are snapshots: two copies in the host's memory, written in turn; off: only checkpoints."""
+    copies: Literal[0, 1] = 0
+    """1: each host also has copies of the snapshots of another one, so that a run goes on from them when a host is lost."""
     every_steps: Annotated[
         Literal["auto"] | Annotated[keys.Count, Field(ge=1)], keys.Allowed("auto, or a number of steps")
     ] = "auto"
