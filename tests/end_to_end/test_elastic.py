@@ -51,7 +51,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         def train(path: Path, *options: str, host: str = "") -> Any:
             named = ["unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"] if host else []
-            command = [*named, sys.executable, "-m", "zeromesh", "train", str(path), *options]
+            # What is forked from a process that is there already has its host's name.
+            python = str(Path(sys.prefix, "bin", "python")) if host else sys.executable
+            command = [*named, python, "-m", "zeromesh", "train", str(path), *options]
             with (tmp_path / f"log-{next(numbers)}").open("wb") as log:
                 variables = {**os.environ, "OMP_NUM_THREADS": "1"}
                 return begin(command, stdout=log, stderr=subprocess.STDOUT, env=variables)
