@@ -159,6 +159,7 @@ def test_a_lost_host_has_left_copies_on_another(start: Start, tmp_path: Path, vi
     assert launchers["a"].wait(timeout=60) == 128 + signal.SIGTERM
     lines, recoveries = (read_metrics(folder / "run" / name) for name in ("metrics.jsonl", "recoveries.jsonl"))
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert recoveries[0]["cause"] == "another host has come", "a single rank stays too"
     assert recoveries[-1]["source"] == "snapshot"
     assert recoveries[-1]["lost_steps"] <= 3
     assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0

@@ -103,7 +103,7 @@ class Recovery:
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
         and heed what it tells, while the mesh is there."""
-        self.stays = self.stays and not is_accelerator(mesh.device) and mesh.world_size > 1 and are_ours()
+        self.stays = self.stays and not is_accelerator(mesh.device) and are_ours()
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         self._key, section, self.snapshots = _digest(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
         copied = section.copies > 0 and len({each.host for each in mesh.locations}) > 1

@@ -43,6 +43,7 @@ class MeshGroups:
 
     def __init__(self, environment: LaunchEnvironment, device: torch.device) -> None:
         self._environment, self._device, self._rank = environment, device, environment.rank
+        MeshGroups._meshes += 1
         self._groups: dict[tuple[GroupPurpose, tuple[int, ...], str], dist.ProcessGroup | None] = {}
         """Groups by purpose, ranks, and the name of the process set that alone uses them; None if this rank is no member."""
         self._joined = False
@@ -82,7 +83,6 @@ class MeshGroups:
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
         MeshGroups._default_users += 1
-        MeshGroups._meshes += 1
         self._joined = True
         self._rank = rank
 
@@ -206,7 +206,7 @@ def _open_sockets() -> dict[int, str]:
 def are_ours() -> bool:
     """Return True if this process has had the groups of one mesh alone in this start. So `forget_groups` takes them from nobody
     else, and a new process that runs the same program meets those who stay in their present mesh."""
-    return MeshGroups._default_made_here and MeshGroups._meshes == 1
+    return MeshGroups._default_made_here == dist.is_initialized() and MeshGroups._meshes == 1
 
 
 def forget_groups() -> None:
