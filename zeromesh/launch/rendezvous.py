@@ -573,8 +573,8 @@ def _run(
         if requests.pending:
             name = signal.Signals(requests.pending[0]).name
             return WorkersFailed(message=f"stopped by {name} while importing", exit_code=128 + requests.pending[0])
-        if others.poll() is not None:
-            return None
+        if others.poll() is not None:  # These ranks have not ended well: they have not begun.
+            return WorkersFailed(message="others stopped it while it imported", exit_code=1, distance=1)
         nursery.receive(_TICK_SECONDS)
     ranks.start(assigned, nursery)
 

@@ -517,7 +517,14 @@ def test_a_stop_while_modules_are_imported_ends_the_start() -> None:
     waited: list[float] = []
     importing = SimpleNamespace(ready=False, receive=waited.append)
     requests = StopSignals()
-    assert run([], None, Others(stop=Stop(30)), requests, importing) is None
+    not_begun = failed("others stopped it while it imported", distance=1)
+    assert run([], None, Others(stop=Stop(30)), requests, importing) == not_begun
+    hosts = [member("b")]
+    leader = leader_of(hosts, most=3)
+    hosts.append(member("c"))
+    hosts[-1].numbered = hosts[0].running = False
+    assert leader.poll() is not None
+    assert isinstance(leader.next_start(not_begun), RankRange), "a host came, and nothing has ended well"
     requests.receive(signal.SIGTERM, None)
     assert run([], None, Others(), requests, importing) == failed("stopped by SIGTERM while importing", 143)
     assert waited == []
