@@ -138,10 +138,9 @@ class Snapshots:
     def number(self) -> int:
         return self._identity[1]
 
-    def load(self, engine: ZeroEngine) -> bool:
-        """Fill a new engine from the newest one. Returns False, on all ranks, where it does not have the states of this model."""
-        state, world = self.state, self._mesh.world
-        assert state is not None
+    def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
+        """Fill a new engine from the newest one, whose `state` is given. Returns False, on all ranks, where it does not have the states of this model."""
+        world = self._mesh.world
         engine.load_progress(
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
         )
