@@ -272,9 +272,8 @@ class Recovery:
         """Go on from the latest snapshot, unless a checkpoint is as new."""
         if self.snapshots is None or (state := self.snapshots.state) is None:
             return None
-        if state.step <= max(candidates(run.mesh, self._store(run)), default=-1) or not self.snapshots.load(
-            run.model.require_engine()
-        ):
+        saved, engine = candidates(run.mesh, self._store(run)), run.model.require_engine()
+        if state.step <= max(saved, default=-1) or not self.snapshots.load(engine, state):
             return None
         run.progress.resume(state)
         self.source = "snapshot"

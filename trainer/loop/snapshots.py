@@ -139,7 +139,8 @@ class Snapshots:
         return self._identity[1]
 
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
-        """Fill a new engine from the newest one, whose `state` is given. Returns False, on all ranks, where it does not have the states of this model."""
+        """Fill a new engine from the newest one, whose `state` is given. Returns False, on all ranks, where it does not have the
+        states of this model."""
         world = self._mesh.world
         engine.load_progress(
             updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
