@@ -55,7 +55,7 @@ settings = {
     "batch": {"global_size": 12, "micro_size": 2},
     "run": {"name": "run", "output_dir": str(folder), "max_steps": STEPS, "eval_every": 0},
     "checkpoint": {"every_steps": 4, "asynchronous": False},
-    "recovery": {"spike_factor": 20.0, "spike_window": 3, "survivors": sys.argv[3]},
+    "recovery": {"spike_factor": 20.0, "spike_window": 3},
 }
 points = torch.randn(144, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 dataset = [{"x": x, "y": x[:1]} for x in points]
@@ -72,22 +72,11 @@ for name, value in {"WRONG_FROM": WRONG_FROM, "STEPS": STEPS, "POISONED": POISON
     SCRIPT = SCRIPT.replace(name, str(value))
 
 
-def run(folder: Path, ranks: int, wrong: int = -1, survivors: str = "keep") -> subprocess.CompletedProcess[str]:
+def run(folder: Path, ranks: int, wrong: int = -1) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     script = folder / "script.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    words = [
-        sys.executable,
-        "-m",
-        "zeromesh",
-        "run",
-        "--nproc",
-        str(ranks),
-        str(script),
-        str(folder),
-        str(wrong),
-        survivors,
-    ]
+    words = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(ranks), str(script), str(folder), str(wrong)]
     return ended(words, seconds=60)
 
 

@@ -187,11 +187,14 @@ class Stepper:
             return None
 
         def again(source: int, numbers: slice) -> Computed:
-            return self._compute(engine, step, groups, self._deal(feed, data_step, source).only(numbers), lambda: None)
+            other = self._deal(feed, data_step, source).only(numbers)
+            engine.begin_step(step, groups)
+            return self._compute(engine, other, lambda: None)
 
         if self.judge is not None:
             self.judge.begin(step, len(batches), again)
-        own, losses = self._compute(engine, step, groups, dealt, substep_end, self.scalars)
+        engine.begin_step(step, groups)
+        own, losses = self._compute(engine, dealt, substep_end, self.scalars)
         loss_finite = math.isfinite(own[0])
         asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
         everything = torch.cat([own, torch.tensor(asked, dtype=torch.float64)])
@@ -244,18 +247,11 @@ class Stepper:
         return _Dealt(microbatches, batches, counts, *self._count_targets(feed.plan, microbatches, counts))
 
     def _compute(
-        self,
-        engine: ZeroEngine,
-        step: int,
-        groups: Sequence[Hyperparameters],
-        dealt: _Dealt,
-        substep_end: Callable[[], None],
-        scalars: UserScalars | None = None,
+        self, engine: ZeroEngine, dealt: _Dealt, substep_end: Callable[[], None], scalars: UserScalars | None = None
     ) -> Computed:
         """Run forward and backward of each microbatch, seeded with its weight in the mean. Returns this rank's part of the step's
         sums, float64 `[5]`: losses, targets, inputs, squares of the gradients, and if it lacks gradients; and the losses that it
         counts. Values to be logged go to `scalars`."""
-        engine.begin_step(step, groups)
         self._restore_training_flags()
         self._computed = []
         moved = self._to_device(dealt.batches, dealt.counts)
@@ -267,7 +263,8 @@ class Stepper:
                 self._restore_training_flags()
 
         share, seed = self.mesh.context.index, 1.0 if dealt.total is None else 1.0 / dealt.total
-        streams = [Streams(engine.options.seed, step, each.first_sample, share) for each in dealt.microbatches]
+        seeded = engine.options.seed, engine.optimizer_step.step
+        streams = [Streams(*seeded, each.first_sample, share) for each in dealt.microbatches]
         seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
         work = [
             MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)

@@ -124,10 +124,10 @@ def errors_of(
         return error_of(trainer.fit)
 
 
-def named(mesh: Mesh, folder: str, odd: int, bit: int, why: str, ranks: str = "", **named: Any) -> None:
+def named(mesh: Mesh, folder: str, odd: int, bit: int, why: str, group: str = "", **named: Any) -> None:
     """The rank that computes wrongly is named on all ranks, and is the one that ends by it."""
     error = errors_of(mesh, folder, odd, bit, **named)
-    ranks = ranks or f"rank {odd}"
+    ranks = group or f"rank {odd}"
     ends = "MachineError" if str(mesh.rank) in ranks else "CollectiveError"
     assert error.startswith(f"{ends}: {ranks} computes wrongly: {why}"), repr(error)
 
