@@ -75,10 +75,8 @@ def pick_device(local_rank: int) -> torch.device:
     count = torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
     if index >= count:
-        raise ConfigError(
-            f"local rank {local_rank} has no {kind.type.upper()} device: this process sees {count}; "
-            "start as many ranks on a host as it has devices"
-        )
+        why = f"local rank {local_rank} has no {kind.type.upper()} device: this process sees {count}"
+        raise ConfigError(f"{why}; start as many ranks on a host as it has devices")
     torch.accelerator.set_device_index(index)
     return torch.device(kind.type, index)
 
@@ -172,11 +170,10 @@ def synchronize(device: torch.device) -> None:
 def time_call(call: Callable[[], object], device: torch.device, *, rounds: int = 5, fill: float = 0.005) -> float:
     """Return the seconds that one `call` takes: the minimum over `rounds` measurements, each of as many calls as take about `fill`
     seconds, after a warm-up call. On a CPU this is the thread's processor time, since other processes may use the processor."""
-    clock = time.perf_counter if is_accelerator(device) else time.thread_time
 
     def when_computed() -> float:
         synchronize(device)
-        return clock()
+        return time.perf_counter() if is_accelerator(device) else time.thread_time()
 
     timer, count = timeit.Timer(call, timer=when_computed), 1
     timer.timeit(1)

@@ -153,10 +153,8 @@ class PendingWrite:
 def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
     """Raise `RuntimeError` if a tensor's version counter is not `version`; `when` is the message's words for the time of change."""
     if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor {list(tensor.shape)} of {tensor.dtype} that recomputation needs was changed in place {when}; "
-            "have whatever changed it make a new tensor"
-        )
+        why = f"a tensor {list(tensor.shape)} of {tensor.dtype} that recomputation needs was changed in place {when}"
+        raise RuntimeError(f"{why}; have whatever changed it make a new tensor")
 
 
 def _wait(transfer: Transfer) -> None:

@@ -101,10 +101,8 @@ def shard(
             dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
             any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
         optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that creates one from
-            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, which freezes the
-            parameters.
-        config: a path of a YAML or JSON file, or a dict. Its sections `zero`, `parallel`, `precision`, `offload` and `ema` are
-            used; a warning names the others.
+            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, which freezes them.
+        config: a file (YAML or JSON) or a dict; a warning names sections beside `zero`, `parallel`, `precision`, `offload`, `ema`.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
         accumulation: the number of backwards of each step. Above 1, stages 0 and 1 accumulate gradients on each rank, and reduce
             them in the last backward only. 1 allows any number of backwards, and reduces in each.
@@ -127,9 +125,8 @@ def shard(
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
     for each in made:
         if not isinstance(each, Optimizer):
-            raise ConfigError(
-                f"optimizer is a {type(each).__name__}; give a torch.optim.Optimizer, its class, or a list of them"
-            )
+            cure = "give a torch.optim.Optimizer, its class, or a list of them"
+            raise ConfigError(f"optimizer is a {type(each).__name__}; {cure}")
     optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
@@ -214,9 +211,8 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 def _require_unpartitioned(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
-        raise ConfigError(
-            f"model is a {type(model).__name__}, which reduces gradients itself; give the model inside (.module)"
-        )
+        why = f"model is a {type(model).__name__}, which reduces gradients itself"
+        raise ConfigError(f"{why}; give the model inside (.module)")
     for name, parameter in model.named_parameters():
         if issubclass(type(parameter), AtRest | GuardedParameter):
             cure = "give all modules to one shard(), or call unshard() before"
@@ -282,9 +278,8 @@ def placed_of(model: nn.Module) -> ShardedModel:
     """Return this rank's part of a partitioned model, with the operations of `Trainer`. Raises `ConfigError` for others."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
-        raise ConfigError(
-            f"this {type(model).__name__} is not partitioned; call zeromesh.shard(model, optimizer) first"
-        )
+        cure = "call zeromesh.shard(model, optimizer) first"
+        raise ConfigError(f"this {type(model).__name__} is not partitioned; {cure}")
     return placed
 
 
@@ -408,8 +403,7 @@ def load(
     """
     engine, path = engine_of(model), Path(directory).expanduser()
     store = CheckpointStore(path)
-    alone = store.step_of(path) is not None
-    found = [path] if alone else [store.path(step) for step in candidates(engine.mesh, store)]
+    found = [path] if store.step_of(path) is not None else [store.path(step) for step in candidates(engine.mesh, store)]
     problems: list[str] = []
     for each in found:
         try:
@@ -430,9 +424,8 @@ def load(
             _LOGGER.warning("checkpoint %s skipped: %s", each, error)
             continue
         kept = state.callbacks.get(LOOP, {})
-        for group, values in zip(
-            optimizer.param_groups if optimizer is not None else (), kept.get("groups", ()), strict=False
-        ):
+        groups = () if optimizer is None else optimizer.param_groups
+        for group, values in zip(groups, kept.get("groups", ()), strict=False):
             for name, value in values.items():
                 if isinstance(group.get(name), torch.Tensor):  # A class may insist on tensors.
                     group[name].fill_(value)
@@ -442,7 +435,6 @@ def load(
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
     if next(path.glob("*.safetensors"), None) is not None:
-        raise CheckpointError(
-            f"{path} has weights and no checkpoint; load them into the model before shard() partitions it"
-        )
+        cure = "load them into the model before shard() partitions it"
+        raise CheckpointError(f"{path} has weights and no checkpoint; {cure}")
     return None

@@ -34,10 +34,9 @@ class TorchSchedule:
         settings, group = self._settings, self._optimizer.param_groups[0]
         momentum = _momentum_of(group)
         if settings.name == "sgd" and momentum and not settings.momentum:
-            raise ConfigError(
-                f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0, so that the optimizer keeps none; "
-                "set optimizer.momentum, or give the scheduler cycle_momentum=False"
-            )
+            why = f"lr_scheduler changes the momentum to {momentum}, and optimizer.momentum is 0"
+            cure = "set optimizer.momentum, or give the scheduler cycle_momentum=False"
+            raise ConfigError(f"{why}, so that the optimizer keeps none; {cure}")
         return float(group["lr"]) / settings.lr if settings.lr else 0.0, momentum
 
     def factor(self, step: int) -> float:

@@ -264,13 +264,12 @@ def _read_slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     total = _first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     rank, world_size, local_rank = _integers(environ, ["SLURM_PROCID", total, "SLURM_LOCALID"])
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE")
-    nodes_of_step = _first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")
     if counts and environ.get("SLURM_NODEID"):
         local_world_size = _tasks_on_node(counts, _integers(environ, ["SLURM_NODEID"])[0])
     elif environ.get("SLURM_NTASKS_PER_NODE"):
         # --ntasks-per-node sets this, as an upper limit: a small step may hold fewer tasks.
         local_world_size = min(world_size, _integers(environ, ["SLURM_NTASKS_PER_NODE"])[0])
-    elif world_size == 1 or environ.get(nodes_of_step) == "1":
+    elif world_size == 1 or environ.get(_first_set(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES")) == "1":
         local_world_size = world_size
     else:
         raise ConfigError(_missing(["SLURM_NTASKS_PER_NODE (or SLURM_STEP_TASKS_PER_NODE and SLURM_NODEID)"], environ))
@@ -312,10 +311,8 @@ def _integers(environ: Mapping[str, str], names: Sequence[str], also: tuple[str,
 
 def _missing(names: list[str], environ: Mapping[str, str]) -> str:
     there = [name for name in _LAUNCH_VARIABLES if environ.get(name)]
-    return (
-        f"the launch environment is incomplete: {', '.join(there)} {'is' if len(there) == 1 else 'are'} set, "
-        f"but not {', '.join(names)}; set all of them, or none for a single process"
-    )
+    what = f"{', '.join(there)} {'is' if len(there) == 1 else 'are'} set, but not {', '.join(names)}"
+    return f"the launch environment is incomplete: {what}; set all of them, or none for a single process"
 
 
 def _first_set(environ: Mapping[str, str], *names: str) -> str:

@@ -72,9 +72,7 @@ class ModulePlacement:
     """The placement of a model's modules: `homes` maps each placed module's name to its process set."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, homes: Mapping[str, ProcessSet]) -> None:
-        self.homes = dict(homes)
-        self._model = model
-        self._mesh = mesh
+        self.homes, self._model, self._mesh = dict(homes), model, mesh
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients of all ranks so that their norm is at most `max_norm`; returns the norm before. All ranks call this.
@@ -182,8 +180,7 @@ class _ReceivedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Gradients:
-        received = ctx.exchange.receive()[0] if ctx.inputs else ()
-        return None, None, None, *([None] * ctx.count), *received
+        return None, None, None, *([None] * ctx.count), *(ctx.exchange.receive()[0] if ctx.inputs else ())
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[torch.Tensor, ...]:

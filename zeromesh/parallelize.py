@@ -81,6 +81,5 @@ def divide(
         parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name))
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
-    listed = " + ".join(map(str, cut))
-    notes = (*notes, f"pipeline: stages of {listed} blocks")
+    notes = (*notes, f"pipeline: stages of {' + '.join(map(str, cut))} blocks")
     return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=notes, context=context)

@@ -231,17 +231,13 @@ def require_memory(label: str, nbytes: int) -> None:
     """Raise `StorageError` when fewer than `nbytes` bytes of memory are available, before the kernel would end a process."""
     available = available_bytes()
     if nbytes > available > 0:
-        raise StorageError(
-            f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available; "
-            "more ranks, a smaller model or stage 3 of ZeRO need less"
-        )
+        why = f"shared memory for {label}: {nbytes:,} bytes cannot be reserved, {available:,} are available"
+        raise StorageError(f"{why}; more ranks, a smaller model or stage 3 of ZeRO need less")
 
 
 def _refused(label: str, nbytes: int, error: OSError) -> StorageError:
-    reason = os.strerror(error.errno or errno.EIO)
-    return StorageError(
-        f"shared memory for {label}: {nbytes:,} bytes cannot be reserved ({reason}); free memory, or choose the transport gloo"
-    )
+    why = f"{nbytes:,} bytes cannot be reserved ({os.strerror(error.errno or errno.EIO)})"
+    return StorageError(f"shared memory for {label}: {why}; free memory, or choose the transport gloo")
 
 
 class SharedSegment:
@@ -278,10 +274,9 @@ class SharedSegment:
         try:
             return cls(os.open(path, os.O_RDWR | os.O_CLOEXEC), nbytes, label)
         except OSError as error:
-            raise StorageError(
-                f"shared memory for {label}: {path} cannot be opened ({error.strerror}); "
-                "ranks of one host must run as one user in one process namespace; or choose the transport gloo"
-            ) from error
+            why = f"shared memory for {label}: {path} cannot be opened ({error.strerror})"
+            cure = "ranks of one host must run as one user in one process namespace; or choose the transport gloo"
+            raise StorageError(f"{why}; {cure}") from error
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """View `numel` elements at byte `offset` of the shared pages as a flat tensor."""

@@ -73,10 +73,8 @@ class Ledger:
             raise ValueError(f"{purpose.value} in {tier.value}: {-nbytes:,} bytes given back, {now - nbytes:,} counted")
         limit = self._limits.get(tier)
         if limit is not None and nbytes > 0 and self.total(tier) + nbytes > limit:
-            raise StorageError(
-                f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, which has {limit:,} and of "
-                f"these {self.total(tier):,} in use"
-            )
+            room = f"which has {limit:,} and of these {self.total(tier):,} in use"
+            raise StorageError(f"{purpose.value}: {nbytes:,} bytes more do not fit into the {tier.value} tier, {room}")
         self._bytes[key] = now
         self._highest[key] = max(now, self._highest.get(key, 0))
         if len(self._changes) < self._most_changes:

@@ -86,7 +86,7 @@ class Source:
 
     def fork(self, module: str, *words: str, **environment: str) -> int:
         """Have a process forked that runs a module of this folder; returns its id."""
-        return self._nursery.fork(["-m", f"tests.support.{module}", *words], environment).pid
+        return self._nursery.fork(["-m", f"tests.support.{module}", *words], environment, {}).pid
 
     def close(self) -> None:
         """End it, and with it all workers."""

@@ -60,10 +60,8 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
     integers become int64, floats float32. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
-            raise DataError(
-                f"sample {index} is a {type(sample).__name__}; give mappings of field names (the model's "
-                "arguments, such as input_ids and labels) to tensors, or pass a data_collator"
-            )
+            cure = "give mappings of field names (the model's arguments, such as input_ids and labels) to tensors"
+            raise DataError(f"sample {index} is a {type(sample).__name__}; {cure}, or pass a data_collator")
     first, batch = indices[0], dict[str, Tensor]()
     for field in [name for name, value in samples[0].items() if not isinstance(value, str | bytes | None)]:
         rows: list[Tensor] = []
@@ -230,16 +228,13 @@ class BatchRules:
         labels = {name: sample[name] for name in names if name in sample}
         if labels and all(isinstance(label, str) for label in labels.values()):
             name, label = next(iter(labels.items()))
-            raise DataError(
-                f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made; number the classes, such as by "
-                f"dataset.class_encode_column({name!r}) of datasets, or pass a data_collator that does"
-            )
+            why = f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made"
+            cure = f"number the classes, such as by dataset.class_encode_column({name!r}) of datasets"
+            raise DataError(f"{why}; {cure}, or pass a data_collator that does")
         if not (found := self.drop_fields(sample)) and sample:
-            raise DataError(
-                f"sample {index} has no field that the model's forward takes: "
-                f"{_field_list(sample)}. Name its fields after them, or, if the data_collator makes them, set "
-                "data.remove_unused: false (remove_unused_columns)"
-            )
+            why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}"
+            cure = "if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
+            raise DataError(f"{why}. Name its fields after them, or, {cure}")
         return found
 
 

@@ -1,5 +1,4 @@
-"""Tokenization of rows (`encode_rows`), rendered to text with the characters of their answers (`Renderer`), which become
-targets.
+"""Tokenization of rows (`encode_rows`), rendered to text (`Renderer`) in which the characters of answers become targets.
 
 A template marks answers by `{% generation %}`; in other templates, an answer is the text that a turn of the assistant appends,
 provided that the text before it, and the text with the turn, are prefixes of the whole. A template that breaks this is refused."""
@@ -167,10 +166,8 @@ class Renderer:
         with library_errors(before=f"{row.where}: field {name!r} is text, and no JSON: ", kind=DataError):
             tools = _without_null(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
         if (template := self.tokenizer.template(self.template, tools)) is None:
-            raise DataError(
-                "data.tokenizer has no chat template; set data.chat_template to a Jinja template, or to a file that holds one "
-                "(chat_template.jinja of a model that was trained on such conversations)"
-            )
+            cure = "or to a file that holds one (chat_template.jinja of a model that was trained on such conversations)"
+            raise DataError(f"data.tokenizer has no chat template; set data.chat_template to a Jinja template, {cure}")
         return template, tools
 
     def _apply(

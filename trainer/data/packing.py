@@ -48,20 +48,18 @@ class TokenDataset:
         return cls(text=text, sequence_length=sequence_length, marked=False, **placed, **keys)
 
     @classmethod
-    def pack(
-        cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, *, packing: bool, **keys: Any
-    ) -> Self:
+    def pack(cls, text: StoredText, first: int, amount: TextAmount, length: int, *, packing: bool, **keys: Any) -> Self:
         """Build the dataset of the marked documents from token `first`, one per sequence or packed by best fit."""
         end = first + amount.tokens
         pieces = range(first, end, _TOKENS_AT_ONCE)
         found = [np.flatnonzero(text.tokens[at : min(at + _TOKENS_AT_ONCE, end)] & BEGINS) + at for at in pieces]
         begins = np.concatenate([np.empty(0, np.int64), *found])
         ends = np.append(begins[1:], end)[: len(begins)]
-        sequence_of = best_fit(ends - begins, sequence_length) if packing else np.arange(len(begins))
+        sequence_of = best_fit(ends - begins, length) if packing else np.arange(len(begins))
         order = np.argsort(sequence_of, kind="stable")
         cuts = np.searchsorted(sequence_of[order], np.arange(sequence_of.max(initial=-1) + 2))
         placed: dict[str, Any] = {"begins": begins[order], "ends": ends[order], "cuts": cuts}
-        return cls(text=text, sequence_length=sequence_length, marked=True, masked=True, **placed, **keys)
+        return cls(text=text, sequence_length=length, marked=True, masked=True, **placed, **keys)
 
     def __len__(self) -> int:
         return len(self.cuts) - 1

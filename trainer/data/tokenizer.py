@@ -73,10 +73,8 @@ class PretrainedTokenizer:
 
     def __post_init__(self) -> None:
         if not callable(self.tokenizer) or not hasattr(self.tokenizer, "eos_token_id"):
-            raise DataError(
-                f"processing_class is a {type(self.tokenizer).__name__}; give a tokenizer, such as "
-                "AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration: data.tokenizer"
-            )
+            cure = "give a tokenizer, such as AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration"
+            raise DataError(f"processing_class is a {type(self.tokenizer).__name__}; {cure}: data.tokenizer")
         if self.end_of_text is None:
             raise DataError(
                 f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
@@ -242,10 +240,9 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     if spec is None or spec == BYTES:
         return ByteTokenizer()
     if not (path := Path(spec).expanduser()).is_dir():
-        raise DataError(
-            f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are "
-            "not looked up: save the tokenizer with save_pretrained and give that directory"
-        )
+        why = f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine"
+        cure = "save the tokenizer with save_pretrained and give that directory"
+        raise DataError(f"{why}; hub names are not looked up: {cure}")
     if not has_tokenizer(path):
         raise DataError(
             f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)}); give a directory that save_"

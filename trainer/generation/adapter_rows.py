@@ -67,7 +67,7 @@ class AdapterRows:
         self, name: str, plain: Callable[..., Any], inside: Sequence[Any], once: bool, /, *args: Any, **kwargs: Any
     ) -> Any:
         if len(self._rows) < 2:
-            out = _with_adapter(next(iter(self._rows), None), plain, inside, *args, **kwargs)
+            out = _with_adapter(next(iter(self._rows), None), inside, partial(plain, *args, **kwargs))
             if self._rows and (len(args) != 1 or kwargs or not all(map(self._is_by_row, (*args, out)))):
                 self.unknown.add(name)
             return out
@@ -76,7 +76,7 @@ class AdapterRows:
             raise RuntimeError(f"{name} gets something else than a row for each request, so these cannot have adapters")
         if once:
             return _lora(inside[0], self._rows, x)
-        parts = {adapter: _with_adapter(adapter, plain, inside, x[rows]) for adapter, rows in self._rows.items()}
+        parts = {each: _with_adapter(each, inside, partial(plain, x[rows])) for each, rows in self._rows.items()}
         first = next(iter(parts.values()))
         out = first.new_empty(len(x), *first.shape[1:])
         for adapter, part in parts.items():
@@ -90,15 +90,13 @@ class AdapterRows:
         return x.shape[0] == self._shape[0] and x.shape[1] in (1, self._shape[1])
 
 
-def _with_adapter(
-    adapter: str | None, plain: Callable[..., Any], inside: Sequence[Any], /, *args: Any, **kwargs: Any
-) -> Any:
-    """Return what PEFT's forward does with one adapter for all rows; None is the active one."""
+def _with_adapter(adapter: str | None, inside: Sequence[Any], run: Callable[[], Any]) -> Any:
+    """Return what PEFT's forward, `run`, does with one adapter for all rows; None is the active one."""
     with ExitStack() as undone:
         for each in inside if adapter is not None else ():
             undone.callback(override(each, "_active_adapter", [adapter]))
             undone.callback(override(each, "_disable_adapters", adapter == BASE))
-        return plain(*args, **kwargs)
+        return run()
 
 
 def _lora(layer: Any, rows_of: Mapping[str, list[int]], x: Tensor) -> Tensor:

@@ -57,10 +57,8 @@ def generate(
         outputs = calls.compute({**inputs, **dict(zip(["input_ids"], ids, strict=False))})
         # Rotary frequencies, which some models compute lazily, do not depend on the text.
         if pipeline is not None and (kept := [name for name in put_aside() if not name.endswith("inv_freq")]):
-            raise LayoutError(
-                f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches of a pipeline "
-                "would share; generate without parallel.pipeline"
-            )
+            why = f"{type(model).__name__} keeps {some(kept, 3)} in its modules between tokens, which microbatches"
+            raise LayoutError(f"{why} of a pipeline would share; generate without parallel.pipeline")
         on_logits(outputs.logits[:, -1])
         return outputs
 

@@ -111,12 +111,9 @@ class LauncherConnection:
         """The time the other end was last known alive: the leader's last receipt, or the sending time of the last beat echoed."""
         self._writer = writer
         self._hello_seconds, self._silence_seconds, self._mark = hello_seconds, silence_seconds, mark
-        self._key = secret.encode()
-        self._is_server = serves
-        self._drawn_by_both = b""
+        self._key, self._is_server = secret.encode(), serves
+        self._drawn_by_both = self._partial = self._unsent = b""
         self._numbers = {True: 0, False: 0}
-        self._partial = b""
-        self._unsent = b""
         self._beat_at = self.alive_at
         if serves:
             self.send({"zeromesh": 1, "drawn": self.drawn})

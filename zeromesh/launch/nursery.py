@@ -54,12 +54,9 @@ class Nursery:
         self._forked: Fork | None = None
         self._forks: dict[int, Fork] = {}
 
-    def fork(
-        self, arguments: Sequence[str], variables: Mapping[str, str], handles: Mapping[str, int] | None = None
-    ) -> Fork:
+    def fork(self, arguments: Sequence[str], variables: Mapping[str, str], handles: Mapping[str, int]) -> Fork:
         """Fork a process that runs `python ARGUMENTS` with these variables too, and with descriptors `handles`, whose numbers there
         are variables; where the nursery is lost, one that is."""
-        handles = handles or {}
         self._forked, request = None, {"arguments": arguments, "variables": variables, "handles": list(handles)}
         with suppress(OSError):
             self._connection.send_bytes(json.dumps(request).encode())

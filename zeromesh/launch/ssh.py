@@ -229,8 +229,7 @@ class HostProcess(LauncherConnection):
     Raises `ConfigError` when the local command cannot be started."""
 
     def __init__(self, host: Host, plan: LaunchPlan, output: Output) -> None:
-        self.host = host
-        self.lost = False
+        self.host, self.lost = host, False
         pipe, self._program = subprocess.PIPE, plan.ssh[0]
         with errors_as(ConfigError, f"--ssh: {self._program!r} cannot be started (", OSError, after=")"):
             # A session of its own, so that the terminal's Ctrl-C does not end ssh, over which the signal is passed on.

@@ -40,15 +40,13 @@ def address_for_others(name: str) -> str:
     if len(others) == 1:
         return others[0]
     there = ", ".join(f"{each} ({own[each]})" for each in others) or "none"
-    raise ConfigError(
-        f"{name!r}, by which the other hosts are to find this one, leads to {' and '.join(found) or 'no address'} here, which they "
-        f"cannot reach; give one of this host's addresses in its place: {there}"
-    )
+    leads = f"leads to {' and '.join(found) or 'no address'} here, which they cannot reach"
+    cure = f"give one of this host's addresses in its place: {there}"
+    raise ConfigError(f"{name!r}, by which the other hosts are to find this one, {leads}; {cure}")
 
 
 def is_this_host(name: str) -> bool:
-    own = by_address()
-    return any(address in own or is_loopback(address) for address in addresses_of(name))
+    return any(address in by_address() or is_loopback(address) for address in addresses_of(name))
 
 
 def addresses_of(name: str) -> list[str]:

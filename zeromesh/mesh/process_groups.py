@@ -30,6 +30,7 @@ GroupPurpose = Literal["control", "data", "reduce"]
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
 start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
 """
+Purposes = Collection[GroupPurpose]
 SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
 
@@ -67,8 +68,7 @@ class MeshGroups:
         """Join the default process group as `rank`, if the process has not done so."""
         if not dist.is_initialized():
             # The key prefix is new for each group, so that it does not read addresses that an earlier one has stored.
-            prefix = f"zeromesh/group-{next(_numbers)}"
-            store = dist.distributed_c10d.PrefixStore(prefix, run_store(self._environment))
+            store = dist.distributed_c10d.PrefixStore(f"zeromesh/group-{next(_numbers)}", run_store(self._environment))
             if self._environment.local_world_size != self._environment.world_size:
                 # A rank whose interface the user has set still stores its route, since others may wait for it.
                 interface = interface_for(store, self._environment)
@@ -86,9 +86,7 @@ class MeshGroups:
         self._joined = True
         self._rank = rank
 
-    def create(
-        self, ranks: tuple[int, ...], purposes: Collection[GroupPurpose] = (), *, name: str = ""
-    ) -> SetGroups | None:
+    def create(self, ranks: tuple[int, ...], purposes: Purposes = (), *, name: str = "") -> SetGroups | None:
         """Create the groups of these ranks: the control group and one for each of `purposes`; returns None on other ranks, which
         make the same call. Equal ranks share a purpose's group, unless `name` is given: it is then theirs until `leave_named`."""
         found: dict[GroupPurpose, dist.ProcessGroup | None] = {}
@@ -104,9 +102,7 @@ class MeshGroups:
             return None
         return {purpose: found.get(purpose) or control for purpose in ("control", "data", "reduce")}
 
-    def create_along(
-        self, shape: MeshShape, axes: Sequence[Axis], purposes: Collection[GroupPurpose] = ()
-    ) -> SetGroups | None:
+    def create_along(self, shape: MeshShape, axes: Sequence[Axis], purposes: Purposes = ()) -> SetGroups | None:
         """Create the groups of this rank's set over `axes` of the mesh. All ranks of the world call this in the same order."""
         own = shape.group_of(self._rank, *axes)
         made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))

@@ -136,10 +136,9 @@ class ProcessMesh:
             ranks = _gather_all(store, "rank-of", process, self.world_size, dist.get_rank())
             found = tuple(sorted(range(self.world_size), key=ranks.__getitem__))
             if order != "topology" and found != self.processes:
-                raise ConfigError(
-                    f"order of ranks: {list(self.processes)} was asked for, but the process group that is there already "
-                    f"numbers the processes {list(found)}, which stays; ask for that, or for topology"
-                )
+                there = f"the process group that is there already numbers the processes {list(found)}, which stays"
+                asked = f"order of ranks: {list(self.processes)} was asked for"
+                raise ConfigError(f"{asked}, but {there}; ask for that, or for topology")
             self.processes = found
         self.locations = tuple(locations[each] for each in self.processes)
         self.rank = self.processes.index(process)
@@ -189,10 +188,8 @@ class ProcessMesh:
             return self._axes_set(" x ".join(axis for axis in AXES if axis in names), names)
         if len(names) == 1 and names[0] in self.process_sets:
             return self.process_sets[names[0]]
-        raise LayoutError(
-            f"group {', '.join(names)!r}: allowed are world, data, axes ({', '.join(AXES)}), "
-            f"or a process set ({', '.join(self.process_sets) or 'there are none'})"
-        )
+        allowed = f"axes ({', '.join(AXES)}), or a process set ({', '.join(self.process_sets) or 'there are none'})"
+        raise LayoutError(f"group {', '.join(names)!r}: allowed are world, data, {allowed}")
 
     def __getitem__(self, names: str | tuple[str, ...]) -> ProcessSet:
         return self.group(*((names,) if isinstance(names, str) else names))
@@ -247,8 +244,7 @@ class ProcessMesh:
 
     @cached_property
     def device_mesh(self) -> DeviceMesh:
-        """The torch `DeviceMesh` with the same axes and ranks, for DTensor and `parallelize_module`. Its process groups are created
-        at the first use, by all ranks alike."""
+        """The torch `DeviceMesh` with these axes and ranks, for DTensor. All ranks create its process groups at the first use."""
         if not dist.is_initialized():
             raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
         ranks = torch.arange(self.world_size).view(self.shape.sizes)
@@ -324,8 +320,7 @@ def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) 
     if process == 0:
         rows = [json.loads(store.get(f"{key}/{each}")) for each in range(processes)]
         store.set(f"{key}/all", base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode())
-    found: list[Any] = json.loads(zlib.decompress(base64.b64decode(store.get(f"{key}/all"))))
-    return found
+    return list(json.loads(zlib.decompress(base64.b64decode(store.get(f"{key}/all")))))
 
 
 def host_identity() -> str:

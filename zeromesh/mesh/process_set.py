@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed import ReduceOp
@@ -85,8 +85,7 @@ class ProcessSet:
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """Return every rank's `values`, in the order of the set; all ranks pass the same number of values."""
         own = torch.tensor(values, dtype=torch.int64)
-        everyone: list[list[int]] = self._gather(own, f"exchange over axis {self.name}").tolist()
-        return everyone
+        return cast("list[list[int]]", self._gather(own, f"exchange over axis {self.name}").tolist())
 
     def gather_bytes(self, payload: bytes, what: str) -> list[bytes]:
         """Return every rank's `payload`, of any length, in the order of the set."""
@@ -118,8 +117,7 @@ class ProcessSet:
         first: bool = False,
     ) -> list[Any]:
         """Return the bytes that `work` returns on each rank, or other values that JSON can express; with `first` only the first
-        rank works. No rank continues alone: if the work of one fails, all ranks raise its error, as `kept` if it is of this class,
-        else as `error`."""
+        rank works. No rank continues alone: if the work of one fails, all raise its error, as `kept` if it is one, else `error`."""
         failure: Exception | None = None
         try:
             value = None if first and self.index else work()
@@ -258,8 +256,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
             for rank in sorted(range(len(rows)), key=rows.__getitem__):
                 if rows[rank][0] >= 0:
                     found.setdefault(f"{name} {rows[rank][0]}", []).append(rank)
-            made = self._add_checked(found)
-            return None if colour is None else made[f"{name} {colour}"]
+            return self._add_checked(found).get(f"{name} {colour}")
 
     def remove(self, removed: ProcessSet | str) -> None:
         """Destroy the groups of a set, on all ranks, when it has nothing in flight. Using the set afterwards is an error."""

@@ -54,10 +54,8 @@ def tensor_groups_warning(shape: MeshShape, locations: Sequence[ProcessLocation]
         return ""
     shown = "; ".join(map(ranks_text, groups[:3])) + (" ..." if groups[3:] else "")
     sizes = some(Counter(location.host for location in locations).values(), 6)
-    return (
-        f"{len(groups)} of {len(every)} tensor groups span hosts ({shown}), and their activations cross the "
-        f"network in every layer; choose parallel.tensor so that it divides the processes of every host ({sizes})"
-    )
+    why = f"{len(groups)} of {len(every)} tensor groups span hosts ({shown}), and their activations cross the network"
+    return f"{why} in every layer; choose parallel.tensor so that it divides the processes of every host ({sizes})"
 
 
 WIDTH = 100

@@ -107,9 +107,8 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
         listener.bind(name)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"port {environment.master_port}: another run on this host uses this MASTER_PORT; give this run another one"
-        ) from error
+        why = f"port {environment.master_port}: another run on this host uses this MASTER_PORT"
+        raise ConfigError(f"{why}; give this run another one") from error
     listener.listen(environment.world_size)
     _listeners.append(listener)
     others = set(range(1, environment.world_size))

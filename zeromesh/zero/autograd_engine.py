@@ -234,10 +234,9 @@ class AutogradPasses(Passes):
 
     def _require_current(self, graph: _Graph) -> None:
         if graph.generation != self.generation:
-            raise PhaseError(
-                "backward reached results of a forward that ran before the latest update or load, and the parameters have other "
-                "values now; run forward again, or call backward before optimizer.step()"
-            )
+            why = "backward reached results of a forward that ran before the latest update or load"
+            cure = "run forward again, or call backward before optimizer.step()"
+            raise PhaseError(f"{why}, and the parameters have other values now; {cure}")
 
     def _begin_backward(self, graph: _Graph) -> None:
         self._require_current(graph)
@@ -246,10 +245,9 @@ class AutogradPasses(Passes):
             self.step = StepGradients(mixed=True)
         step = self.step
         if step.clipped:
-            raise PhaseError(
-                "the gradients of this step have been clipped, and another backward would add to them; clip after the last "
-                "backward of a step, or call optimizer.zero_grad() before the next one"
-            )
+            why = "the gradients of this step have been clipped, and another backward would add to them"
+            cure = "clip after the last backward of a step, or call optimizer.zero_grad() before the next one"
+            raise PhaseError(f"{why}; {cure}")
         accumulation = self._options.accumulation
         if step.backwards >= accumulation > 1:
             cure = "call optimizer.step() and optimizer.zero_grad(), or give shard() another accumulation"
@@ -292,9 +290,8 @@ class AutogradPasses(Passes):
             raise PhaseError("ranks update together, from all gradients: leave no_sync() before optimizer.step()")
         self.writes.refuse_between_passes(self.units)
         if self.step.mixed or self.step.used:
-            raise PhaseError(
-                "optimizer.step() has used the gradients up; call optimizer.zero_grad() after it and before the next backward"
-            )
+            cure = "call optimizer.zero_grad() after it and before the next backward"
+            raise PhaseError(f"optimizer.step() has used the gradients up; {cure}")
         if not self.step.backwards:
             raise PhaseError("there are no gradients: call loss.backward() before, with a loss that the model computed")
         if self.step.closed:

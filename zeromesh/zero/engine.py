@@ -45,19 +45,14 @@ class ZeroEngine:
     def __init__(
         self, model: nn.Module, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None = None
     ) -> None:
-        self.model = model
-        self.mesh = mesh
-        self.options = options
-        self.units = built.units
-        self._buckets = all_buckets(built.units)
-        self._tiers = built.tiers
-        self.ledger = built.tiers.ledger
+        self.model, self.mesh, self.options = model, mesh, options
+        self.units, self._buckets, self._releases = built.units, all_buckets(built.units), built.releases
+        self._tiers, self.ledger = built.tiers, built.tiers.ledger
         self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
         self.transport = built.transport
         self.reduction = built.reduction  # the transport that sums gradients
         self._wider: Transport | None = None  # a transport with larger gradient slots than those allocated at the start
         self._slot_bytes = self._needed_slot_bytes()
-        self._releases = built.releases
         shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
         gradients = GradientReducer(built.reduction.reducer, shards, replicas, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
@@ -196,9 +191,8 @@ class ZeroEngine:
         for bucket, index in changed:
             spec = bucket.layout.slots[index].spec
             if spec.copies is not None:
-                raise LayoutError(
-                    f"requires_grad of {spec.name} was changed, which several stages of the pipeline share; set it before training"
-                )
+                why = f"requires_grad of {spec.name} was changed, which several stages of the pipeline share"
+                raise LayoutError(f"{why}; set it before training")
             flags[f"requires_grad of {spec.name}, changed"] = bucket.parameters[index].requires_grad
         for group in (self.mesh.peers, self.mesh.tensor):
             group.require_same(flags, LayoutError, advice="Change requires_grad on all ranks alike")

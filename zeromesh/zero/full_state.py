@@ -38,11 +38,8 @@ class CheckpointState:
     def __init__(
         self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
     ) -> None:
-        self._model = model
-        self._buckets = all_buckets(units)
-        self._updater = updater
-        self._mesh = mesh
-        self._options = options
+        self._model, self._buckets, self._mesh = model, all_buckets(units), mesh
+        self._updater, self._options = updater, options
 
     def tensors(self, *, reading: bool = False) -> list[TensorSpec]:
         """List the tensors of a checkpoint, alike on all ranks, in the order of buckets: what is adjacent in a shard is adjacent in
@@ -184,11 +181,10 @@ class CheckpointState:
             for piece in (bucket.layout.pieces(written) if written is not None else ())
             if not piece.in_parameter.start and not next(iter(piece.spec.region.runs(piece.in_parameter))).logical
         ]
-        # One rank of the shard group has all states of a class that updates whole parameters.
-        on_one_rank = optimizer.whole
         for number, slot in enumerate(bucket.layout.slots):
             fqn = slot.spec.fqn
-            writes = not self._mesh.replicate.index if on_one_rank else fqn in first
+            # One rank of the shard group has all states of a class that updates whole parameters.
+            writes = not self._mesh.replicate.index if optimizer.whole else fqn in first
             for kind, dtype, shape, values in optimizer.whole_states(number) if fqn in bucket.ever_trained else ():
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
@@ -291,11 +287,8 @@ class FullState:
         weights_of: Callable[[Bucket], TieredTensor] = lambda bucket: bucket.master,
     ) -> None:
         """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
-        self._weights_of = weights_of
-        self._model = model
-        self._units = units
-        self._mesh = mesh
-        self._gradient_dtype = gradient_dtype
+        self._model, self._units, self._mesh = model, units, mesh
+        self._weights_of, self._gradient_dtype = weights_of, gradient_dtype
         slots = [
             (slot.spec, bucket.master.dtype, trained)
             for bucket in all_buckets(units)

@@ -62,9 +62,7 @@ class MemoryModel:
         root, *moved = [
             sum(int(share * layout.travelling_nbytes(whole)) for layout, stays in unit if not stays) for unit in pairs
         ]
-        root_decoded, *decoded = [
-            sum(layout.nbytes for layout, _ in unit if layout.first.codec is not None) for unit in pairs
-        ]
+        root_decoded, *decoded = [sum(each.nbytes for each in unit if each.first.codec is not None) for unit in units]
         # Forward and backward go through the units in opposite orders.
         ahead = [nbytes if goes_ahead(unit, options) else 0 for nbytes, unit in zip(moved, units[1:], strict=True)]
         used, windows = list(map(sum, zip(moved, decoded, strict=True))), range(len(moved))

@@ -78,18 +78,12 @@ class Passes:
     def __init__(
         self, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[list[Unit]]
     ) -> None:
-        self.units = built.units
-        self._chunks = chunks
-        self.mode = PassMode.IDLE
-        self._mesh = mesh
+        self.units, self._chunks, self.mode = built.units, chunks, PassMode.IDLE
+        self._mesh, self._recorder, self._options, self._updater = mesh, mesh.recorder, options, updater
         self._in_stages = mesh.shape.divides("blocks")
         """True if pipeline parallelism leaves this rank only some blocks of the model."""
         self._watched_ranks = mesh.peers.ranks if mesh.peers.size > 1 else ()
-        self._recorder = mesh.recorder
-        self._options = options
-        self._updater = updater
-        self._transport = built.transport
-        self._releases = built.releases
+        self._transport, self._releases = built.transport, built.releases
         self._goes_ahead = [goes_ahead([bucket.layout for bucket in unit.buckets], options) for unit in built.units]
         self._reduces_microbatches = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
@@ -288,8 +282,7 @@ class Passes:
             self._progress.first_visits.setdefault(unit.index, self._progress.calls)
             self._progress.calls += 1
             # Backward enters a pipeline stage at the output of its last block, not at that of the root.
-            kept = unit.index in self._kept_units.get(self._kind, ())
-            if kept or (unit.index == 0 and self._in_stages):
+            if unit.index in self._kept_units.get(self._kind, ()) or (unit.index == 0 and self._in_stages):
                 self._progress.kept.add(unit.index)
             self.make_live(unit)
         self.writes.record(unit, len(self.units))
@@ -446,10 +439,9 @@ class Passes:
             parameter.grad = None
             return
         if self.mode is not PassMode.BACKWARD:
-            raise PhaseError(
-                f"{unit.name_of(parameter)} got a gradient outside the backward of a training step; let the trainer call backward, "
-                "and use torch.autograd.grad for gradients that are part of a loss"
-            )
+            why = f"{unit.name_of(parameter)} got a gradient outside the backward of a training step"
+            cure = "use torch.autograd.grad for gradients that are part of a loss"
+            raise PhaseError(f"{why}; let the trainer call backward, and {cure}")
         if unit.phase is not Phase.LIVE and not self._reads_no_weights:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "

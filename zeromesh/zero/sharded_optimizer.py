@@ -32,8 +32,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer = optimizer
         """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
         self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
-        self._factor = factor
-        self._loss_is_scaled = False
+        self._factor, self._loss_is_scaled = factor, False
         vars(_refuse_step)["_wrapped_by_lr_sched"] = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._replaced_optimizers:
             vars(each)["step"] = _refuse_step  # The wrapped optimizer's step would silently do nothing.
@@ -48,8 +47,8 @@ class ShardedOptimizer(Optimizer):
         return loss * self.engine.loss_scale if self.engine.loss_scale != 1 else loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale gradients down to the norm `max_norm`; returns the norm before, a float64 scalar, exact over all ranks. Raises
-        `PhaseError` when there are no gradients."""
+        """Scale gradients down to the norm `max_norm`; returns that before, a float64 scalar, exact over all ranks.
+        Raises `PhaseError` without gradients."""
         self._require_scaled()
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
@@ -154,9 +153,8 @@ def settings_of(
     groups = optimizer.param_groups
     by_id = {id(parameter): name for name, parameter in names}
     if unknown := [p for group in groups for p in group["params"] if id(p) not in by_id]:
-        raise ConfigError(
-            f"optimizer has {len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}, that the model has not"
-        )
+        found = f"{len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}"
+        raise ConfigError(f"optimizer has {found}, that the model has not")
     kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
     is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
     # Numbers are no trace of an update: APOLLO's constructor gives each parameter a seed.

@@ -66,7 +66,7 @@ def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 def fork(found: Nursery, *words: object, **variables: str) -> Fork:
     """Fork a process that runs the program."""
-    return found.fork(["-m", "program", *map(str, words)], variables)
+    return found.fork(["-m", "program", *map(str, words)], variables, {})
 
 
 def wait_for_line(path: Path) -> None:
