@@ -24,7 +24,7 @@ from zeromesh.comm.point_to_point import HEADER_BYTES, MessageSpec, read_header,
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.pipeline.stages.stubs import Stub, meta_copy
+from zeromesh.pipeline.stages.build import Stub, meta_copy
 from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.units.plan import names_by_parameter
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 PATCHES = {
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
-    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/operations.py: traces a device's kernel.
+    "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/meter.py: traces a device's kernel.
     # attention/packed_attention.py: documents are those of the batch, and a mask that stands for them has an attention of ours.
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",
     "transformers.modeling_utils.AttentionInterface.get_interface": "5.23.0",

@@ -26,8 +26,7 @@ class Divided:
     tensor: Parallelized | None = None
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
-    context: Context | None = None
-    """The shares of sequences on the context axis; None: this rank has whole ones."""
+    context: Context | None = None  # The shares of sequences on the context axis; None: this rank has whole ones.
 
     def restore(self) -> None:
         """Restore the model's own modules; divided parameters are then whole and on the meta device."""

@@ -195,26 +195,17 @@ def arguments_of(config: TrainerConfig) -> TrainingArguments:
     del named["load_best_model_at_end"], named["eval_on_start"]
     ranks = max(1, read_environment().world_size // config.parallel.model_size)
     known = config.schedule.name in transformers.SchedulerType._value2member_map_
-    named |= {
-        "output_dir": f"{config.run.output_dir}/{config.run.name}",
-        "run_name": config.run.name,
-        "gradient_accumulation_steps": max(1, math.ceil(config.batch.global_size / (config.batch.micro_size * ranks))),
-        "per_device_eval_batch_size": config.batch.eval_micro_size or config.batch.micro_size,
-        "max_steps": config.run.max_steps,
-        "num_train_epochs": config.run.epochs or 1,
-        "lr_scheduler_type": config.schedule.name if known else "cosine",
-        "warmup_steps": config.schedule.warmup_of(config.run.max_steps),
-        "metric_for_best_model": config.run.metric,
-        "greater_is_better": goal_of(config.run.metric, config.run.metric_goal) == "highest",
-        "seed": config.run.seed % 2**32,
-        "label_smoothing_factor": config.run.label_smoothing,
-        "push_to_hub": config.hub.push,
-        "hub_model_id": config.hub.repository,
-        "hub_private_repo": config.hub.private,
-        "hub_revision": config.hub.revision,
-        "hub_strategy": "end",
-    }
+    run, batch, hub = config.run, config.batch, config.hub
+    named |= {"output_dir": f"{run.output_dir}/{run.name}", "run_name": run.name, "metric_for_best_model": run.metric}
+    named |= {"max_steps": run.max_steps, "num_train_epochs": run.epochs or 1, "seed": run.seed % 2**32}
+    named["gradient_accumulation_steps"] = max(1, math.ceil(batch.global_size / (batch.micro_size * ranks)))
+    named["per_device_eval_batch_size"] = batch.eval_micro_size or batch.micro_size
+    named["lr_scheduler_type"] = config.schedule.name if known else "cosine"
+    named |= {"warmup_steps": config.schedule.warmup_of(run.max_steps), "label_smoothing_factor": run.label_smoothing}
+    named["greater_is_better"] = goal_of(run.metric, run.metric_goal) == "highest"
+    named |= {"push_to_hub": hub.push, "hub_model_id": hub.repository, "hub_private_repo": hub.private}
+    named |= {"hub_revision": hub.revision, "hub_strategy": "end"}
     arguments = TrainingArguments(**named, report_to=[], use_cpu=True, disable_tqdm=False)
     # The strategies are not checked, as the run judges every evaluation and saves the best.
-    arguments.load_best_model_at_end = config.run.load_best
+    arguments.load_best_model_at_end = run.load_best
     return arguments

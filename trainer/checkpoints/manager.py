@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from zeromesh import __version__
+from zeromesh import __version__, errors
 from zeromesh.checkpoint.format.manifest import Manifest
 from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
@@ -16,15 +16,7 @@ from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import is_later_start
-from zeromesh.errors import (
-    CheckpointError,
-    CollectiveError,
-    ConfigError,
-    LayoutError,
-    StorageError,
-    ZeromeshError,
-    some,
-)
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.checkpoints import trainer_state
@@ -101,10 +93,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             own = self.store.path(step).resolve()
             here = own if named is None else named.resolve()
             if here != own and here.parent == own.parent:
-                self._note(
-                    f"checkpoint.resume names {here.name}, and this run has gone on since: it goes on from step {step}. To go "
-                    "back, give it another run.name"
-                )
+                what = f"checkpoint.resume names {here.name}, and this run has gone on since"
+                self._note(f"{what}: it goes on from step {step}. To go back, give it another run.name")
             return state
         if reasons:
             why = f"no checkpoint in {self.store.root} can be used, and a new run would replace them"
@@ -214,7 +204,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Remove an unfinished save after an error in a run that may continue: of a single rank, or after others are lost."""
-        if isinstance(error, CollectiveError) or (error is not None and self._mesh.world_size == 1):
+        if isinstance(error, errors.CollectiveError) or (error is not None and self._mesh.world_size == 1):
             self.saver.give_up()
 
     def close(self) -> None:
@@ -280,6 +270,8 @@ def content_of(
     compute, master = options.precision.compute, options.precision.master
     adapter = gathered_adapter(model, engine.state, mesh) if is_adapted(model) else None
     away = {each.name for each in frozen.tensors}
+    layout = {"zeromesh": __version__, "ranks": mesh.world_size}
+    layout |= {name: str(each).removeprefix("torch.") for name, each in (("compute", compute), ("master", master))}
 
     def is_stored(spec: TensorSpec) -> bool:
         return spec.name not in away and not (spec.kind in WEIGHTS and spec.name in without)
@@ -295,14 +287,7 @@ def content_of(
         order=holdings.update_order(),
         documents=documents,
         aliases=holdings.aliases(),
-        layout={
-            "zeromesh": __version__,
-            "ranks": mesh.world_size,
-            "mesh": asdict(mesh.shape),
-            "stage": options.stage,
-            "compute": str(compute).removeprefix("torch."),
-            "master": str(master).removeprefix("torch."),
-        },
+        layout={**layout, "mesh": asdict(mesh.shape), "stage": options.stage},
         keep=keep,
     )
 
@@ -402,7 +387,7 @@ def _metric_of(path: Path) -> float | None:
     try:
         reader = CheckpointReader(path, parts=True)
         state = state_of(reader)
-    except ZeromeshError:
+    except errors.ZeromeshError:
         return _NO_METRIC
     if state is None and reader.manifest.part[1] > 1:
         return None

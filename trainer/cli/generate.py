@@ -91,9 +91,7 @@ def _prompts_of(source: str | None) -> list[PromptLine]:
     return parse_prompts(_standard_input() if kept is None else Path(kept).read_bytes(), "standard input")
 
 
-def _generate(
-    options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str], prompts: Sequence[PromptLine]
-) -> int:
+def _generate(options: argparse.Namespace, fields: dict[str, Any], keys: list[str], prompts: list[PromptLine]) -> int:
     from zeromesh.rng import seed_of
     from zeromesh.trainer.inference.generator import Generator
 
@@ -155,10 +153,8 @@ def _write_results(
     except ZeromeshError:
         if journal is not None:
             left = some([prompts[number].id for number in journal.missing()], 100)
-            train.say(
-                f"{journal.path} has {len(journal.rows)} of {len(prompts)} results; the same command goes on with the rest. "
-                f"Without one are: {left}"
-            )
+            rest = f"the same command goes on with the rest. Without one are: {left}"
+            train.say(f"{journal.path} has {len(journal.rows)} of {len(prompts)} results; {rest}")
             journal.close()
         raise
     if journal is not None:

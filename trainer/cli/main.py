@@ -201,18 +201,14 @@ def run_completion(options: argparse.Namespace) -> int:
         text = functions.read_text(encoding="utf-8").replace("KEYS", keys).replace("VALUES", values)
         # What replaces a function of shtab's stands at the end of the script.
         begin, _, end = text.partition("# ---\n")
-    overrides = {
-        **dict.fromkeys(("bash", "zsh"), "_zeromesh_keys"),
-        "fish": f"{keys} {values}",
-        "preamble": {shell: begin},
-    }
+    words = {**dict.fromkeys(("bash", "zsh"), "_zeromesh_keys"), "fish": f"{keys} {values}", "preamble": {shell: begin}}
     parsers = [parser]
     for each in parsers:
         for action in each._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
             elif action.dest == "overrides":
-                action.complete = overrides  # type: ignore[attr-defined]
+                action.complete = words  # type: ignore[attr-defined]
             elif action.nargs != 0 and not action.choices:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     sys.stdout.write(f"{shtab.complete(parser, shell)}\n{end}")

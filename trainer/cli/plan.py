@@ -88,7 +88,7 @@ def run_verify(options: argparse.Namespace) -> int:
         ended = train.report(train.launch_this_command(options, processes))
         return ended or int(not json.loads(out.read_text(encoding="utf-8"))["passed"])
     from zeromesh.trainer import Trainer
-    from zeromesh.trainer.verification.checks import CHECKS
+    from zeromesh.trainer.verification.verify import CHECKS
 
     unknown = [name for name in options.check if name not in CHECKS]
     if unknown:

@@ -68,19 +68,17 @@ class Translation:
         """Return True if a setting, automatic ones included, has a name that begins with `beginning`."""
         return any(name.startswith(beginning) for name in (*self.settings, *self.automatic))
 
-    def number(
-        self, name: str, allowed: str = "a number", fits: Callable[[float], bool] = lambda number: True
-    ) -> float | None:
-        """Return a numeric setting; None if it is absent or, after a refusal, not `allowed`."""
+    def number(self, name: str, takes: str = "a number", ok: Callable[[float], bool] = lambda _: True) -> float | None:
+        """Return a numeric setting; None if it is absent or, after a refusal, not `takes`."""
         value = self(name)
         try:
             number = math.nan if value is None or isinstance(value, bool) else float(value)
         except (TypeError, ValueError):
             number = math.nan
-        if math.isfinite(number) and fits(number):
+        if math.isfinite(number) and ok(number):
             return number
         if value is not None:
-            self.refuse(name, f"got {quote('', value)}; allowed is {allowed}")
+            self.refuse(name, f"got {quote('', value)}; allowed is {takes}")
         return None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:

@@ -191,10 +191,8 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
         elif name not in registered:
             near = messages.nearest(name, TRACKERS, cutoff=0.6)
             hint = f"; did you mean {near}?" if near else ""
-            yield (
-                f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}, and names of trackers that were given to "
-                f"accelerate.tracking.register_tracker_class{hint}"
-            )
+            what = f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}"
+            yield f"{what}, and names of trackers that were given to accelerate.tracking.register_tracker_class{hint}"
 
 
 _OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
@@ -399,9 +397,8 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
             what = f"is {messages.allowed(MixturePart.model_fields[keys[-1]])}"
     elif kind == "extra_forbidden":
         nests = "a file nests keys: write the section, and the key inside it"
-        return messages.unknown_key(
-            path, value, messages.known_paths(), nests if "." in keys[-1] else _phrase(suggestion(path))
-        )
+        hint = nests if "." in keys[-1] else _phrase(suggestion(path))
+        return messages.unknown_key(path, value, messages.known_paths(), hint)
     elif keys[-1] == "python":
         what = "is text such as package.module:function"
     elif path.startswith(f"{EVAL}."):

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from zeromesh.errors import DataError, ZeromeshError, some
 
-IGNORED_LABEL = -100
-"""The label of a position that is no target, as in `torch.nn.functional.cross_entropy`."""
+IGNORED_LABEL = -100  # The label of a position that is no target, as in `torch.nn.functional.cross_entropy`.
 
 Collate = Callable[[list[Any]], Any]
 
@@ -135,10 +134,8 @@ class BatchRules:
     vocab_size: int | None = None
     causal: bool = False
     classes: int | None = None
-    fields: frozenset[str] | None = None
-    """Names of the fields that the model's forward accepts; None accepts all."""
-    named: frozenset[str] | None = None
-    """Names of the parameters of forward; None: samples keep all fields."""
+    fields: frozenset[str] | None = None  # Names of the fields that the model's forward accepts; None accepts all.
+    named: frozenset[str] | None = None  # Names of the parameters of forward; None: samples keep all fields.
     unused: bool | None = None
     """True if collators get only what forward takes, False if they get all. None drops text beside the model's inputs, which cannot
     become a tensor, and before collators of transformers, which make tensors of all fields, what forward does not take."""

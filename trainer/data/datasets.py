@@ -225,10 +225,8 @@ class _DatasetLoader:
         if not sequences:
             why = f"{where} holds {amount.tokens} tokens in {amount.documents} documents"
             raise DataError(f"{why}, less than one sequence of {length}; give more text, or lower data.sequence_length")
-        note = (
-            f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents, {amount.tokens:,} "
-            f"tokens, {sequences:,} sequences of {length}"
-        )
+        what = f"{where}: {amount.text_bytes:,} bytes of text in {amount.documents:,} documents"
+        note = f"{what}, {amount.tokens:,} tokens, {sequences:,} sequences of {length}"
         if dropped:
             note += f"; the last {dropped} tokens are no whole sequence and are dropped"
         self.notes.append(Detail(note))
@@ -258,10 +256,8 @@ class _DatasetLoader:
         keys = {"separate": separate, "separator": separator, "labels": classes}
         found = TokenDataset.pack(text, first, amount, length, packing=packing, **keys)
         filled = amount.tokens / (len(found) * length)
-        note = (
-            f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}, in "
-            f"{counted(len(found), 'sequence', ',')} of {length}, which they fill to {filled:.0%}"
-        )
+        what = f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}"
+        note = f"{what}, in {counted(len(found), 'sequence', ',')} of {length}, which they fill to {filled:.0%}"
         if labelled:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"
         elif not first:  # Counts are of kept and held-out rows together, and are noted once.

@@ -150,15 +150,9 @@ def _write_entry(folder: Path, vocab_size: int, write: _Write, remarks: _Remarks
             whole.update(block)
             blocks.append(xxhash.xxh3_64_intdigest(block))
     tokens = np.memmap(folder / _TOKENS, kept.dtype, "r") if blocks else np.empty(0, kept.dtype)
-    entry = {
-        "dtype": kept.dtype.str,
-        "amounts": [kept.amount, held.amount],
-        "largest": max(kept.largest, held.largest),
-        "digest": whole.hexdigest(),
-        "blocks": blocks,
-        "remarks": remarks(tokens, kept.amount.tokens),
-    }
-    text = json.dumps(entry, sort_keys=True)
+    entry: dict[str, Any] = {"dtype": kept.dtype.str, "amounts": [kept.amount, held.amount], "blocks": blocks}
+    entry |= {"largest": max(kept.largest, held.largest), "digest": whole.hexdigest()}
+    text = json.dumps({**entry, "remarks": remarks(tokens, kept.amount.tokens)}, sort_keys=True)
     write_whole(folder / _ENTRY, json.dumps([xxhash.xxh3_64_hexdigest(text.encode()), text]).encode())
 
 

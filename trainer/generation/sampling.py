@@ -1,6 +1,6 @@
 """Chooses the next token of each row from its logits, by the row's own settings and seed, independently of the other rows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,7 @@ class RowDraws(TorchFunctionMode):
         super().__init__()
         self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is not torch.multinomial or args[0].dim() != 2 or len(args[0]) != len(self._generators):
             return func(*args, **kwargs)

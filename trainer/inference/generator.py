@@ -18,20 +18,10 @@ import torch
 import xxhash
 from transformers import GenerationConfig
 
+from zeromesh import errors
 from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.errors import (
-    CollectiveError,
-    ConfigError,
-    DataError,
-    NonFiniteError,
-    PhaseError,
-    StorageError,
-    counted,
-    errors_as,
-    some,
-    summary,
-)
+from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, StorageError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.options import Precision
 from zeromesh.rng import seed_of
@@ -198,7 +188,7 @@ class Generator(ModelOnMesh):
         results = _Results(requests, placed, on_results)
         self._generate(requests, [settings for _, settings in checked], fields, batch, results)
         if missing := results.missing:
-            raise NonFiniteError(
+            raise errors.NonFiniteError(
                 f"the model's logits are NaN or infinite for prompt{'s' if missing[1:] else ''} {some(missing, 100)}; the other "
                 f"{len(results.complete)} have a result, given to on_results. Check the weights, or set precision.compute: float32"
             )
@@ -231,7 +221,7 @@ class Generator(ModelOnMesh):
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            why = f"generating ran out of memory ({summary(error)})"
+            why = f"generating ran out of memory ({errors.summary(error)})"
             raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
@@ -290,7 +280,7 @@ class Generator(ModelOnMesh):
         seed, adapter = options.pop("seed", seed), options.pop("adapter", None)
         self.placed.adapters.require(adapter, name)
         request = Request(number=number, tokens=self.encode(text, name), fields=options, seed=seed, adapter=adapter)
-        with errors_as(DataError, f"{where}: " if where else "", DataError):
+        with errors.errors_as(DataError, f"{where}: " if where else "", DataError):
             return request, self.placed.settings.for_request({**fields, **options}, len(request.tokens))
 
     def encode(self, prompt: Any, where: str = "the prompt") -> list[int]:

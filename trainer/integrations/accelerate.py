@@ -148,14 +148,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])
             ]
             if len(updating) > 1:
-                raise ConfigError(
-                    f"{type(model).__name__} has {len(updating)} optimizers; make one of them by zeromesh.ChainedOptimizer"
-                )
+                cure = "make one of them by zeromesh.ChainedOptimizer"
+                raise ConfigError(f"{type(model).__name__} has {len(updating)} optimizers; {cure}")
             pairs.append((model, updating[0] if updating else None))
         if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
-            raise ConfigError(
-                "prepare() got an optimizer without its model; pass a model and the optimizer over its parameters together"
-            )
+            cure = "pass a model and the optimizer over its parameters together"
+            raise ConfigError(f"prepare() got an optimizer without its model; {cure}")
         for model, optimizer in pairs:
             # The model may have been evaluated before, or trained by another optimizer.
             if optimizer is not None and is_sharded(model):

@@ -180,9 +180,8 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
         _, _, targets, temperature, _, cap, scale, outputs = given
         head: Any = output_layer(inside)
         if type(head) not in (nn.Linear, ColumnParallelLinear):
-            raise ConfigError(
-                f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; leave it out of target_modules"
-            )
+            cure = "leave it out of target_modules"
+            raise ConfigError(f"the head is a {type(head).__name__}, and TRL multiplies by its weight alone; {cure}")
         change = LogitChange(scale=scale, cap=cap or 0.0)
         if verdict.change is not None and not change.close_to(verdict.change):
             raise ConfigError(

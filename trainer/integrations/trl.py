@@ -79,9 +79,8 @@ def train(config: TrainerConfig) -> None:
 
         trl_config = getattr(trl, f"{kind}Config")(str(directory), **arguments)
     except ImportError as error:
-        raise ConfigError(
-            f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ({error})"
-        ) from error
+        problem = f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ({error})"
+        raise ConfigError(problem) from error
     except (TypeError, ValueError) as error:
         raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
     rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]

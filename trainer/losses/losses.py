@@ -43,8 +43,7 @@ class Loss:
     """Compute the loss of a batch from the model, the batch, its number of targets (0 if only forward counts them) and the gradient
     of the sum from which backward starts; None computes the outputs too."""
     notes: tuple[str, ...] = ()
-    causal: bool = False
-    """True if the model predicts the next token, so that the first label is no target."""
+    causal: bool = False  # True if the model predicts the next token, so that the first label is no target.
     classes: int | None = None
     auxiliary: bool = (
         False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
@@ -83,9 +82,8 @@ def make_loss(
         causal = False if kind in _LABELLED else _shifts_labels(model)
         if compute_loss is not None or pretrained_of(model) is None or causal is None:
             whose = "compute_loss" if compute_loss is not None else f"{type(model).__name__} (loss_type {kind})"
-            raise ConfigError(
-                f"run.label_smoothing: the targets of the loss of {whose} are not known; smooth them there, and set it to 0"
-            )
+            cure = "smooth them there, and set it to 0"
+            raise ConfigError(f"run.label_smoothing: the targets of the loss of {whose} are not known; {cure}")
         line = f"loss: cross entropy with label smoothing {smoothing:g}"
         return _label_loss(model, line, causal=causal, smoothing=smoothing)
     if compute_loss is not None:
@@ -93,14 +91,12 @@ def make_loss(
     if (inside := pretrained_of(model)) is None:
         return _example_loss(f"the loss of {type(model).__name__}")
     if is_adapted(model) and learns_prompts(model):
-        raise ConfigError(
-            "adapters that learn prompts make targets of their own, which only the model knows; pass compute_loss, or use LoRA"
-        )
+        cure = "pass compute_loss, or use LoRA"
+        raise ConfigError(f"adapters that learn prompts make targets of their own, which only the model knows; {cure}")
     arguments = signature(type(inside).forward).parameters
     if inside.base_model is inside and not any("label" in name for name in arguments):
-        raise ConfigError(
-            f"{type(inside).__name__} has no head, and so no loss of its own; pass compute_loss, or set model.head to a task"
-        )
+        cure = "pass compute_loss, or set model.head to a task"
+        raise ConfigError(f"{type(inside).__name__} has no head, and so no loss of its own; {cure}")
     kind, config = getattr(inside, "loss_type", None), inside.config
     if kind in _LABELLED or type(inside).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")
@@ -130,11 +126,9 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         with quiet_library():
             verdict = examine(model, known)
     if verdict.sees_later:
-        raise ConfigError(
-            f"{type(model).__name__} is to predict the next token and sees it (a trial shows): its logits depend on later tokens. "
-            "Set is_decoder: true in model.config, or model.head: masked_lm",
-            where="model.head",
-        )
+        why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows)"
+        cure = "its logits depend on later tokens. Set is_decoder: true in model.config, or model.head: masked_lm"
+        raise ConfigError(f"{why}: {cure}", where="model.head")
     if verdict.causal is None:
         return _example_loss(f"{whose} ({verdict.reason})")
     notes: list[str] = []
@@ -150,10 +144,8 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     elif mode == "auto":
         notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")
     if verdict.auxiliary:
-        notes.append(
-            "the loss has auxiliary terms that are computed per microbatch (balance of experts): with other sizes of "
-            "microbatches it is another loss"
-        )
+        what = "the loss has auxiliary terms that are computed per microbatch (balance of experts)"
+        notes.append(f"{what}: with other sizes of microbatches it is another loss")
     return replace(_label_loss(model, *notes, causal=verdict.causal, head=head), auxiliary=verdict.auxiliary)
 
 

@@ -71,19 +71,17 @@ def require_divisible_sequences(
         raise refused(reasons[0])
 
 
-def _passes(
-    small: nn.Module, loss: Loss, device: torch.device, shares: Context | None, count: int
-) -> list[small_copy.Pass]:
+def _passes(small: nn.Module, loss: Loss, on: torch.device, shares: Context | None, most: int) -> list[small_copy.Pass]:
     packed = packed_batch(small)
     ragged = {"input_ids": packed["input_ids"], "attention_mask": torch.ones_like(packed["input_ids"])}
     ragged["attention_mask"][0, -7:] = 0
     found = []
-    for batch in (ragged, packed)[:count]:
+    for batch in (ragged, packed)[:most]:
         padding = batch.get("attention_mask", torch.ones_like(batch["input_ids"])) == 0
         labels = batch["input_ids"].clamp(max=len(output_layer(small).weight) - 1)  # A head may know fewer tokens.
         batch = {**batch, "labels": labels.masked_fill(padding, IGNORED_LABEL)}
         attention = PackedAttention(batch, small, shares=shares)
-        given = {name: each.to(device) for name, each in attention.told().items()}
+        given = {name: each.to(on) for name, each in attention.told().items()}
         call = partial(loss, small, given, seed=1.0, targets=loss.count(batch))
         with attention.in_force():
             found.append(small_copy.run_pass(small, call))

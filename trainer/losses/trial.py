@@ -36,12 +36,10 @@ class Verdict:
     route: Route | None = None
     """The route by which the chunked head replaces the loss; None with the `reason` why it cannot."""
     reason: str = ""
-    change: LogitChange | None = None
-    """The change of the logits of its class; None if it was not found."""
+    change: LogitChange | None = None  # The change of the logits of its class; None if it was not found.
     auxiliary: bool = False
     """True if the loss has terms that are no mean over targets, such as auxiliary losses of experts."""
-    sees_later: bool = False
-    """True if logits depend on the tokens that they are to predict."""
+    sees_later: bool = False  # True if logits depend on the tokens that they are to predict.
 
 
 def examine(model: Any, known: bool | None = None) -> Verdict:
@@ -146,8 +144,7 @@ def _is_mean_over(small: Any, causal: bool) -> bool:
     return abs(sums[1] + sums[2] - sums[0]) <= 1e-9 * abs(sums[0])
 
 
-_SEPARATE: WeakSet[nn.Module] = WeakSet()
-"""Models whose documents were found to stay apart."""
+_SEPARATE: WeakSet[nn.Module] = WeakSet()  # Models whose documents were found to stay apart.
 
 
 def packed_batch(small: Any) -> dict[str, torch.Tensor]:

@@ -26,14 +26,8 @@ from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSe
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.unread_weights import unread_weights
 from zeromesh.units.plan import encoded_names
-from zeromesh.weight_init.weight_sources import (
-    INITIALISER_ERRORS,
-    BuiltModel,
-    BuiltSource,
-    ParameterSource,
-    is_pretrained_model,
-    seeded_cpu,
-)
+from zeromesh.weight_init import weight_sources
+from zeromesh.weight_init.weight_sources import BuiltModel, ParameterSource, is_pretrained_model, seeded_cpu
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -248,10 +242,8 @@ def add_adapters(
     notes = [f"no adapters on {some(alone)}"] if alone else []
     if changed:
         size = sum(each.nbytes for each in changed)
-        notes.append(
-            f"the adapters' initialisation changes {counted(len(changed), 'weight')} of the base, which each rank holds "
-            f"({human_bytes(size)}) until it has its part"
-        )
+        what = f"the adapters' initialisation changes {counted(len(changed), 'weight')} of the base"
+        notes.append(f"{what}, which each rank holds ({human_bytes(size)}) until it has its part")
     if inside:
         if learns_prompts(model):
             problem = "adapters that learn prompts are no part of the model itself; load them with PEFT (PeftModel.from_pretrained)"
@@ -290,7 +282,7 @@ def _with_adapters(base: Any, configs: Mapping[str, Any], seed: int, section: Mo
                 model.add_adapter(name, configs[name], autocast_adapter_dtype=False)
             if others:
                 model.set_adapter(first)
-    except (*INITIALISER_ERRORS, UserWarning) as error:
+    except (*weight_sources.INITIALISER_ERRORS, UserWarning) as error:
         reason, targets = str(error).splitlines()[0], getattr(configs[name], "target_modules", None)
         if reason.startswith("No modules were targeted"):
             reason = f"no module that {targets} means is in {type(base).__name__}, beside a head that is trained whole"
@@ -407,7 +399,7 @@ def _maps_last_dim(layer: nn.Module) -> bool:
     meta = {name: torch.empty_like(each, device="meta") for name, each in layer.named_parameters()}
     try:
         out = functional_call(layer, meta, layer.weight.new_empty(1, 1, layer.in_features, device="meta"))
-    except INITIALISER_ERRORS:
+    except weight_sources.INITIALISER_ERRORS:
         return False
     return isinstance(out, torch.Tensor) and out.shape == (1, 1, layer.out_features)
 
@@ -431,7 +423,7 @@ class AdaptedSource(ParameterSource):
         # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
         origins = {name: getattr(each, "copied_from", each) if each.is_meta else each for name, each in tensors.items()}
         self._inside = {name: names[id(each)] for name, each in origins.items() if id(each) in names}
-        self._adapters = BuiltSource(model, without=self._inside)
+        self._adapters = weight_sources.BuiltSource(model, without=self._inside)
         self._readers = Counter(self._inside[name] for name, _ in model.named_parameters() if name in self._inside)
 
     def origin(self, fqn: str) -> tuple[ParameterSource, str]:

@@ -290,9 +290,8 @@ def _automatic_class(made: Any, head: Head, *, trust_remote_code: bool) -> Any:
             where="model.source",
         )
     heads = [h for h, name in AUTO_CLASSES.items() if type(made) in getattr(transformers, name)._model_mapping]
-    raise ConfigError(
-        f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known head'}", where="model.head"
-    )
+    problem = f"{type(made).__name__} has no {head} model; it has {', '.join(heads) or 'no known head'}"
+    raise ConfigError(problem, where="model.head")
 
 
 def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
@@ -333,9 +332,8 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = settings.pop("model_type", stored.model_type)
     if kind != stored.model_type:
-        raise ConfigError(
-            f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out", where="model.config"
-        )
+        problem = f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out"
+        raise ConfigError(problem, where="model.config")
     _check_fields(type(stored), settings, vars(stored))
     values = stored.to_dict()
     values.pop("quantization_config", None)  # The model computes with decoded weights.

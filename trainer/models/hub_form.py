@@ -104,10 +104,8 @@ class HubForm:
         """Take the undivided model; its values are neither kept nor read."""
         self._why_not = ""
         if is_adapted(model) and learns_prompts(model):
-            self._why_not = (
-                "adapters that put tokens before the inputs, or keys and values before theirs, are no part of any weight of the "
-                "model; save them with trainer.save"
-            )
+            what = "adapters that put tokens before the inputs, or keys and values before theirs"
+            self._why_not = f"{what}, are no part of any weight of the model; save them with trainer.save"
         for name, each in model.named_modules():
             if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
                 self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"

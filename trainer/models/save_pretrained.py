@@ -16,7 +16,7 @@ from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.overrides import override
-from zeromesh.pipeline.stages.stubs import stubs_removed
+from zeromesh.pipeline.stages.build import stubs_removed
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_names, is_adapted, pretrained_of
 from zeromesh.weight_init.weight_sources import canonical_names

@@ -85,9 +85,8 @@ def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
         reason = (
             found if isinstance(found, str) else "its MLPs have hooks, or other modules inside than their class makes"
         )
-        raise ConfigError(
-            f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null", where="model.tile_tokens"
-        )
+        problem = f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null"
+        raise ConfigError(problem, where="model.tile_tokens")
     return f"tiles: {tokens:,} tokens at once in {', '.join(f'{count} x {name}' for name, count in names.items())}"
 
 

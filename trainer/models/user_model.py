@@ -128,10 +128,9 @@ class ForwardInputs:
         """Raise `DataError` for a batch that lacks a required field or is longer than the model's positions."""
         missing = [name for name in self.required if name not in batch]
         if missing and not ("inputs_embeds" in batch and missing == ["input_ids"]):
-            raise DataError(
-                f"{self.model}.forward needs {', '.join(missing)}, and the batch has {', '.join(batch) or 'nothing'}; name "
-                "the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"
-            )
+            why = f"{self.model}.forward needs {', '.join(missing)}, and the batch has {', '.join(batch) or 'nothing'}"
+            cure = "name the dataset's fields after the arguments of forward, or pass a data_collator or compute_loss"
+            raise DataError(f"{why}; {cure}")
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.ndim > 1:
             self.check_length(ids.shape[-1], "cut the samples")

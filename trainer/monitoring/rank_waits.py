@@ -137,10 +137,8 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
     if most - usual >= least:
         cause = max(BUSY, key=lambda part: parts[slow][part] - median_of_others(part))
         own, others = 1e3 * parts[slow][cause], 1e3 * median_of_others(cause)
-        lines.append(
-            f"the others wait for rank {slow} {1e3 * (most - usual):,.0f} ms a step, because of {_PHASE_TEXTS[cause]}: "
-            f"{own:,.0f} ms there, {others:,.0f} ms elsewhere"
-        )
+        what = f"the others wait for rank {slow} {1e3 * (most - usual):,.0f} ms a step"
+        lines.append(f"{what}, because of {_PHASE_TEXTS[cause]}: {own:,.0f} ms there, {others:,.0f} ms elsewhere")
     link = next(iter(parts.values()))["link"]
     if link >= least:
         text = f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms, when all ranks communicate"

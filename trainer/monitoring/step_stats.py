@@ -51,25 +51,16 @@ class StepStats:
         if flops is not None:
             own_peak, how = peak_flops(mesh.device, dtype)
             self._peak = float(sum(row[0] for row in mesh.world.gather_integers([int(own_peak)])))
-            self.notes.append(
-                f"model FLOPs: {human_count(flops.of_step(1, 0))} a token without attention; all ranks can do "
-                f"{human_count(self._peak)} a second, {how}"
-            )
+            most = f"all ranks can do {human_count(self._peak)} a second, {how}"
+            self.notes.append(f"model FLOPs: {human_count(flops.of_step(1, 0))} a token without attention; {most}")
 
     def line(self, result: StepResult, *, step: int, lr: float, tokens: int, peak: int) -> dict[str, Any]:
         """Return the line of a step in `metrics.jsonl`; `tokens` since the start of training, `peak` bytes of the rank with the
         most. `grad_norm` is before clipping, `mfu` model FLOPs utilization; `phases` and `memory` are this rank's."""
         outcome = result.outcome
-        line: dict[str, Any] = {
-            "step": step,
-            "loss": result.loss,
-            "grad_norm": outcome.grad_norm,
-            "lr": lr,
-            "tokens": tokens,
-            "tokens_per_second": result.tokens / result.seconds,
-            "step_seconds": result.seconds,
-            "peak_memory_bytes": peak,
-        }
+        line: dict[str, Any] = {"step": step, "loss": result.loss, "grad_norm": outcome.grad_norm, "lr": lr}
+        line |= {"tokens": tokens, "tokens_per_second": result.tokens / result.seconds}
+        line |= {"step_seconds": result.seconds, "peak_memory_bytes": peak}
         if result.unit != "tokens":
             line["unit"] = result.unit
         if outcome.skipped:
@@ -181,10 +172,8 @@ class Stragglers:
         if silent or most < max(_FACTOR * usual, usual + _LEAST_DELAY):
             return None
         self._last_note[slow] = step
-        return (
-            f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step, the others "
-            f"for {1000 * usual:.0f} ms, and waited for it"
-        )
+        what = f"rank {slow} is slow: over {steps} steps it was at work for {1000 * most:.0f} ms a step"
+        return f"{what}, the others for {1000 * usual:.0f} ms, and waited for it"
 
 
 _STEPS = 20  # that are measured between two changes of shares

@@ -83,8 +83,7 @@ def trace_of(
     sliced = {ring.rank: _slices(ring, rings[0]) for ring in rings}
     arrows = list(_arrows({ring.rank: ring.axes for ring in rings}, sliced))
     kept = {
-        rank: [each for each in slices if steps is None or each.facts.get("step") in steps]
-        for rank, slices in sliced.items()
+        rank: [one for one in own if steps is None or one.facts.get("step") in steps] for rank, own in sliced.items()
     }
     zero = min((each.begin for slices in kept.values() for each in slices), default=0)
     memory = {line.get("step"): line.get("memory") for line in metrics}

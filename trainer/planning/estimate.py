@@ -23,8 +23,7 @@ from zeromesh.trainer.monitoring.plan_check import PlanCheck
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
-from zeromesh.trainer.planning.tracing.meter import Segment
-from zeromesh.trainer.planning.tracing.operations import Work
+from zeromesh.trainer.planning.tracing.meter import Segment, Work
 from zeromesh.trainer.planning.tracing.trace import Trace
 from zeromesh.zero.memory_model import MemoryModel
 

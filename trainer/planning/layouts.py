@@ -40,10 +40,8 @@ class Layout:
     micro: int = 1
     accumulation: int = 1
     recompute: Mode = "none"
-    prefetch: int = 1
-    """The number of units gathered ahead at stage 3."""
-    optimizer: TierChoice = _ON_DEVICE
-    """The tier of master weights, moments and gradient shards."""
+    prefetch: int = 1  # The number of units gathered ahead at stage 3.
+    optimizer: TierChoice = _ON_DEVICE  # The tier of master weights, moments and gradient shards.
     parameters: TierChoice = _ON_DEVICE
     activations: TierChoice = _ON_DEVICE
 

@@ -19,7 +19,7 @@ from zeromesh.trainer.config.sections.base import Section, Texts
 from zeromesh.trainer.config.trainer_config import CoreDumper
 from zeromesh.trainer.config.yaml_reader import read_yaml
 from zeromesh.trainer.machines import cards
-from zeromesh.trainer.planning.tracing.operations import Product, Work
+from zeromesh.trainer.planning.tracing.meter import Product, Work
 
 DeviceOrHost = Literal["device", "host"]
 _TIME_SLICE_SECONDS = 2e-3

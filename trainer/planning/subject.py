@@ -23,8 +23,7 @@ from zeromesh.trainer.models.prepare import Mode
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.planning.layouts import Layout, with_layout
-from zeromesh.trainer.planning.tracing.meter import Segment
-from zeromesh.trainer.planning.tracing.operations import Work
+from zeromesh.trainer.planning.tracing.meter import Segment, Work
 from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
 from zeromesh.trainer.setup.engine_options import engine_options, options_for_model
 from zeromesh.trainer.setup.model import check_sequence_shards
@@ -33,8 +32,7 @@ from zeromesh.units.plan import ROOT, UnitPlan
 _TRACED_SAMPLES = (1, 2)
 """The sizes of traced microbatches, in samples; other sizes are extrapolated, since memory and work are linear in the size."""
 T = TypeVar("T")
-Batches = Callable[[int], Mapping[str, Any]]
-"""Makes a microbatch of the given number of samples."""
+Batches = Callable[[int], Mapping[str, Any]]  # Makes a microbatch of the given number of samples.
 
 
 class Subject:

@@ -335,9 +335,8 @@ def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
     if config.run.epochs is not None:
         raise ConfigError("run.epochs: train_dataset is a stream, whose length is not known; set run.max_steps")
     if config.batch.last != "carry":
-        raise ConfigError(
-            f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream; set it to carry"
-        )
+        problem = f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream"
+        raise ConfigError(f"{problem}; set it to carry")
     if config.batch.tokens is not None:
         why = f"batch.tokens: {config.batch.tokens} needs the lengths of all samples of a step first"
         raise ConfigError(f"{why}, and train_dataset is a stream; set batch.micro_size instead")

@@ -121,10 +121,8 @@ class HostMemory:
         listed = {**files, Purpose.ACTIVATIONS: self.offloaded_inputs}
         shown, terms = human_bytes(disk), _format_terms(listed, self.ranks)
         if self.options.offload.in_place:
-            yield (
-                f"offload: {terms} rest on files: in the model's own where they lie there as they are, else in swap files in "
-                f"{where}, which has {room} free"
-            )
+            what = f"offload: {terms} rest on files: in the model's own where they lie there as they are"
+            yield f"{what}, else in swap files in {where}, which has {room} free"
             return
         if disk > self.room.disk:
             offload = self.options.offload
@@ -137,10 +135,9 @@ class HostMemory:
 
             fraction = next(filter(fits_with, (percent / 100 for percent in range(95, 0, -5))), None)
             fits = f"a fraction of {fraction:g} of it fits: {{tier: file, fraction: {fraction:g}}}" if fraction else ""
-            raise StorageError(
-                f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free; "
-                f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
-            )
+            why = f"offload: swap files of {shown} ({terms}) do not fit into {where}, which has {room} free"
+            cure = f"{fits or 'no part of it fits beside the memory there is'}, or give offload.directory a larger disk"
+            raise StorageError(f"{why}; {cure}")
         mounts = {str(directory): mount_of(directory) for directory in self.directories}
         devices = "".join(dict.fromkeys(f" ({device}, {kind})" for device, kind in mounts.values() if device))
         memory = human_bytes(needs.critical)

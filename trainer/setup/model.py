@@ -361,9 +361,8 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
         nonlocal compile_
         made = model() if callable(model) and not isinstance(model, nn.Module) else model
         if not isinstance(made, nn.Module):
-            raise ConfigError(
-                f"the callable that is passed as model returned a {type(made).__name__}; it should return an nn.Module"
-            )
+            cure = "it should return an nn.Module"
+            raise ConfigError(f"the callable that is passed as model returned a {type(made).__name__}; {cure}")
         inside, compile_ = unwrap(made)
         make_plain(inside)
         return inside
@@ -398,10 +397,9 @@ def _check_first_batches(
         forward.check_length(config.data.sequence_length, "lower data.sequence_length")
         labelled = any(each.label for each in config.data.formats)
         if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
-            raise ConfigError(
-                f"{forward.model} does not predict the next token, so plain text has no labels for it; "
-                "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
-            )
+            why = f"{forward.model} does not predict the next token, so plain text has no labels for it"
+            cure = "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
+            raise ConfigError(f"{why}; {cure}")
     notes, train = [], feeds.data.train
     resumes = config.checkpoint.resume not in ("auto", "never")
     if isinstance(train, StreamedDataset):

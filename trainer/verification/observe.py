@@ -15,7 +15,7 @@ from zeromesh.errors import PhaseError, ZeromeshError, summary
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.parallelize import Divided
-from zeromesh.pipeline.stages.stubs import Stub
+from zeromesh.pipeline.stages.build import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
@@ -239,10 +239,10 @@ class Verification:
         compute = config.precision.compute
         least = _EPSILONS * torch.finfo(getattr(torch, compute)).eps
         bounds = dict.fromkeys(("loss", "norm", "parameter"), max(EXACT, least))
-        for kind, _, _, size in relative_errors_of(plain, true):
+        for kind, _, _, size in relative_errors(plain, true):
             bounds[kind] = max(bounds[kind], _ROUNDING * size + least)
         parameters = {}
-        for kind, step, name, size in relative_errors_of(recorder, true):
+        for kind, step, name, size in relative_errors(recorder, true):
             if kind == "parameter":
                 parameters[name] = size
             if not size <= bounds[kind]:
@@ -257,9 +257,7 @@ def _record(run: Recorder, plain: PlainRun, bound: float, **compared: Any) -> Pa
     return PassRecord(losses=run.losses, plain_losses=plain.losses, **compared)
 
 
-def relative_errors_of(
-    run: Recorder | PlainRun, plain: PlainRun, first: int = 0
-) -> Iterator[tuple[str, int, str, float]]:
+def relative_errors(run: Recorder | PlainRun, plain: PlainRun, first: int = 0) -> Iterator[tuple[str, int, str, float]]:
     """Yield kind, step, name and relative difference of losses, norms and last parameters of a run from step `first` + 1 on."""
     last, rate = len(plain.steps), plain.config.optimizer.lr
     for kind, values, plain_values in (("loss", run.losses, plain.losses), ("norm", run.norms, plain.norms)):
@@ -271,8 +269,8 @@ def relative_errors_of(
 
 
 def differences_of(recorder: Recorder, plain: PlainRun, *, run: str, first: int = 0) -> Iterator[Difference]:
-    """Yield the differences between the plain process and a run without hooks, as `relative_errors_of` does."""
-    for kind, step, name, size in relative_errors_of(recorder, plain, first):
+    """Yield the differences between the plain process and a run without hooks, as `relative_errors` does."""
+    for kind, step, name, size in relative_errors(recorder, plain, first):
         if not size <= EXACT:
             yield Difference(kind=kind, step=step, name=name, size=size, run=run, detail=run)
 

@@ -48,8 +48,7 @@ class PlainStep:
     outputs: list[Outputs] = field(default_factory=list)
     """The outputs of modules for each microbatch; empty for one that was not recorded."""
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    """The master weights after the step."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)  # The master weights after the step.
 
 
 def whole_model(subject: SmallRun, config: TrainerConfig) -> nn.Module:
@@ -110,8 +109,7 @@ class PlainRun:
         self.users_loss = inputs.compute_loss
         self.loss = partial(loss_sum, compute_loss=self.users_loss, smoothing=config.run.label_smoothing)
         self.scale = config.precision.loss_scale.initial_scale if config.precision.compute == "float16" else 1.0
-        self.forward_order: dict[str, int] = {}
-        """The position of each module in the order of finished forwards."""
+        self.forward_order: dict[str, int] = {}  # The position of each module in the order of finished forwards.
         self.outputs: Outputs | None = None
         """The outputs of the current microbatch; None for one that is not watched."""
         self.initial, self.average = _copies(self.masters), dict[str, Tensor]()

@@ -43,14 +43,11 @@ _MOST_MICRO = 2  # samples of a microbatch
 class SmallRun:
     """The model, the configuration and the samples that the user's layout and the plain process train."""
 
-    model: nn.Module
-    """The model with its initial values, in float32 or in the dtype that it was given in."""
-    config: TrainerConfig
-    """The configuration of the small run, in the user's precision."""
+    model: nn.Module  # The model with its initial values, in float32 or in the dtype that it was given in.
+    config: TrainerConfig  # The configuration of the small run, in the user's precision.
     samples: list[dict[str, Any]]
     collate: Collate | None
-    notes: tuple[str, ...]
-    """Sentences about the model and the samples."""
+    notes: tuple[str, ...]  # Sentences about the model and the samples.
 
 
 def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, *, dropout: bool = False) -> SmallRun:
@@ -176,11 +173,9 @@ def _first_working_copy(
 
     small = first_copy(config_of_model, build, reductions, require_loss, most=_MOST_PARAMETERS, seed=config.run.seed)
     if isinstance(small, list):  # The reasons why no copy works.
-        raise ConfigError(
-            f"{type(config_of_model).__name__} cannot be made small: {'; '.join(dict.fromkeys(small))}. Give Trainer a small "
-            f"model of its class, of at most {_MOST_PARAMETERS:,} parameters, and call verify()",
-            where="verify",
-        )
+        why = f"{type(config_of_model).__name__} cannot be made small: {'; '.join(dict.fromkeys(small))}"
+        cure = f"Give Trainer a small model of its class, of at most {_MOST_PARAMETERS:,} parameters, and call verify()"
+        raise ConfigError(f"{why}. {cure}", where="verify")
     parts, count = [], sum(each.numel() for each in small.parameters())
     for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size"):
         before, after = (integer(text_part(each), name) for each in (config_of_model, small.config))

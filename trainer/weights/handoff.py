@@ -47,9 +47,8 @@ def cut_part(name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor
         return tensor
     dim, index, parts = part
     if not (0 <= dim < tensor.dim() and 0 <= index < parts <= max(1, tensor.shape[dim])):
-        raise ConfigError(
-            f"{name} of shape {list(tensor.shape)} has no part {index} of {parts} along dim {dim}; parts are counted from 0"
-        )
+        why = f"{name} of shape {list(tensor.shape)} has no part {index} of {parts} along dim {dim}"
+        raise ConfigError(f"{why}; parts are counted from 0")
     return tensor.tensor_split(parts, dim)[index]
 
 
@@ -159,9 +158,8 @@ def _handshake(receiver: _WeightConnection, token: str | None) -> dict[str, Part
     try:
         return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        raise TransferError(
-            f"{receiver.peer} asks for parts that are not (dim, index, parts) by patterns of names"
-        ) from error
+        problem = f"{receiver.peer} asks for parts that are not (dim, index, parts) by patterns of names"
+        raise TransferError(problem) from error
 
 
 def _connect(address: str, timeout_seconds: float, beat: Callable[[], object]) -> _WeightConnection:

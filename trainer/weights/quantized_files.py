@@ -53,11 +53,9 @@ class QuantizedTensors(ABC):
                 try:
                     found[weight] = self._describe(weight, name, kind)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    raise ConfigError(
-                        f"{what}: {weight} is not quantized as bitsandbytes 0.50 does it ({error}); quantize it again "
-                        "with that, or save it in 16 bits",
-                        where=where,
-                    ) from None
+                    why = f"{what}: {weight} is not quantized as bitsandbytes 0.50 does it ({error})"
+                    cure = "quantize it again with that, or save it in 16 bits"
+                    raise ConfigError(f"{why}; {cure}", where=where) from None
                 parts |= {name, *(weight + end for end in _PARTS)}
         self.entries = {name: spec for name, spec in found.items() if name not in parts}
 

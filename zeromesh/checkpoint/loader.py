@@ -69,9 +69,7 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
     return PartsReader(directory, reader, ordered, world)
 
 
-def fill_shards(
-    mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: Sequence[TensorShard]
-) -> None:
+def fill_shards(mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSpec], shards: list[TensorShard]) -> None:
     """Fill the ranks' shards of `tensors` with the checkpoint's values. Raises `LayoutError`, with nothing changed, when its
     tensors are not those here; `CheckpointError`, with some shards filled, when some rank found damage."""
     targets: list[PlacedValues] = []
@@ -138,14 +136,9 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
     name, first = parts[0]
 
     def facts(part: Manifest, other: Manifest) -> dict[str, Any]:
-        return {
-            "step": part.step,
-            "number of parts": part.part[1],
-            "the sizes of files": {path: each.nbytes for path, each in part.files.items() if path in other.files},
-            "tensors": set(part.tensors),
-            "aliases": dict(part.aliases),
-            "layout": dict(part.layout),
-        }
+        found: dict[str, Any] = {"step": part.step, "number of parts": part.part[1]}
+        found["the sizes of files"] = {path: each.nbytes for path, each in part.files.items() if path in other.files}
+        return found | {"tensors": set(part.tensors), "aliases": dict(part.aliases), "layout": dict(part.layout)}
 
     for other, manifest in parts[1:]:
         theirs = facts(manifest, first)
@@ -155,9 +148,8 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
     there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
     absent = [str(index + 1) for index in range(count) if index not in there]
     if absent:
-        raise CheckpointError(
-            f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing; give the directories of all hosts"
-        )
+        why = f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing"
+        raise CheckpointError(f"{why}; give the directories of all hosts")
 
 
 def merged_manifest(parts: Sequence[Manifest]) -> Manifest:

@@ -166,31 +166,29 @@ class Saver:
             received += [(path, begin, stream.read(length)) for path, begin, length in rows]
         return received
 
-    def _stages(
-        self, step: int, files: Sequence[FileLayout], writer: writers.ShardWriter, content: SaveContent
-    ) -> _Stages:
+    def _stages(self, step: int, files: Sequence[FileLayout], out: writers.ShardWriter, given: SaveContent) -> _Stages:
         """Run a save in stages: yields after the start of each background task; resumed, all ranks wait for the task together."""
         store, storage, directory = self.store, self.storage, self.store.temporary(step)
         saved = Saved(step=step, nbytes=sum(file.nbytes for file in files))
         committing = False
         try:
-            self._task = writer.start()
+            self._task = out.start()
             yield
             what = "checksums of the checkpoint"
-            rows = self._on_all_ranks(lambda: list(map(asdict, writer.join(self._post_progress))), what)
+            rows = self._on_all_ranks(lambda: list(map(asdict, out.join(self._post_progress))), what)
             committing = True
             pieces: dict[str, list[ChecksumPiece]] = {file.path: [] for file in files}
             for row in sorted(chain(*(rows[rank] for rank in storage.ranks)), key=lambda row: row["begin"]):
                 pieces[row["path"]].append(ChecksumPiece(**row))
             records = {each.path: FileRecord(nbytes=each.nbytes, pieces=tuple(pieces[each.path])) for each in files}
-            away = content.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
+            away = given.frozen  # In a checkpoint of parts, the first part lists the source's pieces.
             others = away.files if not storage.part else {p: replace(r, pieces=()) for p, r in away.files.items()}
             manifest = Manifest(
                 step=step,
                 files={**records, **others},
                 tensors=(*(tensor for file in files for tensor in file.tensors), *away.tensors),
-                aliases=content.aliases,
-                layout=content.layout,
+                aliases=given.aliases,
+                layout=given.layout,
                 part=(storage.part, storage.parts),
                 source=away.source,
             )
@@ -203,7 +201,7 @@ class Saver:
                 if committing and storage.parts > 1:
                     store.remove(step)  # A part is of no use without the others.
             return replace(saved, failure=str(error))
-        return (yield from self._retire(saved, content.keep))
+        return (yield from self._retire(saved, given.keep))
 
     def _retire(self, saved: Saved, keep: Callable[[], set[int]]) -> _Stages:
         try:

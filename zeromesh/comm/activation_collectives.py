@@ -207,7 +207,7 @@ class SharedExchange(Exchange):
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{_PHRASES[kind]} of activations over axis {self._group.name}"
-        about = [_encode(kind, dtype, shape, dim, lengths) for shape in shapes]
+        about = [_row(kind, dtype, shape, dim, lengths) for shape in shapes]
         self._group.require_member()
         with traffic.timed(kind):
             # All ranks must have consumed the entry that is about to be overwritten.
@@ -248,9 +248,7 @@ class SharedExchange(Exchange):
 
 
 @lru_cache(maxsize=256)
-def _encode(
-    kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]
-) -> list[int]:
+def _row(kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
     """Encode an exchange as words of a ring entry, which ranks compare, a checksum and a text. The cached list is not to change."""
     along = f" along dim {dim}" if dim >= 0 else ""
     text = f"{_PHRASES[kind]}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"

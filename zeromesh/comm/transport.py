@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError
+from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor
 from zeromesh.intervals import Interval
 from zeromesh.mesh.collectives import CollectiveCall, Launched
 from zeromesh.mesh.process_set import ProcessSet
@@ -47,8 +48,7 @@ class GatherBuffer:
     each collective until all ranks have launched it. So its gathers start at fixed places of the program: at once if a stream
     waits for the shard, else when the next gather is requested or this one is needed."""
 
-    full: torch.Tensor
-    """The whole buffer, `[padded]`. Its address never changes; it has no memory while released."""
+    full: torch.Tensor  # The whole buffer, `[padded]`. Its address never changes; it has no memory while released.
     decoded_nbytes = 0
     """The bytes that the buffer has, beside `transient_nbytes`, from `wait` to `release`, for values that it has decoded."""
     _own = slice(None)
@@ -292,3 +292,54 @@ def choose_transport(kind: TransportName, group: ProcessSet, device: torch.devic
     if kind == "shared" and obstacle:
         raise ConfigError(f"parallel.transport is shared, but {obstacle}; use auto or gloo")
     return "gloo" if kind == "gloo" or obstacle else "shared"
+
+
+class DecodingBuffer(GatherBuffer):
+    """A buffer for a frozen bucket of `dtype` whose `shards`, those of all ranks, `source` gathers as bytes, ahead of their use.
+    They are decoded where the unit is used, so that only one unit at a time is: its values take four times the memory of its bytes,
+    and decoding takes a small part of its use."""
+
+    def __init__(self, source: GatherBuffer, shards: list[EncodedShard], dtype: torch.dtype, spare: SparePages) -> None:
+        self._gathered, self._shards = source, shards
+        length = sum(each.length for each in shards)
+        self._decoded = self._memory = ReleasableBuffer(length, dtype, source.full.device, spare=spare)
+        self.full = self._decoded.full
+        self.decoded_nbytes = self.full.nbytes
+        # Bytes are due from `gather` to `wait`, values are there from `wait` to `release`.
+        self.persistent = self._is_due = self._is_decoded = False
+
+    def transient_nbytes(self, share: float) -> int:
+        return self._gathered.transient_nbytes(share)
+
+    def end_write(self) -> None:
+        self._gathered.end_write()
+
+    def begin_write(self) -> None:
+        self._gathered.begin_write()
+
+    def gather(self, shard: TieredTensor) -> None:
+        if isinstance(shard, EncodedTensor) and not self._is_decoded:
+            self._gathered.gather(shard.encoded)
+            self._is_due = True
+
+    def wait(self) -> None:
+        """Wait for the bytes, decode those asked for since the last release, and release them. Raises `StorageError`."""
+        self._gathered.wait()
+        if not self._is_due:
+            return
+        self._decoded.take()
+        values = torch.split(self.full, [each.length for each in self._shards])
+        encoded = torch.split(self._gathered.full, [each.nbytes for each in self._shards])
+        for shard, data, out in zip(self._shards, encoded, values, strict=True):
+            shard.decode(data, out)
+        self._is_due, self._is_decoded = False, True
+        self._gathered.end_read()
+        self._gathered.release()
+
+    def release(self) -> None:
+        if self._is_decoded:
+            self._decoded.give_back()
+            self._is_decoded = False
+
+    def end_read(self) -> None:
+        self._gathered.end_read()

@@ -24,8 +24,7 @@ class Context:
     method: ContextMethod = "auto"
     heads_first: bool = False
     """True if `auto` takes heads wherever ranks can divide them, since the device has fused kernels for whole sequences alone."""
-    sequence: int = 1
-    """The number of tensor ranks that divide a share further between their layers."""
+    sequence: int = 1  # The number of tensor ranks that divide a share further between their layers.
 
     @property
     def multiple(self) -> int:

@@ -406,8 +406,7 @@ class BucketLayout:
         return tuple(segments)
 
 
-UnitLayouts = Sequence[Sequence[BucketLayout]]
-"""The bucket layouts of each unit of a rank, the root unit first."""
+UnitLayouts = Sequence[Sequence[BucketLayout]]  # The bucket layouts of each unit of a rank, the root unit first.
 
 
 def build_layout(name: str, specs: Sequence[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:

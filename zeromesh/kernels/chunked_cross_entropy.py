@@ -122,9 +122,8 @@ def check_shapes(
     fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
     if not fits:
         shapes = [None if t is None else tuple(t.shape) for t in (hidden, weight, bias, targets)]
-        raise LayoutError(
-            f"expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, targets [tokens]; got {shapes}"
-        )
+        why = "expected hidden [tokens, hidden], weight [vocab, hidden], bias [vocab] or None, targets [tokens]"
+        raise LayoutError(f"{why}; got {shapes}")
     if among is not None and (len(sizes) != among.size or sizes[among.index] != weight.shape[0]):
         held = f"rank {among.index} of {among.size} has {weight.shape[0]} tokens of the vocabulary"
         raise LayoutError(f"{held}, where sizes are {list(sizes)}")

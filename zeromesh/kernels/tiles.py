@@ -27,9 +27,9 @@ class _TiledPass:
     """One call of a module, with the state of the generators and of autocast that its backward needs too."""
 
     def __init__(
-        self, forward: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor
+        self, call: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor
     ) -> None:
-        self._forward, self._parameters, self._tokens = forward, params, tokens
+        self._forward, self._parameters, self._tokens = call, params, tokens
         self._random = GeneratorStates.now()
         kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -13,16 +13,8 @@ import torch
 from zeromesh.comm.point_to_point import Channels, Incoming, MessageSpec
 from zeromesh.errors import CollectiveError, LayoutError
 from zeromesh.offload.accelerator import Moment, now, seconds_between
-from zeromesh.pipeline.schedule import (
-    Action,
-    Kind,
-    Message,
-    PipelineSchedule,
-    Timeline,
-    message_of,
-    message_order,
-    simulate,
-)
+from zeromesh.pipeline import schedule as schedules
+from zeromesh.pipeline.schedule import Action, Kind, Message, PipelineSchedule, Timeline, message_of
 from zeromesh.telemetry.status_board import Activity
 
 
@@ -65,7 +57,7 @@ class Executor:
         if schedule.ranks != self.group.size:
             raise LayoutError(f"the schedule is for {schedule.ranks} ranks, the pipeline has {self.group.size}")
         rank = self.group.index
-        messages, ends = message_order(schedule, rank)
+        messages, ends = schedules.message_order(schedule, rank)
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         # If only some ranks knew the shapes from an earlier step, the others would wait for specs that nobody sends.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
@@ -96,7 +88,7 @@ def timelines(schedule: PipelineSchedule, times: Sequence[Sequence[float]]) -> t
     for rank, spans in enumerate(zip(schedule.actions, starts, ends, strict=True)):
         for action, start, end in zip(*spans, strict=True):
             kinds.setdefault((rank, action.kind, action.chunk), []).append(end - start)
-    predicted = simulate(schedule, lambda rank, action: fmean(kinds[rank, action.kind, action.chunk]))
+    predicted = schedules.simulate(schedule, lambda rank, action: fmean(kinds[rank, action.kind, action.chunk]))
     return predicted, Timeline(actions=schedule.actions, starts=starts, ends=ends)
 
 

@@ -24,8 +24,7 @@ from zeromesh.zero.passes import Passes, PassProgress, Tensors
 
 LossOf = Callable[[Mapping[str, Any], float], torch.Tensor]
 """Runs the model on `(batch, seed)` and returns the sum of its losses, a scalar, whose backward will start with `seed`."""
-Completed = Callable[[int], None]
-"""Called with the number of each microbatch whose backward is complete."""
+Completed = Callable[[int], None]  # Called with the number of each microbatch whose backward is complete.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,18 +44,15 @@ class ZeroRunner:
     """Runs the actions of one step's microbatches as passes of the engine."""
 
     passes: Passes
-    stages: Stages | None
-    """The model's stages; None if the model is a single stage."""
+    stages: Stages | None  # The model's stages; None if the model is a single stage.
     work: Sequence[MicrobatchWork]
     loss: LossOf
     queue: WeightQueue
-    scale: float = 1.0
-    """The loss scale, by which gradients of losses are multiplied."""
+    scale: float = 1.0  # The loss scale, by which gradients of losses are multiplied.
     backward_follows: frozenset[tuple[int, int]] = frozenset()
     """The pairs of chunk and microbatch whose backward follows their forward directly."""
     after: Completed | None = None
-    losses: list[torch.Tensor] = field(init=False)
-    """The sum of each microbatch's losses, on the last stage."""
+    losses: list[torch.Tensor] = field(init=False)  # The sum of each microbatch's losses, on the last stage.
     _forwards: dict[tuple[int, int], tuple[PassProgress, list[torch.Tensor]]] = field(default_factory=dict)
     """By (chunk, microbatch), each pass between forward and backward, with the received tensors that require a gradient."""
     _reduced: dict[int, int] = field(default_factory=dict)

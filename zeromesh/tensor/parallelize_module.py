@@ -222,9 +222,8 @@ def check_blocks(model: nn.Module, plan: TensorPlan) -> None:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             is_known = plan.in_experts(name) or inside(f"{name}.", known)
             if not is_known and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-                raise LayoutError(
-                    f"{name} ({type(module).__name__}) may need the whole sequence, as the plan does not know it; {off}"
-                )
+                why = f"{name} ({type(module).__name__}) may need the whole sequence, as the plan does not know it"
+                raise LayoutError(f"{why}; {off}")
 
 
 def _run_block(

@@ -33,10 +33,9 @@ class SequenceShares:
         when it cannot be divided while gradients are recorded."""
         self._shared = length % self.exchange.size == 0
         if not self._shared and torch.is_grad_enabled():
-            raise LayoutError(
-                f"a sequence of {length} tokens cannot be shared out to {self.exchange.size} ranks; pad sequences to a multiple "
-                f"of {self.exchange.size}, or set parallel.sequence: false"
-            )
+            why = f"a sequence of {length} tokens cannot be shared out to {self.exchange.size} ranks"
+            cure = f"pad sequences to a multiple of {self.exchange.size}, or set parallel.sequence: false"
+            raise LayoutError(f"{why}; {cure}")
         return self._shared
 
 

@@ -10,9 +10,8 @@ from math import prod
 import torch
 from torch import nn
 
-from zeromesh.comm.decoding_buffer import DecodingBuffer
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import BufferRequest, GatherBuffer, Transport, choose_transport
+from zeromesh.comm.transport import BufferRequest, DecodingBuffer, GatherBuffer, Transport, choose_transport
 from zeromesh.errors import LayoutError
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, UnitLayouts, build_layout
@@ -127,10 +126,9 @@ def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions
             cure = "make it a real parameter with a last dimension of 2, and use torch.view_as_complex in forward"
             raise LayoutError(f"{spec.fqn} is {spec.dtype}, and master weights are real numbers; {cure}")
         if spec.dtype.itemsize > master.itemsize:
-            raise LayoutError(
-                f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it; "
-                "convert the parameter, or set precision.master and precision.reduce to its dtype"
-            )
+            why = f"{spec.fqn} is {spec.dtype}, wider than precision.master {master}, which would round it"
+            rest = "convert the parameter, or set precision.master and precision.reduce to its dtype"
+            raise LayoutError(f"{why}; {rest}")
 
 
 def ring_bytes(transport: str, slots: int, nbytes: int) -> int:

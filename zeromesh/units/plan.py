@@ -121,10 +121,9 @@ def is_linear(module: nn.Module) -> bool:
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise LayoutError(
-                f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them; give the Python "
-                "module, and torch.compile (model.compile) in place of TorchScript"
-            )
+            why = f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them"
+            cure = "give the Python module, and torch.compile (model.compile) in place of TorchScript"
+            raise LayoutError(f"{why}; {cure}")
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         vectors = [module.get_buffer(f"{hook.name}_u") for hook in hooks]
         for vector in module.buffers(recurse=False) if isinstance(module, _SpectralNorm) else vectors:

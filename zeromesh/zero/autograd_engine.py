@@ -347,10 +347,9 @@ class AutogradEngine(ZeroEngine):
             others = set(map(id, other.values()))
             changed = next((name for name, each in one.items() if id(each) not in others), None)
             if changed is not None:
-                raise PhaseError(
-                    f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved; put back "
-                    "what was there, or call zeromesh.unshard(model), change it, and call shard() again"
-                )
+                why = f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved"
+                cure = "put back what was there, or call zeromesh.unshard(model), change it, and call shard() again"
+                raise PhaseError(f"{why}; {cure}")
         self._modules = list(self.model.modules())
         self._ids_of_contents = _ids_of_contents(self._modules)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zeromesh.comm import activation_collectives, transport
-from zeromesh.comm.activation_collectives import Exchange, _encode, open_exchange, sum_in_ranks
+from zeromesh.comm.activation_collectives import Exchange, _row, open_exchange, sum_in_ranks
 from zeromesh.comm.point_to_point import HEADER_BYTES, Channels, MessageSpec, read_header, write_header
 from zeromesh.comm.shm_transport import ABOUT_WORDS, LINE, Counters, SharedRing, open_transport
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, choose_transport, sum_in_order
@@ -238,7 +238,7 @@ def test_shares_that_do_not_fit_are_refused() -> None:
 
 def test_what_ranks_ask_of_an_exchange_is_compared_word_by_word() -> None:
     def words(kind: Any = Collective.ALL_REDUCE, **given: Any) -> list[int]:
-        return _encode(kind, **{"dtype": torch.float32, "shape": (2, 3), "dim": -1, "lengths": (), **given})
+        return _row(kind, **{"dtype": torch.float32, "shape": (2, 3), "dim": -1, "lengths": (), **given})
 
     found = [
         words(), words(Collective.REDUCE_SCATTER), words(dtype=torch.int64), words(shape=(3, 2)), words(dim=0),

@@ -25,9 +25,8 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.pipeline.deferred_weight_grad import WeightQueue, defer_weights
 from zeromesh.pipeline.executor import Executor, timelines
 from zeromesh.pipeline.schedule import make_schedule
-from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut
+from zeromesh.pipeline.stages.build import Stages, block_costs, plan_cut, stubs_removed
 from zeromesh.pipeline.stages.model_anatomy import body_inputs, examine
-from zeromesh.pipeline.stages.stubs import stubs_removed
 from zeromesh.telemetry.status_board import StatusBoard, new_row
 from zeromesh.telemetry.watchdog import Watchdog
 

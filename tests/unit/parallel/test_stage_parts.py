@@ -23,8 +23,8 @@ from zeromesh.pipeline.schedule import (
     message_of,
     message_order,
 )
+from zeromesh.pipeline.stages.build import BlockStub, NanStub, StageSlot, Stub, meta_copy
 from zeromesh.pipeline.stages.model_anatomy import HIDDEN, Anatomy
-from zeromesh.pipeline.stages.stubs import BlockStub, NanStub, StageSlot, Stub, meta_copy
 
 F, B, INPUT, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 SCHEDULE = PipelineSchedule(name="any", ranks=2, chunks=2, microbatches=1, actions=((), ()))

@@ -18,7 +18,7 @@ from zeromesh.trainer.planning.machine import (
     read_machine,
     write_machine,
 )
-from zeromesh.trainer.planning.tracing.operations import Product, Work
+from zeromesh.trainer.planning.tracing.meter import Product, Work
 
 SMALL = {
     "name": "two",

@@ -13,10 +13,9 @@ from zeromesh.errors import ConfigError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.verification.checks import CHECKS, _MaskDigests, _wrong_masks
 from zeromesh.trainer.verification.observe import Recorder
 from zeromesh.trainer.verification.shrink import SmallRun
-from zeromesh.trainer.verification.verify import _digests, _layout, verify
+from zeromesh.trainer.verification.verify import CHECKS, _digests, _layout, _MaskDigests, _wrong_masks, verify
 
 NAN = float("nan")
 

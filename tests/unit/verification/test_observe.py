@@ -18,7 +18,7 @@ from zeromesh.trainer.verification.observe import (
     differences_of,
     rank_microbatches,
     relative,
-    relative_errors_of,
+    relative_errors,
 )
 from zeromesh.trainer.verification.reference import PlainRun
 
@@ -67,13 +67,13 @@ def run_of(losses: list[float], norms: list[float], weight: list[float], lr: flo
 
 def test_errors_are_relative_to_the_plain_run_and_begin_where_a_run_does() -> None:
     plain = run_of([1.0, 2.0, 4.0], [1.0, 1.0, 2.0], [3.0, 4.0])
-    found = list(relative_errors_of(run_of([2.5, 4.0], [NAN, 3.0], [3.0, 4.5]), plain, first=1))
+    found = list(relative_errors(run_of([2.5, 4.0], [NAN, 3.0], [3.0, 4.5]), plain, first=1))
     assert found == [("loss", 2, "", 0.25), ("loss", 3, "", 0.0), ("norm", 3, "", 0.5), ("parameter", 3, "w", 0.1)]
     small = run_of([1.0, 2.0, 4.0], [1.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0], lr=0.5)
     moved = run_of(small.losses, small.norms, [3.0, 0.0, 0.0, 0.0])
-    assert list(relative_errors_of(moved, small))[-1] == ("parameter", 3, "w", 1.0), "as much as all steps may move it"
+    assert list(relative_errors(moved, small))[-1] == ("parameter", 3, "w", 1.0), "as much as all steps may move it"
     with pytest.raises(ValueError, match="zip"):
-        list(relative_errors_of(run_of([1.0], [1.0], [3.0, 4.0]), plain))
+        list(relative_errors(run_of([1.0], [1.0], [3.0, 4.0]), plain))
     nearly = run_of([1.0 + EXACT / 2, 2.0 * (1 + 2 * EXACT), NAN], plain.norms, [3.0, 4.0])
     noted = list(differences_of(nearly, plain, run="resume"))
     assert [(each.kind, each.step, each.run, each.detail) for each in noted] == [

@@ -91,10 +91,8 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
 def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
     """Yield what is wrong with a section that no run could use, before there is a model. Classes of the user's are not imported."""
     if section.states == "int8" and section.name not in _EIGHT_BITS:
-        yield (
-            f"optimizer.states: int8 is for {', '.join(_EIGHT_BITS)}, not for {section.name}; set it to float32, or take an "
-            "optimizer whose states have 8 bits by themselves, such as adamw_8bit"
-        )
+        cure = "set it to float32, or take an optimizer whose states have 8 bits by themselves, such as adamw_8bit"
+        yield f"optimizer.states: int8 is for {', '.join(_EIGHT_BITS)}, not for {section.name}; {cure}"
     torchs = OPTIMIZERS.get(section.name, "").startswith("torch.")
     if ":" not in section.name and (not torchs or section.options):
         try:
@@ -180,11 +178,9 @@ def _with_arguments(
     allowed = {*taken, *of_groups, *([_TARGETS] if of_groups else ())} - {"params", "model", "lr", "weight_decay"}
     for name, value in section.options.items():
         if name not in allowed and (name in ("lr", "weight_decay") or "**" not in taken):
-            raise ConfigError(
-                f"{section.name} takes no {name!r} here; allowed are {', '.join(sorted(allowed - {'**'}))}. The learning rate and "
-                "the weight decay are optimizer.lr and optimizer.weight_decay",
-                where="optimizer.options",
-            )
+            why = f"{section.name} takes no {name!r} here; allowed are {', '.join(sorted(allowed - {'**'}))}"
+            rest = "The learning rate and the weight decay are optimizer.lr and optimizer.weight_decay"
+            raise ConfigError(f"{why}. {rest}", where="optimizer.options")
         plain = tuple(value) if isinstance(value, list) else value
         if name in of_groups:
             groups = [{**group, name: plain} if name in group else group for group in groups]

@@ -91,10 +91,8 @@ class LRSchedule(ScheduleSection):
             problems.append(f"schedule.min_ratio is missing; {self.name} needs the fraction it falls to")
         room = max(0, self.total_steps - self.warmup_steps)
         if self.decay_steps is not None and self.decay_steps > room:
-            problems.append(
-                f"schedule.decay_steps is {self.decay_steps}; give 0 to {room}, what the warm-up of {self.warmup_steps} leaves "
-                f"of {self.total_steps} steps"
-            )
+            cure = f"give 0 to {room}, what the warm-up of {self.warmup_steps} leaves of {self.total_steps} steps"
+            problems.append(f"schedule.decay_steps is {self.decay_steps}; {cure}")
         if self.num_cycles is not None and self.decay_shape in ("linear", "1-sqrt"):
             problems.append(f"schedule.num_cycles has no effect on decay_shape {self.decay_shape}; remove it")
         if self.name == "constant" and self.warmup_steps:

@@ -28,8 +28,7 @@ from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
 from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
-from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange
-from zeromesh.trainer.planning.tracing.operations import Work, kernels_of
+from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange, Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
 

@@ -184,18 +184,11 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> lis
         kind["bytes"] += spec.nbytes
         if DTYPE_NAMES[spec.dtype] not in kind["dtypes"]:
             kind["dtypes"].append(DTYPE_NAMES[spec.dtype])
-    content = {
-        "path": str(directory),
-        "date": _date(directory),
-        "step": manifest.step,
-        "state": None if state is None else asdict(state),
-        "kinds": kinds,
-        "files": {name: record.nbytes for name, record in sorted(manifest.files.items())},
-        "bytes": manifest.nbytes,
-        "aliases": dict(manifest.aliases),
-        "layout": dict(manifest.layout),
-        "part": list(manifest.part),
-    }
+    content: dict[str, Any] = {"path": str(directory), "date": _date(directory), "step": manifest.step}
+    content |= {"state": None if state is None else asdict(state), "kinds": kinds}
+    content["files"] = {name: record.nbytes for name, record in sorted(manifest.files.items())}
+    content |= {"bytes": manifest.nbytes, "aliases": dict(manifest.aliases), "layout": dict(manifest.layout)}
+    content["part"] = list(manifest.part)
     if pattern is not None:
         content["tensors"] = _tensors(manifest, pattern)
     if as_json:

@@ -12,16 +12,8 @@ from typing import Any
 import torch
 import xxhash
 
-from zeromesh.checkpoint.format.safetensors_layout import (
-    DTYPE_NAMES,
-    DTYPES,
-    MAX_DIMS,
-    TensorSpec,
-    are_valid_sizes,
-    check_names,
-    check_plain,
-    parse_json,
-)
+from zeromesh.checkpoint.format import safetensors_layout
+from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, MAX_DIMS, TensorSpec, are_valid_sizes
 from zeromesh.errors import CheckpointError
 
 NAME = "manifest.json"
@@ -115,7 +107,7 @@ def _signed(content: Mapping[str, Any]) -> tuple[str, bytes]:
 
 def parse(path: Path, raw: bytes) -> Manifest:
     """Parse a manifest from the bytes of `path`. Raises `CheckpointError` with the first problem of what it says."""
-    content = parse_json(path, raw)
+    content = safetensors_layout.parse_json(path, raw)
     found = content.pop("sha256", None)
     if content.get("format") != FORMAT:
         raise CheckpointError(f"{path} is no manifest of zeromesh: its format is {content.get('format')!r:.50}")
@@ -150,7 +142,7 @@ def parse(path: Path, raw: bytes) -> Manifest:
     if len(files) > _MAX_FILES:
         raise CheckpointError(f"{path} names {len(files):,} files; at most {_MAX_FILES:,} are allowed")
     records = {name: _file(path, name, value, whole=count == 1) for name, value in files.items()}
-    check_plain(path, "layout", layout)
+    safetensors_layout.check_plain(path, "layout", layout)
     content.setdefault("source", "")
     return Manifest(
         step=checked("step", are_valid_sizes, "a whole number, 0 or more"),
@@ -196,7 +188,7 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
     for kind, rows in kinds.items():
         if not re.fullmatch(_PART, kind) or not isinstance(rows, dict):
             raise CheckpointError(f"{path}: tensors {kind[:300]!r} should be an object, under a plain name")
-        check_names(path, rows)
+        safetensors_layout.check_names(path, rows)
         for name, row in rows.items():
             match row:
                 case [str(file), begin, str(code), list(dims)] if (
@@ -205,9 +197,8 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
                     dtype, shape = DTYPES[code], tuple(dims)
                     found.append(TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape, path=file, begin=begin))
                 case _:
-                    raise CheckpointError(
-                        f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
-                    )
+                    problem = f"{path}: {kind} {name} is no [file, begin, dtype, shape] of this version: {row!r:.200}"
+                    raise CheckpointError(problem)
     end, last = 0, ""
     for tensor in sorted(found, key=attrgetter("path", "begin", "end")):
         nbytes = files[tensor.path].nbytes

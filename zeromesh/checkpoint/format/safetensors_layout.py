@@ -177,9 +177,8 @@ def check_names(path: Path, names: Iterable[str]) -> None:
     """Raise `CheckpointError` for a tensor name that a terminal or UTF-8 would change."""
     for name in names:
         if len(name) > _MAX_NAME or not name.isprintable():
-            raise CheckpointError(
-                f"{path} has a tensor called {name[:100]!r}; names are of at most {_MAX_NAME:,} printable characters"
-            )
+            cure = f"names are of at most {_MAX_NAME:,} printable characters"
+            raise CheckpointError(f"{path} has a tensor called {name[:100]!r}; {cure}")
 
 
 def check_plain(where: object, name: str, content: Any) -> None:

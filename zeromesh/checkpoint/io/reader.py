@@ -73,9 +73,8 @@ class CheckpointReader:
         if record is None:
             raise CheckpointError(f"{self.directory} has no {path}")
         if record.nbytes > MAX_CONTENT_BYTES:
-            raise CheckpointError(
-                f"{self.directory / path} has {record.nbytes:,} bytes; at most {MAX_CONTENT_BYTES:,} are read at once"
-            )
+            cure = f"at most {MAX_CONTENT_BYTES:,} are read at once"
+            raise CheckpointError(f"{self.directory / path} has {record.nbytes:,} bytes; {cure}")
         found: dict[int, bytes] = {}
         self.stream(record.pieces, lambda piece, data: found.update({piece.begin: data.numpy().tobytes()}))
         return b"".join(found[begin] for begin in sorted(found))
@@ -122,9 +121,8 @@ class CheckpointReader:
         error of a damaged piece. A few pieces are read ahead."""
         for piece in pieces:
             if piece.end - piece.begin > GRID:
-                raise CheckpointError(
-                    f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes; the format's grid is {GRID:,}"
-                )
+                why = f"{self.directory / piece.path} has a piece of {piece.end - piece.begin:,} bytes"
+                raise CheckpointError(f"{why}; the format's grid is {GRID:,}")
         pool, rest = StagingPool(_STAGING_BUFFERS, GRID), iter(pieces)
         in_flight: deque[_Fetched] = deque()
         opened: dict[str, Future[PositionalFile]] = {}
@@ -238,10 +236,8 @@ def manifest_of(directory: Path) -> tuple[str, Manifest]:
 
 def part_error_text(directory: Path, index: int, count: int, of: str = "") -> str:
     """Return the message about part `index` of `count` of a checkpoint, where a whole one is needed; `of` follows the count."""
-    return (
-        f"{directory} is part {index + 1} of {count}{of}, one of each host; put them together first: "
-        "`zeromesh checkpoint merge PART PART ... --out DIR`"
-    )
+    cure = "put them together first: `zeromesh checkpoint merge PART PART ... --out DIR`"
+    return f"{directory} is part {index + 1} of {count}{of}, one of each host; {cure}"
 
 
 class TensorFiles(CheckpointReader):

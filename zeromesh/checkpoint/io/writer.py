@@ -18,16 +18,8 @@ from torch import Tensor
 
 from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
 from zeromesh.checkpoint.format.safetensors_layout import FileLayout
-from zeromesh.checkpoint.io.file_slices import (
-    GRID,
-    PlacedValues,
-    TensorShard,
-    cut_at_grid,
-    merged,
-    overlapping,
-    starts_in_others_blocks,
-    written_blocks,
-)
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, merged, overlapping
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval
@@ -138,7 +130,7 @@ def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
     """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
     found = []
     for path, members in runs.items():
-        for edge in starts_in_others_blocks(_extents(members)):
+        for edge in file_slices.starts_in_others_blocks(_extents(members)):
             cuts = (run.cut(edge).to_bytes() for run in overlapping(members, edge.start, edge.end))
             found.append((path, edge.start, b"".join(cuts)))
     return found
@@ -151,7 +143,7 @@ def plan_pieces(
     content = _by_file(chain(*runs.values(), (PlacedValues.of_bytes(*each) for each in received)))
     sizes, last, found = {file.path: file.nbytes for file in files}, len(order), list[WritePiece]()
     for path, members in runs.items():
-        for where in chain.from_iterable(map(cut_at_grid, written_blocks(_extents(members), sizes[path]))):
+        for where in chain.from_iterable(map(cut_at_grid, file_slices.written_blocks(_extents(members), sizes[path]))):
             sources = tuple(each.cut(where) for each in overlapping(content[path], where.start, where.end))
             owners = frozenset(each.owner for each in sources if each.owner is not None)
             found.append(WritePiece(path=path, where=where, sources=sources, owners=owners))

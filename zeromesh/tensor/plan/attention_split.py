@@ -33,9 +33,8 @@ def divide_heads(queries: int, keys: int, ranks: int, where: str) -> tuple[HeadS
         return tuple(HeadShare(queries=scaled(own, group), keys=own) for own in balanced(keys, ranks))
     crowds = balanced(ranks, keys)
     if max(crowd.length for crowd in crowds) > group:
-        raise LayoutError(
-            f"{where}: {queries} query heads cannot be divided among {ranks} ranks; parallel.tensor may be at most {queries}"
-        )
+        cure = f"parallel.tensor may be at most {queries}"
+        raise LayoutError(f"{where}: {queries} query heads cannot be divided among {ranks} ranks; {cure}")
     return tuple(
         HeadShare(queries=own.after(-key * group), keys=Interval(start=key, end=key + 1))
         for key, crowd in enumerate(crowds)

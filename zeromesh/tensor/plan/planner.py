@@ -20,17 +20,18 @@ from torch import nn
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced
-from zeromesh.tensor.plan.adapters import base_modules, is_wrapped, with_adapters
-from zeromesh.tensor.plan.attention_split import (
-    AttentionDivision,
-    Shares,
-    division_of,
-    forward_source,
-    intermediate_dims,
-    is_transposed,
-    linear_sizes,
+from zeromesh.tensor.plan import attention_split
+from zeromesh.tensor.plan.attention_split import AttentionDivision, forward_source, intermediate_dims, is_transposed
+from zeromesh.tensor.plan.layer_plan import (
+    WHOLE,
+    LayerPlan,
+    Style,
+    TensorPlan,
+    base_modules,
+    inside,
+    is_wrapped,
+    with_adapters,
 )
-from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.tensor.plan.recognition import EXTRA_RULES, FUSED, KEYS, QUERIES, divides_by_shape, recognise_styles
 from zeromesh.units.plan import block_modules, without_adapters
 
@@ -142,7 +143,7 @@ class _Planner:
             else:
                 self.notes.append(f"{name} ({type(target).__name__}) is whole on all tensor ranks")
 
-    def _add(self, name: str, style: Style, shares: Shares = ()) -> None:
+    def _add(self, name: str, style: Style, shares: attention_split.Shares = ()) -> None:
         self.layers[name] = LayerPlan(module=name, style=style, shares=shares)
 
     def _divide(self, name: str, style: Style, length: int) -> None:
@@ -160,7 +161,7 @@ class _Planner:
                 features, _ = self._linear(name)
                 attention = self.modules[parent]
                 if parent not in self.attentions:
-                    division = self.attentions[parent] = division_of(attention, parent, self.size)
+                    division = self.attentions[parent] = attention_split.division_of(attention, parent, self.size)
                     patches = division.patches(attention, stacked=style == "qkv_stacked")
                     self.patches += [(parent, attribute, values) for attribute, values in patches]
                 division = self.attentions[parent]
@@ -175,9 +176,8 @@ class _Planner:
             for leaf in (*QUERIES, *KEYS):
                 name = f"{parent}.{leaf}"
                 if name in self.modules and name not in self.layers:
-                    raise LayoutError(
-                        f"{name} would be whole beside projections of {parent} that are divided; give all of them the same style"
-                    )
+                    cure = "give all of them the same style"
+                    raise LayoutError(f"{name} would be whole beside projections of {parent} that are divided; {cure}")
 
     def parameters_of_attentions(self) -> None:
         """Plan the norms of queries and keys, and attention sinks; an attention with other parameters of its own is refused."""
@@ -193,9 +193,8 @@ class _Planner:
                 if self.styles.get(f"{parent}.{leaf.removesuffix('_bias')}") == "rowwise":
                     continue  # It is added after the sum, as the bias of a row layer.
                 if leaf != "sinks" or tuple(parameter.shape) != (self.attentions[parent].queries,):
-                    raise LayoutError(
-                        f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks; set parallel.tensor: 1"
-                    )
+                    why = f"{parent}: nothing says how its parameter {leaf} is divided among tensor ranks"
+                    raise LayoutError(f"{why}; set parallel.tensor: 1")
                 self.styles.pop(f"{parent}.{leaf}", None)
                 self._add(parent, Style.LOCAL, self.attentions[parent].by_head(parent, parameter.shape[0]))
 
@@ -264,9 +263,8 @@ class _Planner:
         elif style in _EVENLY:
             self._divide(name, Style(style), outputs if style.startswith("colwise") else inputs)
         else:
-            raise LayoutError(
-                f"{name}: tensor-parallel style {style!r} is not known; see zeromesh/tensor/plan/planner.py for those that are"
-            )
+            cure = "see zeromesh/tensor/plan/planner.py for those that are"
+            raise LayoutError(f"{name}: tensor-parallel style {style!r} is not known; {cure}")
 
     def _attention_around(self, name: str) -> AttentionDivision:
         around = name
@@ -280,7 +278,7 @@ class _Planner:
         if module is None or is_transposed(module) is None:
             kind = "parameter" if module is None else type(module).__name__
             raise LayoutError(f"{name}: a {kind} cannot be divided; allowed are torch.nn.Linear and GPT-2's Conv1D")
-        return linear_sizes(module)
+        return attention_split.linear_sizes(module)
 
     def check_ties(self) -> None:
         """Check that modules with a tied parameter divide it alike; otherwise embeddings stay whole."""
