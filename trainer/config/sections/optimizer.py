@@ -22,14 +22,8 @@ if TYPE_CHECKING:  # A configuration is refused before torch is imported.
 _EIGHT_BITS = ("adamw", "adam", "lion")
 """The optimizers whose moments may rest in 8 bits."""
 OPTIMIZERS = {
-    "adamw": "torch.optim:AdamW",
-    "adam": "torch.optim:Adam",
-    "sgd": "torch.optim:SGD",
-    "adagrad": "torch.optim:Adagrad",
-    "nadam": "torch.optim:NAdam",
-    "radam": "torch.optim:RAdam",
-    "adamax": "torch.optim:Adamax",
-    "adadelta": "torch.optim:Adadelta",
+    **{name.lower(): f"torch.optim:{name}" for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RAdam")},
+    **{name.lower(): f"torch.optim:{name}" for name in ("Adamax", "Adadelta")},
     "muon": f"{__name__}:muon",
     "lion": "bitsandbytes.optim:Lion",
     "lamb": "bitsandbytes.optim:LAMB",
