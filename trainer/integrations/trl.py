@@ -86,9 +86,8 @@ def train(config: TrainerConfig) -> None:
     rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with trl_config.main_process_first(local=False):
-        tokenizer = _tokenizer(
-            config.data.tokenizer if "tokenizer" in config.data.model_fields_set else config.model.source
-        )
+        own = "tokenizer" in config.data.model_fields_set
+        tokenizer = _tokenizer(config.data.tokenizer if own else config.model.source)
         if config.model.source is None and trl_config.process_index == 0:
             # TRL's trainers load models, a reference model too, by name, so a new one is written first.
             fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}

@@ -82,9 +82,8 @@ def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
             _tile(module, tokens)
             names[key[0]] += 1
     if not names:
-        reason = (
-            found if isinstance(found, str) else "its MLPs have hooks, or other modules inside than their class makes"
-        )
+        hooked = "its MLPs have hooks, or other modules inside than their class makes"
+        reason = found if isinstance(found, str) else hooked
         problem = f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null"
         raise ConfigError(problem, where="model.tile_tokens")
     return f"tiles: {tokens:,} tokens at once in {', '.join(f'{count} x {name}' for name, count in names.items())}"

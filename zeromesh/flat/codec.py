@@ -169,9 +169,8 @@ class Codec:
             codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
         values, whole = CODECS[self.name].dequantize(codes), count // self.block * self.block
         if whole:
-            out[:whole].view(-1, self.block).copy_(
-                values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
-            )
+            scaled = values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
+            out[:whole].view(-1, self.block).copy_(scaled)
         if whole < count:
             out[whole:].copy_(values[whole:] * scales[-1])
 
