@@ -256,8 +256,7 @@ def _named(placed: PlacedModel, call: str, *, ema: bool = False, form: Callable[
         else:
             buffers = {} if form is None else persistent_buffers(placed.module)
             tensors = {**dict(placed.module.named_parameters()), **buffers}
-            averages = placed.averages if ema else {}
-            found = ((name, averages.get(name, own.detach())) for name, own in tensors.items())
+            found = ((name, (placed.averages if ema else {}).get(name, own.detach())) for name, own in tensors.items())
         yield from found if form is None else form(found)
 
 

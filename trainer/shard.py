@@ -365,14 +365,9 @@ def save(
     for group in () if optimizer is None else optimizer.param_groups:
         kept = {name: value for name, value in group.items() if name != "params"}
         groups.append({name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()})
-    made = TrainerState(
-        step=progress["updates"] if step is None else step,
-        samples=0,
-        tokens=0,
-        skipped=0,
-        **progress,
-        callbacks={LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}},
-    )
+    own = {LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}}
+    number = progress["updates"] if step is None else step
+    made = TrainerState(step=number, samples=0, tokens=0, skipped=0, **progress, callbacks=own)
     saver = Saver(CheckpointStore(Path(directory).expanduser()), engine.mesh, engine.ledger)
     try:
         away = placed_of(model).source.referenced()

@@ -20,14 +20,9 @@ from typing import Any
 from zeromesh.errors import StorageError
 
 _TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")  # short, since the final name may have the most of 255 bytes
-_KINDS = {  # what is no regular file, by the first letter of `stat.filemode`
-    "l": "a symbolic link",
-    "d": "a directory",
-    "p": "a named pipe",
-    "s": "a socket",
-    "c": "a device",
-    "b": "a device",
-}
+_KINDS = {"l": "a symbolic link", "d": "a directory", "p": "a named pipe", "s": "a socket"}
+_KINDS |= dict.fromkeys("cb", "a device")
+"""What is no regular file, by the first letter of `stat.filemode`."""
 DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})
@@ -107,12 +102,10 @@ def try_lock(descriptor: int) -> bool:
     """Lock an open file until it is closed, by `flock`, or on file systems without it by an open file description lock of `fcntl`;
     returns False if another open file holds the lock. Raises `OSError` when the file system supports neither."""
     whole_file = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    for lock in (
-        lambda: fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB),
-        lambda: fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, whole_file),
-    ):
+    calls: Any = ((fcntl.flock, fcntl.LOCK_EX | fcntl.LOCK_NB), (fcntl.fcntl, fcntl.F_OFD_SETLK, whole_file))
+    for lock, *how in calls:
         try:
-            lock()
+            lock(descriptor, *how)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 return False

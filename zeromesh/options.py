@@ -149,9 +149,8 @@ class Precision(keys.PrecisionKeys):
 
     def table(self, optimizer: str, states: str = "float32") -> str:
         """Return one line naming the dtype of every role; `states` is `optimizer.states`."""
-        compute, reduce, sums, master = (
-            str(each).removeprefix("torch.") for each in (self.compute, self.reduce, self.sums, self.master)
-        )
+        dtypes = (self.compute, self.reduce, self.sums, self.master)
+        compute, reduce, sums, master = (str(each).removeprefix("torch.") for each in dtypes)
         reduce = sums if sums == reduce else f"{sums} of what travels in {reduce}"
         scale = "dynamic loss scale" if self.loss_scale else "no loss scale"
         moments = sums if states == "float32" else states
@@ -214,9 +213,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     clip_norm: float = 0.0
     optimizer_in_backward: bool = False
     gradient_slots: int = 2
-    gradients_outlive: bool = (
-        False  # Gradient shards have memory of their own, so that another process can finish the update.
-    )
+    gradients_outlive: bool = False
+    """True if gradient shards have memory of their own, so that another process can finish the update."""
 
     def __post_init__(self) -> None:
         budget: object = self.gathered_budget

@@ -84,10 +84,8 @@ def _cached_sizes() -> list[ctypes.c_size_t]:
 
 def _reserve(libc: ctypes.CDLL) -> None:
     """Put many free small blocks on the heap for later small objects; a block in use after each keeps them from merging."""
-    libc.malloc.restype = ctypes.c_void_p
-    libc.malloc.argtypes = [ctypes.c_size_t]
-    libc.free.argtypes = [ctypes.c_void_p]
-    libc.free.restype = None
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    libc.free.restype, libc.free.argtypes = None, [ctypes.c_void_p]
     sizes = [*range(24, _EXACT_BYTES, 16)]  # Every size that glibc tells apart, and a few above.
     size = _EXACT_BYTES
     while size < _LARGEST_SMALL:

@@ -75,11 +75,7 @@ class CallbackDispatcher:
     def listeners(self, event: str) -> list[Callback | TrainerCallback]:
         """Return the callbacks that handle an event: those of ours that override it, and all of transformers."""
         base = getattr(Callback, event)
-        return [
-            each
-            for each in self._callbacks
-            if not isinstance(each, Callback) or getattr(getattr(each, event), "__func__", None) is not base
-        ]
+        return [each for each in self._callbacks if getattr(getattr(each, event), "__func__", None) is not base]
 
     def call(self, event: str, *arguments: Any) -> None:
         """Call the method `event` of all listeners, and apply the flags that those of transformers change."""

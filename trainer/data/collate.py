@@ -40,10 +40,9 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         splits = ", ".join(map(repr, dataset))
         raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"{name} is a {type(dataset).__name__} without length or indexing; samples are dealt by index, so that any number of "
-            "ranks sees the same data: pass a map-style dataset, or list(dataset) where it fits in memory"
-        )
+        why = "samples are dealt by index, so that any number of ranks sees the same data"
+        cure = f"{why}: pass a map-style dataset, or list(dataset) where it fits in memory"
+        raise DataError(f"{name} is a {type(dataset).__name__} without length or indexing; {cure}")
     if len(dataset) == 0:
         raise DataError(f"{name} is empty; give at least one sample")
 

@@ -241,11 +241,9 @@ class _DatasetLoader:
         if not counts["rows"]:
             raise DataError(f"{where} has no rows")
         if not amount.documents:
-            raise DataError(
-                f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its first "
-                f"{counted(length, 'token')}; raise data.sequence_length, look whether the messages have an answer of role "
-                "assistant, or set data.loss_on: all"
-            )
+            why = f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its first"
+            cure = "look whether the messages have an answer of role assistant, or set data.loss_on: all"
+            raise DataError(f"{why} {counted(length, 'token')}; raise data.sequence_length, {cure}")
         if labelled := section.rows.label is not None:
             own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
             if unknown := set(own) - set(self.classes):

@@ -101,10 +101,9 @@ class TokenDataset:
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise `DataError` for a token id of `vocab_size` or more."""
         if self.text.largest >= vocab_size:
-            raise DataError(
-                f"the text has token id {self.text.largest} but the model's vocabulary has {vocab_size} tokens (ids 0 to "
-                f"{vocab_size - 1}); set vocab_size in model.config, or use the tokenizer that belongs to the model"
-            )
+            allowed = f"the model's vocabulary has {vocab_size} tokens (ids 0 to {vocab_size - 1})"
+            cure = "set vocab_size in model.config, or use the tokenizer that belongs to the model"
+            raise DataError(f"the text has token id {self.text.largest} but {allowed}; {cure}")
 
     def fingerprint(self) -> str:
         """Return a hash (xxh3, 16 hexadecimal digits) of the tokens and of how they are packed, equal for equal data."""

@@ -45,8 +45,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path, Any], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".zst": lambda path, _: import_module("pyarrow").input_stream(str(path), compression="zstd"),
-    ".xz": lzma.open,
-    ".lzma": lzma.open,
+    **dict.fromkeys((".xz", ".lzma"), lzma.open),
 }
 _ENCODING_ADVICE = "set data.encoding to what it is in, such as cp1252, koi8-r or shift_jis, or save it as UTF-8"
 _SURROGATE_ESCAPE = re.compile(r"\\ud[89a-f]", re.IGNORECASE)

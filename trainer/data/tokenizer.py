@@ -200,11 +200,9 @@ _SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
 )
 
 
-def require_bounded(
-    template: str, render: Callable[[list[dict[str, Any]], Any], object], *conversations: list[dict[str, Any]]
-) -> None:
-    """Call `render`, with and without tools, for `conversations` and samples in a child process. Raises `DataError` if that takes
-    too much time, memory or text; a `template` that has passed once is not rendered again."""
+def require_bounded(template: str, render: Callable[..., object], *conversations: list[dict[str, Any]]) -> None:
+    """Call `render(messages, tools)` for `conversations` and samples, with and without tools, in a child process. Raises
+    `DataError` if that takes too much time, memory or text; a `template` that has passed once is not rendered again."""
     if template in _BOUNDED_TEMPLATES:
         return
     with warnings.catch_warnings():
@@ -244,10 +242,9 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
         cure = "save the tokenizer with save_pretrained and give that directory"
         raise DataError(f"{why}; hub names are not looked up: {cure}")
     if not has_tokenizer(path):
-        raise DataError(
-            f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)}); give a directory that save_"
-            "pretrained of a tokenizer wrote, or bytes for a model whose tokens are the bytes of a text"
-        )
+        why = f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)})"
+        cure = "or bytes for a model whose tokens are the bytes of a text"
+        raise DataError(f"{why}; give a directory that save_pretrained of a tokenizer wrote, {cure}")
     from transformers import AutoTokenizer
 
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):

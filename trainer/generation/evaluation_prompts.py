@@ -82,10 +82,9 @@ class BatchGeneration:
         positions, new = decoder_positions(self._placed.module), self.settings.max_new_tokens or 0
         longest = int(lengths.argmax())
         if positions is not None and int(lengths[longest]) + new > positions:
-            raise DataError(
-                f"{self._where}: the prompt of sample {samples[longest]} has {int(lengths[longest])} tokens, which with "
-                f"{new} new ones are more than the model's {positions} positions; shorten it, or lower max_new_tokens"
-            )
+            has = f"has {int(lengths[longest])} tokens, which with {new} new ones are more than the model's {positions}"
+            why = f"{self._where}: the prompt of sample {samples[longest]} {has} positions"
+            raise DataError(f"{why}; shorten it, or lower max_new_tokens")
         return inputs
 
 

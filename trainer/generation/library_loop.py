@@ -137,14 +137,10 @@ def generate_in_rounds(
     # A rank without prompts in the last round still gathers parameters with the others.
     idle = copy.deepcopy(first)
     idle.update(max_new_tokens=1, min_new_tokens=None, min_length=0, max_length=None)
-    for numbers in partition_prompts(
-        [len(request.tokens) for request in requests],
-        ranks=mesh.data.size,
-        batch=batch,
-        one_length=one_length,
-        # An encoder's prompts are padded to the longest of all ranks.
-        whole_rounds=one_length and has_encoder,
-    ):
+    # An encoder's prompts are padded to the longest of all ranks.
+    how = {"one_length": one_length, "whole_rounds": one_length and has_encoder}
+    lengths = [len(request.tokens) for request in requests]
+    for numbers in partition_prompts(lengths, ranks=mesh.data.size, batch=batch, **how):
         here = [requests[number] for number in numbers[mesh.data_index]]
         new = _generate(placed, here or [Request(number=0, tokens=[0])], settings[here[0].number] if here else idle)
         rows = mesh.data.gather_json([asdict(each) for each in new[: len(here)]], "results of a round")

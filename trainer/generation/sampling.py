@@ -17,14 +17,9 @@ class RowSampler:
         ids, size = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
         # Some processors count the length with the prompt.
-        model._prepare_generated_length(
-            settings,
-            has_default_max_length=settings.max_new_tokens is not None,
-            has_default_min_length=True,
-            model_input_name="input_ids",
-            input_ids_length=size,
-            inputs_tensor=ids,
-        )
+        given = {"model_input_name": "input_ids", "input_ids_length": size, "inputs_tensor": ids}
+        by_default = {"has_default_max_length": settings.max_new_tokens is not None, "has_default_min_length": True}
+        model._prepare_generated_length(settings, **by_default, **given)
         lengths = {"input_ids_seq_length": size, "encoder_input_ids": ids}
         self._processors = model._get_logits_processor(settings, **lengths, device=str(device))
         self._generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None

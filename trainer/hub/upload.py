@@ -32,13 +32,9 @@ def _write_model_card(trainer: Any, directory: Path, values: Mapping[str, Any]) 
     if tags := getattr(trainer.model, "model_tags", None):
         own = values.get("tags") or []
         values["tags"] = list(dict.fromkeys([*([own] if isinstance(own, str) else own), *tags]))
-    described = SimpleNamespace(  # The attributes that transformers reads for a card.
-        args=arguments_of(config),
-        model=trainer.model,
-        state=trainer.state,
-        train_dataset=trainer.inputs.train_dataset,
-        eval_dataset=trainer.inputs.eval_dataset,
-    )
+    # The attributes that transformers reads for a card.
+    data = {"train_dataset": trainer.inputs.train_dataset, "eval_dataset": trainer.inputs.eval_dataset}
+    described = SimpleNamespace(args=arguments_of(config), model=trainer.model, state=trainer.state, **data)
     card = TrainingSummary.from_trainer(described, **values)
     if mesh.world_size > 1:  # transformers' arguments may lack numbers that follow from the number of ranks.
         card.hyperparameters |= {

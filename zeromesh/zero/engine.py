@@ -42,9 +42,7 @@ class ZeroEngine:
 
     passes_class: ClassVar[type[Passes]] = Passes
 
-    def __init__(
-        self, model: nn.Module, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, cuts: ModelCuts) -> None:
         self.model, self.mesh, self.options = model, mesh, options
         self.units, self._buckets, self._releases = built.units, all_buckets(built.units), built.releases
         self._tiers, self.ledger = built.tiers, built.tiers.ledger
@@ -56,7 +54,6 @@ class ZeroEngine:
         shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
         gradients = GradientReducer(built.reduction.reducer, shards, replicas, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
-        cuts = cuts or ModelCuts()
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
         for unit in self.units:  # Units without parameters are in the first chunk.
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
@@ -100,7 +97,7 @@ class ZeroEngine:
                 raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
             with tiers.states.allocating() if tiers.states is not None else nullcontext():
                 built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
-                return cls(model, built, mesh, options, cuts)
+                return cls(model, built, mesh, options, cuts or ModelCuts())
         except BaseException:
             tiers.close()
             raise
@@ -151,9 +148,7 @@ class ZeroEngine:
             "good_steps": step.scaler.good_steps,
         }
 
-    def load_progress(
-        self, *, updates: int, trained: Mapping[str, Sequence[Any]], loss_scale: float, good_steps: int
-    ) -> None:
+    def load_progress(self, *, updates: int, trained: Mapping[str, Any], loss_scale: float, good_steps: int) -> None:
         """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
         call it. Raises `CheckpointError` for names of parameters that the model does not have."""
         specs = [

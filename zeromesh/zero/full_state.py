@@ -338,7 +338,7 @@ class FullState:
         for stage, specs in enumerate(buffers_by_stage(self._model, pipeline)):
             for spec in specs:
                 held = buffers[spec.name].detach() if stage == pipeline.index else None
-                yield spec.name, self._broadcast(stage, spec, held)
+                yield spec.name, self._broadcast(stage, spec, held, spec.dtype)
 
     def stored_specs(self) -> list[TensorSpec]:
         """List the tensors that `stored` yields: parameters in the dtype of their master weights, frozen ones in the model's."""
@@ -455,14 +455,12 @@ class FullState:
             for spec in chosen:
                 tensor = next(tensors, None)
                 if pipeline.gather_integers([int(tensor is not None)])[stage][0]:
-                    yield spec.name, self._broadcast(stage, spec, tensor, dtype)
+                    yield spec.name, self._broadcast(stage, spec, tensor, dtype or spec.dtype)
 
-    def _broadcast(
-        self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
+    def _broadcast(self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         pipeline, numel = self._mesh.pipeline, prod(spec.shape)
         if value is None:
-            value = torch.empty(0, dtype=dtype or spec.dtype, device=self._mesh.device)
+            value = torch.empty(0, dtype=dtype, device=self._mesh.device)
         held, everywhere = on_one_rank(numel, pipeline.size, stage), replicated(numel, pipeline.size)
         flat = value.contiguous().view(-1)
         return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)

@@ -82,9 +82,8 @@ class MemoryModel:
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept_bytes)
-        tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(
-            transport, options.gradient_slots, slot_bytes(self._trained, options, device)
-        )
+        slot = slot_bytes(self._trained, options, device)
+        tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(transport, options.gradient_slots, slot)
         self._add_bytes(tiers)
         self.terms, self.host_terms, self.files = (
             {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
