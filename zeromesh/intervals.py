@@ -1,9 +1,14 @@
-"""Integer arithmetic for splitting a flat buffer; the only place that decides how an uneven length is divided."""
+"""Integer arithmetic for splitting a flat buffer, the only place that decides how an uneven length is divided; and groups."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
 from zeromesh.errors import LayoutError
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 ALIGNMENT = 64  # of parameters and shards, in elements, so that both begin on a cache line in every dtype
 
@@ -42,3 +47,11 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+def grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """Return the values of each key, both in the order in which they come."""
+    found: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig
 
 from zeromesh.errors import PhaseError, summary
+from zeromesh.intervals import grouped
 from zeromesh.overrides import replaced
 from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
@@ -134,9 +135,7 @@ def differing_gradient(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]
 
 def first_difference(found: Outputs, wanted: Outputs, part_of: PartOf, tolerance: float) -> str | None:
     """Return the name of the first module, by call, with an output that is another than its part of the wanted one; None: none."""
-    left: dict[str, list[list[Tensor]]] = {}
-    for name, outputs in wanted:
-        left.setdefault(name, []).append(outputs)
+    left = grouped(wanted)
     for name, outputs in found:
         for each, whole in zip(outputs, left[name].pop(0) if left.get(name) else (), strict=False):
             if (part := part_of(whole, each)) is not None and not deviation(each, part, 1.0) <= tolerance:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.intervals import grouped
 from zeromesh.kernels.tiles import run_in_tiles
 from zeromesh.overrides import override
 from zeromesh.tensor.autograd_collectives import uncompiled
@@ -44,9 +45,7 @@ def find_token_wise(model: nn.Module) -> TokenWise | str:
     for module in small.train().modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.eval()  # Tiles draw other numbers, from the same distribution.
-    alike: dict[tuple[str, type], list[nn.Module]] = {}
-    for key, module in _inside_blocks(small):
-        alike.setdefault(key, []).append(module)
+    alike = grouped(_inside_blocks(small))
     wanted, most = _outcome(small)
     found: dict[tuple[str, type], nn.Module] = {}
     for key, modules in alike.items():

@@ -7,6 +7,7 @@ from itertools import chain, cycle
 from typing import TYPE_CHECKING, Any
 
 from zeromesh.errors import counted
+from zeromesh.intervals import grouped
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
 
@@ -24,10 +25,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
     # A plan is not accurate enough to tell rows apart that have equal milliseconds and equal first two digits.
-    groups: dict[str, list[PlanRow]] = {}
-    for row in fitting:
-        groups.setdefault(f"{round(row.estimate.seconds, 3):.2g}", []).append(row)
-    alike = list(groups.values())
+    alike = list(grouped((f"{round(row.estimate.seconds, 3):.2g}", row) for row in fitting).values())
     table = _table(plan, alike[:shown], width) if fitting else []
     if left := sum(map(len, alike[shown:])):
         table.append(f"... and {left:,} more that fit")

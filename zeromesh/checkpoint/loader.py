@@ -18,6 +18,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError, first_lines
 from zeromesh.flat.layout import StridedRows
+from zeromesh.intervals import grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.status_board import Activity
@@ -47,9 +48,7 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
         return "" if reader is None else f"{reader.manifest.part[1]} {reader.digest}"
 
     identities = world.all_or_raise(f"opening {directory}", look, CheckpointError, kept=LayoutError)
-    holders: dict[str, list[int]] = {}
-    for other, text in enumerate(identities):
-        holders.setdefault(text, []).append(other)
+    holders = grouped((text, other) for other, text in enumerate(identities))
     blind = holders.pop("", [])
     in_parts = bool(holders) and all(not text.startswith("1 ") for text in holders)
     if blind and not in_parts:

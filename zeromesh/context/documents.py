@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zeromesh.errors import DataError
+from zeromesh.intervals import grouped
 
 _TILE = 256  # queries of a band at once: a mask of [256, window + 256] elements
 
@@ -117,9 +118,7 @@ class Block(NamedTuple):
 def blocks(documents: Documents, pattern: Pattern, queries: tuple[tuple[int, int], ...]) -> tuple[Block, ...]:
     """Return the blocks of attention for the intervals `queries` of the sequence, given one after another. Their work is that of
     documents; a query is in one block at most. Equal spans of neighbouring rows share blocks."""
-    rows: dict[tuple[int, int, int], list[int]] = {}
-    for span in documents.spans:
-        rows.setdefault((span.begin, span.end, span.stop), []).append(span.row)
+    rows = grouped(((span.begin, span.end, span.stop), span.row) for span in documents.spans)
     found: list[Block] = []
     for (first, last, limit), where in rows.items():
         firsts = [row for row in where if row - 1 not in where]

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
+from zeromesh.intervals import grouped
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
 from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, Divided, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups
@@ -300,9 +301,7 @@ def exchange_locations(
     different = differences([each[1] for each in found], range(processes))
     if different:
         raise ConfigError(f"ranks ask for different meshes: {'; '.join(different)}. Give all the same configuration")
-    users: dict[tuple[str, str], list[int]] = {}
-    for each, (where, _, identity) in enumerate(found):
-        users.setdefault((where["host"], identity), []).append(each)
+    users = grouped(((where["host"], identity), each) for each, (where, _, identity) in enumerate(found))
     shared = next((ranks for (_, identity), ranks in users.items() if identity and len(ranks) > 1), None)
     if shared is not None:
         raise ConfigError(

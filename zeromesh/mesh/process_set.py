@@ -14,6 +14,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, ranks_text
+from zeromesh.intervals import grouped
 from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
@@ -190,9 +191,7 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
     """Return one text for each name whose values differ, such as `run.max_steps is 100 on rank 0, 50 on ranks 1, 2`."""
     found = []
     for name in dict.fromkeys(name for row in rows for name in row):
-        holders: dict[str, list[int]] = {}
-        for rank, row in zip(ranks, rows, strict=True):
-            holders.setdefault(row.get(name, _ABSENT), []).append(rank)
+        holders = grouped((row.get(name, _ABSENT), rank) for rank, row in zip(ranks, rows, strict=True))
         if len(holders) > 1:
             short = {value: value if len(value) <= _LENGTH else f"{value[: _LENGTH - 3]}..." for value in holders}
             sides = [f"{short[value]} on {ranks_text(where, _SHOWN)}" for value, where in holders.items()]
@@ -252,10 +251,8 @@ class ProcessSets(Mapping[str, ProcessSet]):
             wrong = [f"rank {rank} gave {row[0]}" for rank, row in enumerate(rows) if row[0] < -1]
             if wrong:
                 raise LayoutError(f"split {name}: a colour is an integer from 0, or None; {'; '.join(wrong)}")
-            found: dict[str, list[int]] = {}
-            for rank in sorted(range(len(rows)), key=rows.__getitem__):
-                if rows[rank][0] >= 0:
-                    found.setdefault(f"{name} {rows[rank][0]}", []).append(rank)
+            coloured = sorted((rank for rank, row in enumerate(rows) if row[0] >= 0), key=rows.__getitem__)
+            found = grouped((f"{name} {rows[rank][0]}", rank) for rank in coloured)
             return self._add_checked(found).get(f"{name} {colour}")
 
     def remove(self, removed: ProcessSet | str) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from zeromesh.errors import ConfigError, counted, plural, ranks_text, some
+from zeromesh.intervals import grouped
 from zeromesh.mesh.mesh_shape import AXES, Axis, MeshShape
 
 Order = Literal["topology", "launch"] | Sequence[int]
@@ -69,13 +70,9 @@ def mesh_picture(
 ) -> str:
     """Draw the mesh in lines of at most `WIDTH` columns: the first and the last ranks and hosts, and always the rank `here`, which
     is marked. `locations` and `processes`, the launch numbers, are in the order of ranks."""
-    hosts: dict[str, list[int]] = {}
-    for rank, location in enumerate(locations):
-        hosts.setdefault(location.host, []).append(rank)
+    hosts = grouped((location.host, rank) for rank, location in enumerate(locations))
     named = {location.host: location.name or location.host for location in reversed(locations)}
-    alike: dict[str, list[str]] = {}
-    for host in hosts:
-        alike.setdefault(named[host], []).append(host)
+    alike = grouped((named[host], host) for host in hosts)
     axes: list[Axis] = [axis for axis in AXES if getattr(shape, axis) > 1]
     digits = len(str(shape.world_size - 1))
 

@@ -15,6 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from zeromesh.errors import LayoutError
 from zeromesh.flat.encoded_shard import codec_of_part
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
+from zeromesh.intervals import grouped
 from zeromesh.options import EncodedWeights
 
 ROOT = ""
@@ -34,10 +35,7 @@ class UnitPlan:
 
     def buckets(self) -> tuple[tuple[ParameterSpec, ...], ...]:
         """Group the specs with equal `bucket_key`, in the order in which each key first appears."""
-        by_key: dict[object, list[ParameterSpec]] = {}
-        for spec in self.specs:
-            by_key.setdefault(spec.bucket_key, []).append(spec)
-        return tuple(map(tuple, by_key.values()))
+        return tuple(map(tuple, grouped((spec.bucket_key, spec) for spec in self.specs).values()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,6 +15,7 @@ from markupsafe import Markup
 
 from zeromesh import __version__
 from zeromesh.errors import counted, plural, some
+from zeromesh.intervals import grouped
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds
 from zeromesh.trainer.monitoring.step_metrics import sentence
@@ -189,10 +190,8 @@ def _notes(run: RunRecord) -> list[tuple[str, bool]]:
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds)) if known else "at an unknown time"
         what = f"resumed after step {start['step']:,}" if start["step"] else "began"
         items.append((f"{when}: {what} on {start.get('host', 'an unknown host')}", False))
-    causes: dict[str, list[int]] = {}
-    for line in run.lines:
-        if line.get("skipped"):
-            causes.setdefault(str(line.get("cause") or "not finite"), []).append(line["step"])
+    skipped = (line for line in run.lines if line.get("skipped"))
+    causes = grouped((str(line.get("cause") or "not finite"), line["step"]) for line in skipped)
     for cause, steps in list(causes.items())[:_NOTES]:
         named = some([f"{step:,}" for step in steps], _STEPS_NAMED)
         items.append((f"No update in {plural(len(steps), 'step')} {named}: {cause}", True))

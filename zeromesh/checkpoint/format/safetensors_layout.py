@@ -13,7 +13,7 @@ import torch
 
 from zeromesh.errors import CheckpointError, errors_as
 from zeromesh.files import json_object
-from zeromesh.intervals import round_up
+from zeromesh.intervals import grouped, round_up
 from zeromesh.offload.io.direct_io import BLOCK
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -81,9 +81,7 @@ class FileLayout:
 
 def plan_files(specs: Iterable[TensorSpec], writers: int) -> tuple[FileLayout, ...]:
     """Lay tensors out in files, in order within each kind: as many files as writers if that makes writing faster."""
-    kinds: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        kinds.setdefault("model" if spec.kind == "model" else f"optimizer/{spec.kind}", []).append(spec)
+    kinds = grouped(("model" if spec.kind == "model" else f"optimizer/{spec.kind}", spec) for spec in specs)
     files: list[FileLayout] = []
     for stem, members in kinds.items():
         total = sum(spec.nbytes for spec in members)

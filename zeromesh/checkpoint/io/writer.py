@@ -22,7 +22,7 @@ from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, merged, overlapping
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import Region, StridedRows
-from zeromesh.intervals import Interval
+from zeromesh.intervals import Interval, grouped
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator, allocate_lasting
@@ -151,11 +151,8 @@ def plan_pieces(
 
 
 def _by_file(sources: Iterable[PlacedValues]) -> dict[str, list[PlacedValues]]:
-    found: dict[str, list[PlacedValues]] = {}
-    for source in sorted(sources, key=lambda each: (each.tensor.path, each.begin)):
-        if source.values.numel:
-            found.setdefault(source.tensor.path, []).append(source)
-    return found
+    ordered = sorted(sources, key=lambda each: (each.tensor.path, each.begin))
+    return grouped((source.tensor.path, source) for source in ordered if source.values.numel)
 
 
 def _extents(runs: Sequence[PlacedValues]) -> list[Interval]:

@@ -19,7 +19,7 @@ from torch import nn
 
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
-from zeromesh.intervals import Interval, balanced
+from zeromesh.intervals import Interval, balanced, grouped
 from zeromesh.tensor.plan import attention_split
 from zeromesh.tensor.plan.attention_split import AttentionDivision, forward_source, intermediate_dims, is_transposed
 from zeromesh.tensor.plan.layer_plan import (
@@ -282,10 +282,8 @@ class _Planner:
 
     def check_ties(self) -> None:
         """Check that modules with a tied parameter divide it alike; otherwise embeddings stay whole."""
-        owners: dict[int, list[str]] = {}
-        for name, module in self.modules.items():
-            for parameter in module.parameters(recurse=False):
-                owners.setdefault(id(parameter), []).append(name)
+        own = ((name, module.parameters(recurse=False)) for name, module in self.modules.items())
+        owners = grouped((id(parameter), name) for name, parameters in own for parameter in parameters)
         for names in owners.values():
             planned = [self.layers.get(name) for name in names]
             shares = {layer.shares for layer in planned if layer is not None}
@@ -312,10 +310,8 @@ class _Planner:
         if sliced := [layer.module for layer in layers if layer.style is Style.SLICED]:
             shown = f"{_without_numbers(sliced)}, since ranks share key-value heads"
             self.notes.append(f"whole on all tensor ranks, though each computes its part alone: {shown}")
-        stacks: dict[str, list[str]] = {}
-        for block in block_modules(self.model):
-            name = self.names[id(block)]
-            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+        names = [self.names[id(block)] for block in block_modules(self.model)]
+        stacks = grouped((name.rpartition(".")[0], name) for name in names)
         divided = [layer.module for layer in layers if layer.style not in (Style.EMBEDDING, Style.HEAD)]
         return TensorPlan(
             size=self.size,
