@@ -99,7 +99,8 @@ def _print_table(head: str, found: dict[str, list[Figures]]) -> None:
     if found:
         print(f"\n| {head} |\n|{(head.count('|') + 1) * '---|'}")
     for way, runs in found.items():
-        texts = [Spread.of(run[name] for run in runs).text(0 if name == "memory" else 2) for name in runs[0]]
+        digits = {name: 0 if name in ("memory", "steps", "ended") else 1 for name in runs[0]}
+        texts = [Spread.of(run[name] for run in runs).text(number) for name, number in digits.items()]
         print(f"| {way} | {' | '.join(texts)} |")
 
 
@@ -124,8 +125,10 @@ def _lose(folder: Path, options: argparse.Namespace, way: str) -> Figures:
         os.kill(_pids(run)[options.rank], getattr(signal, options.signal))
         before = max(line["step"] for line in _lines(run / "metrics.jsonl"))
         again = next(line for line in steps if line["time"] > killed + 0.2)
-        # Of ranks that stay, a step may be written again that nobody has computed again.
         done_again = _recovery(run)["lost_steps"] if way == "kept" else max(0, before + 1 - again["step"])
+        # A new rank 0 may write the line of a step again that nobody computes again.
+        while again["step"] + done_again <= before:
+            again = next(steps)
     return {"start": first - began, "memory": memory, "recovery": again["time"] - killed, "steps": done_again}
 
 
