@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from zeromesh.environment import LOOPBACK, export, worker_environment
+from zeromesh.environment import LOOPBACK, die_with_parent, export, launched_by, worker_environment
 
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 
@@ -22,6 +22,7 @@ _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of prctl(2)
 def main(ranks: int, seconds: float, words: Sequence[str]) -> int:
     """Start the ranks, or be one of them; returns the number of ranks that have failed."""
     if "RANK" in os.environ:
+        die_with_parent()
         _train(seconds, words)
         return 0
     # The wrapper starts a process for each rank that leaves its parent; whoever measures finds it among this one's children.
@@ -34,8 +35,9 @@ def main(ranks: int, seconds: float, words: Sequence[str]) -> int:
     processes = []
     for rank in range(ranks):
         given = {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
-        variables = {**os.environ, **worker_environment(ranks, alone=True), **given}
-        processes.append(subprocess.Popen(command, env=variables))
+        variables = {**os.environ, **worker_environment(ranks, alone=True), **given, **launched_by(os.getpid())}
+        # A session of its own, as zeromesh's ranks have, is given as much of a busy machine as each of theirs.
+        processes.append(subprocess.Popen(command, env=variables, start_new_session=True))
     return sum(process.wait() != 0 for process in processes)
 
 
