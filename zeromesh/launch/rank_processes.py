@@ -184,8 +184,9 @@ class RankProcesses:
 
     def leave(self, seconds: float, reason: str = "", after_step: bool = False) -> None:
         """Have all processes end within `seconds`; later they are killed. Ranks that can go on without others, or with more, rest
-        instead if there is a `reason`: what others are lost, or why they rest after their present step and its checkpoint."""
-        if self._stop_until is not None:
+        instead if there is a `reason`: what others are lost, or why they rest after their present step and its checkpoint. With no
+        time and no reason, processes that are ending are killed too."""
+        if self._stop_until is not None and (seconds or reason):
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]
         stay = [each for each in running if each.patience and reason]
