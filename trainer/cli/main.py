@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zeromesh", description="Train models that do not fit, exactly.")
     parser.add_argument("--version", action="version", version=f"zeromesh {__version__}")
     parser.set_defaults(worker=False, attached=None, nproc=None, verbose=False, overrides=None)
-    parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None)
+    parser.set_defaults(nnodes=(1, 1), node_rank=None, max_restarts=None, rdzv_endpoint=None, on=None)
     parser.set_defaults(model=None, data=None, evaluation=None, lora=False, save_config=None, tune=False)
     words = {"passed": ", ".join(FORWARDED), "silence": f"{SILENCE_SECONDS:g}", "loopback": LOOPBACK, "report": REPORT}
     words |= {"examples": ",".join(sorted(examples())), "shells": ",".join(SHELLS)}

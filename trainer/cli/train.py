@@ -51,6 +51,10 @@ FORWARDED = (
 SILENCE_SECONDS = 15.0
 
 
+def _forwarded() -> dict[str, str]:
+    return {name: value for name in FORWARDED if (value := environment.setting(name)) is not None}
+
+
 def run_launch(options: argparse.Namespace) -> int:
     path = options.hostfile
     with errors_as(ConfigError, f"--hostfile {str(path)!r} cannot be read: ", OSError, UnicodeDecodeError):
@@ -65,7 +69,7 @@ def run_launch(options: argparse.Namespace) -> int:
         ssh = SSH if options.ssh is None else tuple(shlex.split(options.ssh))
     if not ssh:
         raise ConfigError("--ssh is empty; give a command such as 'ssh -p 2222', or leave it out")
-    variables = {name: value for name in FORWARDED if (value := environment.setting(name)) is not None}
+    variables = _forwarded()
     problems = []
     for entry in options.env or ():
         name, given, value = entry.partition("=")
@@ -197,9 +201,9 @@ def run_train(options: argparse.Namespace) -> int:
         write_whole(saved, text)
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
-    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         silence = min(SILENCE_SECONDS, config.parallel.timeout_seconds)
-        comes_and_goes = options.nnodes[0] < options.nnodes[1]
+        comes_and_goes = options.on or options.nnodes[0] < options.nnodes[1]
         found = {"fits": partial(_fits, config)} if comes_and_goes else {}
         return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))
     if not options.worker and environment.read_environment().rank == 0:
@@ -219,7 +223,7 @@ def run_script(options: argparse.Namespace) -> int:
     processes, starts = ranks_of(options)
     if not (os.access(options.script, os.R_OK) and Path(options.script).is_file()):
         raise ConfigError(f"zeromesh run {options.script}: this is no file that can be read; give a Python script")
-    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts)):
+    if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         return report(_launch(options, processes))
     sys.argv[:] = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
@@ -250,6 +254,12 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         )
     if launch.launcher != "torchrun" and launch.world_size == 1:
         return nproc or 1, not options.worker and (nproc or 1) > 1
+    if nproc and launch.launcher == "slurm" and launch.local_world_size == 1 and options.command in ("train", "run"):
+        # The task of each host is the launcher of the host's ranks, and Slurm's numbers are those of hosts.
+        if options.nnodes == (1, 1):
+            options.nnodes, options.node_rank = (launch.world_size, launch.world_size), launch.rank
+        options.rdzv_endpoint = options.rdzv_endpoint or f"{launch.master_address}:{launch.master_port}"
+        return nproc, not options.worker
     if nproc is not None and nproc != launch.local_world_size:
         raise ConfigError(
             f"--nproc {nproc}: {launch.launcher} has started {counted(launch.local_world_size, 'process')} on this "
@@ -260,7 +270,11 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
 
 def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> WorkersFailed | int:
     least, most = options.nnodes
-    if most > 1 and not options.rdzv_endpoint:
+    if options.on and (options.node_rank is not None or options.rdzv_endpoint):
+        raise ConfigError(
+            f"--on {options.on} numbers the nodes and meets by itself; leave --node-rank and --rdzv-endpoint out"
+        )
+    if most > 1 and not options.on and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
     if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
         raise ConfigError(
@@ -269,7 +283,7 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
     _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
-    restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least)
+    restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least or bool(options.on))
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
     where = Nodes(
         least=least,
@@ -279,6 +293,10 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         **meeting,
         **nodes,
     )
+    if options.on:
+        from zeromesh.trainer.cli.on_ray import launch_on_ray
+
+        return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(), say)
     with environment.kept_environment({environment.BEGAN: str(options.began)}):
         return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)
 

@@ -29,7 +29,7 @@ _REACH_SECONDS = 120.0  # for a launcher to reach the leader
 _JOIN_SECONDS = 600.0  # until there are enough launchers
 _LAST_CALL_SECONDS = 1.0  # for further launchers to come before the first start, once there are enough of them
 _TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
-_REST_SECONDS = 300  # for ranks to save and end before a restart
+REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
 _HOUR = 3600.0
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
@@ -51,7 +51,7 @@ class Nodes:
     rank: int | None = None
     restarts_from: str = "the newest checkpoint"
     """The state from which workers resume after a restart, as a message says it."""
-    rest_seconds: int = _REST_SECONDS
+    rest_seconds: int = REST_SECONDS
     """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
     cause_seconds: float = 0.0
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
@@ -93,7 +93,8 @@ class Member:
     """The leader's record of another launcher; `processes` is 0 until the launcher's first message has come."""
 
     connection: LauncherConnection
-    name: str  # the name of the launcher's host; until that is known, the address that it connects from
+    name: str  # the name of the launcher's host; until that is known, its address
+    address: str = ""  # that it connects from
     processes: int = 0
     slots: int = 0  # the number of its ranks, if the leader has started it and so knows; it is then sent the `greeting`
     greeting: Message | None = None
@@ -180,7 +181,7 @@ class Leader:
         """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
             self._stop(failure)
-        while any(each.running for each in self._members):
+        while self.running:
             self.poll()
             if self._stopped():
                 return 0
@@ -222,6 +223,11 @@ class Leader:
     def close(self) -> None:
         """Leave, and tell the connected launchers that the run is over."""
         self._end(WorkersFailed(message=f"the launcher at {self._nodes.endpoint} has ended", exit_code=1))
+
+    @property
+    def running(self) -> bool:
+        """True if ranks of other hosts have not ended."""
+        return any(each.running for each in self._members)
 
     @property
     def _known(self) -> list[Member]:
@@ -335,7 +341,7 @@ class Leader:
                     connection = LauncherConnection(
                         accepted, accepted, self._secret, serves=True, silence_seconds=silence
                     )
-                    self._members.append(Member(connection=connection, name=str(address)))
+                    self._members.append(Member(connection=connection, name=str(address), address=str(address)))
         for each in list(self._members):
             try:
                 for message in each.connection.receive():
@@ -396,7 +402,7 @@ class Follower:
         self, nodes: Nodes, processes: int, stopped: Stopped, attach: Callable[[], LauncherConnection] | None = None
     ) -> None:
         self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
-        self.rest_seconds = _REST_SECONDS if attach is None else 0
+        self.rest_seconds = REST_SECONDS if attach is None else 0
         """Seconds that ranks here have to end when the run is over."""
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None
@@ -580,7 +586,7 @@ def _run(
 
     def hand_on(number: int) -> None:
         if number not in requests.only_forwarded:
-            ranks.stop(number, _REST_SECONDS)
+            ranks.stop(number, REST_SECONDS)
         if number in requests.only_forwarded or requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 

@@ -45,7 +45,7 @@ SSH = (
 START_SECONDS = 120.0  # for a host to send its first message, after connecting and starting Python from a slow disk
 _LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run
 _MARGIN_SECONDS = 1.0  # beyond the silence after which a host's own processes are surely dead
-_PORTS = range(20000, 30000)  # to draw from, below those that systems assign to outgoing connections
+PORTS = range(20000, 30000)  # to draw from, below those that systems assign to outgoing connections
 _LONGEST_LINE = 1 << 16  # bytes after which an unfinished line of a host is printed
 _MOST_LINES = 100_000  # that wait to be printed
 _LAST_SECONDS = 5.0  # for printing them at the end
@@ -109,7 +109,7 @@ class LaunchPlan:
     def meeting_address(self, hosts: Sequence[Host]) -> tuple[str, int]:
         """Check the hosts, and return the address and the port at which their ranks reach rank 0."""
         self.check(hosts)
-        return hosts[0].address, self.port or random.choice(_PORTS)
+        return hosts[0].address, self.port or random.choice(PORTS)
 
 
 def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed | int:
@@ -124,7 +124,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
         """Pass received signals on to the hosts; returns True if a signal has come and the ranks of all hosts have ended."""
         requests.pass_on(lambda number: leader.send({"signal": number}), lambda: leader.send({"stop": 0}))
         leader.ending = requests.passed_on > 0
-        return bool(requests.first) and not any(each.running for each in members)
+        return bool(requests.first) and not leader.running
 
     with noted_signals() as requests:
         try:

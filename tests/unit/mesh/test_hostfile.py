@@ -141,7 +141,7 @@ def test_a_host_gets_its_command_and_the_place_where_ranks_meet(python_path: str
     assert shlex.split(command) == ["cd", "/a b", "&&", "exec", *path, "python", "-m", "it's"]
     address, found = plan.meeting_address(hosts)
     assert address == "10.0.0.2"
-    assert found == port or (port is None and found in ssh._PORTS)
+    assert found == port or (port is None and found in ssh.PORTS)
     assert checked == [hosts]
 
 

@@ -1,0 +1,89 @@
+"""`--on ray`: Ray places an actor on each node, the launcher of the node's ranks, and this process leads them over their lines.
+
+A node that is lost takes its actor along. The ranks that are left go on by themselves; Ray starts the actor again on another node,
+when there is one, and its launcher joins like any host that comes later. Losing this process, or Ray's head, ends the run."""
+
+import os
+import random
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from zeromesh.environment import SECRET, export, setting
+from zeromesh.errors import ConfigError, counted, errors_as
+from zeromesh.launch.rank_processes import noted_signals
+from zeromesh.launch.rendezvous import REST_SECONDS, Follower, Leader, Nodes, Notify, Result, run_starts
+from zeromesh.launch.ssh import PORTS
+from zeromesh.mesh.network_interfaces import listen
+
+_PLACE_SECONDS = 10.0  # for Ray to place the actors, before a line says what is waited for
+_END_SECONDS = 10.0  # for the actors to end after the run
+
+
+class RayLauncher:
+    """The launcher of one node's ranks, in an actor of Ray."""
+
+    def run(self, work: tuple[Any, ...], directory: str, variables: Mapping[str, str], notify: Notify) -> Result:
+        """Run `work`, Python's arguments, the number of ranks and the `Nodes`, until the run is over or its leader is gone."""
+        os.chdir(directory)
+        export(variables)
+        arguments, processes, nodes = work
+        with noted_signals() as requests:
+            return run_starts(arguments, Follower(nodes, processes, lambda: bool(requests.first)), requests, notify)
+
+
+def launch_on_ray(
+    arguments: Sequence[str], processes: int, nodes: Nodes, variables: Mapping[str, str], notify: Notify
+) -> Result:
+    """Run `python ARGUMENTS` as `processes` ranks on each of `nodes.most` nodes of a Ray cluster, with `variables`, and go on while
+    `nodes.least` of them are left, if that is less, or one. Returns as `launch_workers` does. Raises `ConfigError` without Ray, and
+    on a client outside of the cluster, which the nodes cannot reach."""
+    missing = "--on ray needs one more package: pip install 'zeromesh[ray]' ("
+    with errors_as(ConfigError, missing, ImportError, after=")"):
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    if (setting("RAY_ADDRESS") or "").startswith("ray://"):
+        raise ConfigError(
+            "--on ray: RAY_ADDRESS is that of Ray's client; start the command on a node, or by `ray job submit`"
+        )
+    ray.init()
+    gpus = processes if ray.cluster_resources().get("GPU") else 0
+    bundle = {"CPU": processes, "GPU": gpus} if gpus else {"CPU": processes}
+    group = placement_group([bundle] * nodes.most, strategy="STRICT_SPREAD")
+    if not group.wait(_PLACE_SECONDS):
+        free = " and ".join(counted(number, name) for name, number in bundle.items())
+        notify(f"waiting for {counted(nodes.most, 'node')} of the Ray cluster on which {free} are free")
+    # Ray starts an actor again that is lost with its node, and gives it the same call.
+    actor: Any = ray.remote(max_restarts=-1, max_task_retries=-1, num_cpus=processes, num_gpus=gpus)(RayLauncher)
+    places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=each) for each in range(nodes.most)]
+    actors = [actor.options(scheduling_strategy=place).remote() for place in places]
+    ray.get([each.__ray_ready__.remote() for each in actors])
+    export({SECRET: setting(SECRET) or secrets.token_hex(16)})
+    # Ray has set the number of threads to that of the actor's CPUs, which its ranks divide.
+    sent = {"OMP_NUM_THREADS": "", **variables, SECRET: setting(SECRET)}
+    host = ray.util.get_node_ip_address()
+    with listen(host, 0) as free_port:
+        endpoint = f"{host}:{free_port.getsockname()[1]}"
+    least = nodes.least if nodes.least < nodes.most else 1
+    nodes = replace(nodes, least=1 + least, most=1 + nodes.most, endpoint=endpoint)  # This process is one of them.
+    ask = lambda each: each.run.remote((arguments, processes, nodes), os.getcwd(), sent, notify)  # noqa: E731
+
+    def stopped() -> bool:
+        """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""
+        requests.pass_on(lambda _: leader.send({"stop": REST_SECONDS}), lambda: leader.send({"stop": 0}))
+        leader.ending = requests.passed_on > 0
+        for ended in ray.wait([*asked], num_returns=len(asked), timeout=0)[0]:
+            notify(f"the launcher of a node has ended, and starts again: {ray.get(ended)}")
+            each = asked.pop(ended)
+            asked[ask(each)] = each
+        return bool(requests.first) and not leader.running
+
+    with noted_signals() as requests:
+        address_of = lambda left: (left[0].address, random.choice(PORTS))  # noqa: E731
+        leader = Leader(nodes, 0, notify, stopped, address_of=address_of)
+        asked = {ask(each): each for each in actors}
+        result = run_starts((), leader, requests, notify)
+        ray.wait([*asked], num_returns=len(asked), timeout=_END_SECONDS)
+        return result
