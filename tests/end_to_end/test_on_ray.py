@@ -32,7 +32,6 @@ parallel: {timeout_seconds: 5}
 """
 LOOP = """\
 import sys
-import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -41,8 +40,7 @@ def loop(asked):
     from zeromesh import Trainer
 
     with Trainer(config=asked["config"]) as trainer:
-        losses = trainer.fit().losses
-    ray.train.report({"losses": losses, "ranks": trainer.mesh.world_size})
+        trainer.fit()
 
 
 config, folder, name = sys.argv[1:]
@@ -52,7 +50,7 @@ trainer = TorchTrainer(
     scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
     run_config=RunConfig(name=name, storage_path=folder),
 )
-print("ranks", trainer.fit().metrics["ranks"])
+trainer.fit()
 """
 
 
@@ -141,7 +139,7 @@ def test_the_trainer_is_the_same_in_a_loop_of_ray_train(cluster: Any, tmp_path: 
     script, folder, alone = tmp_path / "loop.py", tmp_path / "together", tmp_path / "alone"
     script.write_text(LOOP)
     found = ended([sys.executable, str(script), str(written(folder, 8)), str(tmp_path), "by-ray"], seconds=300)
-    assert "ranks 2" in found.stdout, found.stderr
+    assert "ZeRO stage 3 on 2 CPU ranks" in found.stdout, found.stderr
     command = [sys.executable, "-m", "zeromesh", "train", str(written(alone, 8))]
     assert ended(command, seconds=240).returncode == 0
     assert is_close(losses(folder), losses(alone))

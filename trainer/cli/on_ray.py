@@ -6,6 +6,7 @@ when there is one, and its launcher joins like any host that comes later. Losing
 import os
 import random
 import secrets
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,6 +75,7 @@ def launch_on_ray(
         """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""
         requests.pass_on(lambda _: leader.send({"stop": REST_SECONDS}), lambda: leader.send({"stop": 0}))
         leader.ending = requests.passed_on > 0
+        sys.stdout.flush()  # What ranks say; Ray prints it in a thread, into a buffer where no terminal is.
         for ended in ray.wait([*asked], num_returns=len(asked), timeout=0)[0]:
             notify(f"the launcher of a node has ended, and starts again: {ray.get(ended)}")
             each = asked.pop(ended)

@@ -136,6 +136,66 @@ def test_a_launcher_of_one_rank_is_the_only_one(
     assert not launched.calls
 
 
+HOST_OF_SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_JOB_NODELIST": "node[07-08]",
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "variables", "nodes"),
+    [
+        (["--nproc", "4"], {}, {"least": 2, "most": 2, "rank": 1}),
+        (["--nproc", "1"], {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}, {"least": 2, "most": 2, "rank": 0}),
+        (["--nproc", "4"], {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, {"rank": 1, "endpoint": "a:1"}),
+        (["--nproc", "4", "--nnodes", "1:2"], {}, {"least": 1, "most": 2, "rank": None}),
+        (["--nproc", "4", "--nnodes", "1:2", *MEETING], {}, {"endpoint": "a:1"}),
+    ],
+)
+def test_a_task_of_slurm_on_each_host_launches_its_ranks(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, words: list[str], variables: Any, nodes: dict[str, Any]
+) -> None:
+    for name, value in (HOST_OF_SLURM | variables).items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "c.yaml", *words]) == 0
+    (call,) = launched.calls
+    assert call.processes == int(words[1])
+    assert {name: getattr(call.nodes, name) for name in nodes} == nodes
+    host, _, port = call.nodes.endpoint.partition(":")
+    assert host == "a" or (host == "node07" and 10000 <= int(port) < 30000)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--node-rank", "0"], "--on ray numbers the nodes and meets by itself; leave --node-rank and"),
+        (MEETING, "--on ray numbers the nodes and meets by itself"),
+        ([], "RAY_ADDRESS is that of Ray's client"),
+        (["--nproc", "2"], "--on ray needs one more package: pip install 'zeromesh[ray]'"),
+    ],
+)
+def test_what_ray_does_not_do(
+    launched: Launched,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    said: str,
+) -> None:
+    there = SimpleNamespace(placement_group=None, PlacementGroupSchedulingStrategy=None)
+    for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
+        monkeypatch.setitem(sys.modules, name, None if "pip install" in said else there)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    assert said in ended(capsys, ["train", "c.yaml", "--on", "ray", "--nodes", "2", *words], 2).err
+    assert not launched.calls
+
+
 def test_a_start_without_a_configuration_is_saved_and_passed_on(launched: Launched, folder: Path) -> None:
     (folder / "m").mkdir()
     words = ["train", "--model", "m", "--data", "p", "--nproc", "2", "--save-config", "s.yaml", "run.seed=5"]

@@ -22,15 +22,16 @@ precision: {compute: float32}
 batch: {global_size: 8, micro_size: 4}
 checkpoint: {every_steps: 0}
 """
-# Runs a command as `srun --nodes 1 --ntasks 2` does, all tasks together.
+# Runs a command as `srun --nodes 2 --ntasks-per-node 1` does, all tasks together.
 SRUN = """\
 import os, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("-"):
     command.pop(0)
 common = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
-          "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "localhost", "SLURM_TASK_PID": "1"}
-own = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+          "SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "localhost,other",
+          "SLURM_TASK_PID": "1"}
+own = [{"SLURM_PROCID": str(node), "SLURM_NODEID": str(node)} for node in range(2)]
 tasks = [subprocess.Popen(command, env={**os.environ, **common, **each}) for each in own]
 sys.exit(max(task.wait(timeout=120) for task in tasks))
 """
@@ -64,8 +65,22 @@ def test_the_slurm_script_trains(tmp_path: Path, tools: dict[str, str]) -> None:
     command = ["bash", str(ROOT / "scripts/slurm.sbatch"), str(tmp_path / "config.yaml"), *overrides(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=tools, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("run: ZeRO stage 3 on 2 CPU ranks: shard 2")
+    assert "run: ZeRO stage 3 on 2 CPU ranks: shard 2" in done.stdout
     assert len(read_metrics(tmp_path / "run" / "metrics.jsonl")) == 3
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, ""), (1, ""), (143, "requeue 7")])
+def test_the_slurm_script_queues_a_stopped_run_again(tmp_path: Path, code: int, told: str) -> None:
+    tool(tmp_path, "srun", f"import sys\nprint(*sys.argv[1:])\nsys.exit({code})\n")
+    tool(tmp_path, "scontrol", "import sys\nprint(*sys.argv[1:])\n")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "4"}
+    command = ["bash", str(ROOT / "scripts/slurm.sbatch"), "c.yaml", "run.seed=3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=30, check=False)
+    assert done.returncode == code
+    called, *after = done.stdout.splitlines()
+    assert after == [told] * bool(told)
+    options = _parse(called.split()[2:])
+    assert (options.config, options.overrides, options.nproc) == ("c.yaml", ["run.seed=3"], 4)
 
 
 @pytest.mark.full
@@ -99,7 +114,7 @@ def test_the_slurm_script_asks_for_what_slurm_understands() -> None:
     found = (re.match(r"#SBATCH --([a-z-]+)(?:=(\S+))?(?:\s+#.*)?$", line) for line in lines)
     asked = dict(each.groups() for each in found if each)
     assert len(asked) == sum(line.startswith("#SBATCH") for line in lines)
-    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+    assert asked["ntasks-per-node"] == "1"
     assert asked["signal"].startswith("TERM@")
 
 
