@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,17 +135,69 @@ def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
     (container,) = spec["template"]["spec"]["containers"]
     tool(tmp_path, "zeromesh", "import sys\nprint('\\0'.join(sys.argv[1:]), end='')\n")
     for index in range(spec["completions"]):
-        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+        variables = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "JOB_COMPLETION_INDEX": str(index),
+            "NAMESPACE": "here",
+        }
         command = container["command"]
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=30, check=True)
         options = _parse(done.stdout.split("\0"))
         assert (options.command, options.config) == ("train", "/data/config.yaml")
         assert options.nnodes == (spec["completions"], spec["parallelism"])
-        assert options.node_rank == index
+        assert options.max_restarts > 0
+        assert options.node_rank is None, "a pod that is lost would end the run"
         assert options.nproc == container["resources"]["limits"]["nvidia.com/gpu"]
         host, _, port = options.rdzv_endpoint.partition(":")
-        assert host == f"{name}-{job['name']}-0-0.{name}"
+        assert host == f"{name}-{job['name']}-0-0.{name}.here.svc.cluster.local"
         assert int(port) in [each["containerPort"] for each in container["ports"]]
     assert spec["completionMode"] == "Indexed"
+    assert spec["template"]["spec"]["restartPolicy"] == "OnFailure", "a container starts again in its pod"
     mounted = {each["name"] for each in container["volumeMounts"]}
     assert mounted == {each["name"] for each in spec["template"]["spec"]["volumes"]}
+
+
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+}
+
+
+def problems(schema: dict[str, Any], found: Any, where: str = "") -> Iterator[str]:
+    """What a value has that its schema does not allow."""
+    kinds = [TYPES[word] for word in schema["type"].split(" or ")]
+    if not any(isinstance(found, kind) and (kind is bool or not isinstance(found, bool)) for kind in kinds):
+        yield f"{where}: {found!r} is no {schema['type']}"
+    elif isinstance(found, dict):
+        known = schema.get("properties", {})
+        yield from (f"{where}.{name} is missing" for name in schema.get("required", ()) if name not in found)
+        for name, value in found.items():
+            if name in known or "values" in schema:
+                yield from problems(known.get(name) or schema["values"], value, f"{where}.{name}")
+            else:
+                yield f"{where}.{name} is unknown"
+    elif isinstance(found, list):
+        for index, each in enumerate(found):
+            yield from problems(schema["items"], each, f"{where}[{index}]")
+    elif found not in schema.get("enum", [found]) or found < schema.get("minimum", found):
+        yield f"{where}: {found!r} is not allowed"
+
+
+def test_the_manifest_has_the_form_of_a_job_set() -> None:
+    schema = yaml.safe_load((ROOT / "tests/support/jobset_schema.yaml").read_text())
+    found = yaml.safe_load((ROOT / "scripts/kubernetes.yaml").read_text())
+    assert found.pop("metadata").keys() == {"name"}
+    assert [*problems(schema, found)] == []
+    (job,) = found["spec"]["replicatedJobs"]
+    job["template"]["spec"] |= {"backofflimit": 1, "parallelism": "2", "template": {"spec": {}}}
+    job["replicas"] = -1
+    at = ".spec.replicatedJobs[0]"
+    assert [*problems(schema, found)] == [
+        f"{at}.replicas: -1 is not allowed",
+        f"{at}.template.spec.parallelism: '2' is no integer",
+        f"{at}.template.spec.template.spec.containers is missing",
+        f"{at}.template.spec.backofflimit is unknown",
+    ]
