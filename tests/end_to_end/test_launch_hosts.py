@@ -138,3 +138,22 @@ def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: P
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     newest = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())[-1]
     assert newest == f"step-{len(lines):08d}"
+
+
+@pytest.mark.full
+def test_a_host_that_vanishes_costs_seconds(two: Hosts, config: Path, tmp_path: Path, plugged: None) -> None:
+    """Launchers that meet by themselves: the ranks that are left stay in their processes, and are told as soon as it is sure."""
+    words = f"{config} --nproc 1 --nnodes 1:2 --rdzv-endpoint {two.address('alpha')}:29500 parallel.timeout_seconds=5"
+    variables = f"PYTHONPATH={os.environ.get('PYTHONPATH', '')}:{os.getcwd()} OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1"
+    command = f"env {variables} {sys.executable} -m zeromesh train {words} {' '.join(FOREVER)}"
+    with sessions() as begin, (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        for name in two.names:
+            begin([*two.middle, *two.ssh.split(), name, command], stdout=out, stderr=err)
+        together = "run: ZeRO stage 3 on 2 CPU ranks"
+        wait_for(lambda: together in heard(tmp_path) and logged_steps(tmp_path) >= 25, 120, lambda: heard(tmp_path))
+        two.pull("beta")
+        pulled = time.monotonic()
+        wait_for(lambda: "resumed from step" in heard(tmp_path).rpartition(together)[2], 60, lambda: heard(tmp_path))
+        assert time.monotonic() - pulled < 8
+        assert "host beta is gone; the ranks that are left" in heard(tmp_path)
+        wait_for(lambda: not two.processes("beta"), 8, lambda: heard(tmp_path))

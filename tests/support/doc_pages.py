@@ -298,7 +298,7 @@ def commanded(mesh: Mesh, words: list[str], folder: str) -> dict[str, Any]:
 
 SKIPPED = {
     r"^make (?!train)|^pip install": "it installs packages, which needs the network, or is this test",
-    r"\blaunch\b|--nnodes|--rdzv|^(srun|sbatch|mpirun|kubectl) ": "it needs a cluster",
+    r"\blaunch\b|--nnodes|--rdzv|--on ray|^(srun|sbatch|mpirun|kubectl) ": "it needs a cluster",
     r"check_device\.py(?!.*--dry-run)|gpus\.yaml": "it needs a GPU",
     r"(--nproc|--nproc-per-node|--ranks) [48]\b(?!.*--device)": "it needs more cores than two",
     r" /(mnt|data)/|--host 0\.0\.0\.0": "it names a disk or a network of the reader's",

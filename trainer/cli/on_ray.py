@@ -69,7 +69,10 @@ def launch_on_ray(
         endpoint = f"{host}:{free_port.getsockname()[1]}"
     least = nodes.least if nodes.least < nodes.most else 1
     nodes = replace(nodes, least=1 + least, most=1 + nodes.most, endpoint=endpoint)  # This process is one of them.
-    ask = lambda each: each.run.remote((arguments, processes, nodes), os.getcwd(), sent, notify)  # noqa: E731
+    theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
+
+    def ask(each: Any) -> Any:
+        return each.run.remote((arguments, processes, theirs), os.getcwd(), sent, notify)
 
     def stopped() -> bool:
         """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""
