@@ -186,7 +186,7 @@ class RankProcesses:
         """Have all processes end within `seconds`; later they are killed. Ranks that can go on without others, or with more, rest
         instead if there is a `reason`: what others are lost, or why they rest after their present step and its checkpoint. With no
         time and no reason, processes that are ending are killed too."""
-        if self._stop_until is not None and (seconds or reason):
+        if self._stop_until is not None and (seconds or reason or time.monotonic() >= self._stop_until):
             return
         running = [each for each in self._ranks if not (each.ended or each.rests)]
         stay = [each for each in running if each.patience and reason]

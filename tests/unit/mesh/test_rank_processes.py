@@ -218,6 +218,21 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     assert (found.ranks, found.limit) == ((3,), 20), "but the run goes on, with new processes"
 
 
+def test_ranks_that_end_in_order_are_killed_when_they_are_to_end_now(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, _ = started
+    sent = list[tuple[int, int]]()
+    monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
+    ranks.stop(signal.SIGINT, 300.0)
+    sent.clear()
+    ranks.leave(5, "rank 7 is lost")
+    assert not sent, "they are ending"
+    for _ in range(2):
+        ranks.leave(0)
+    assert sent == [(pid, signal.SIGKILL) for pid in (100, 101, 102)]
+
+
 @pytest.mark.parametrize(
     ("patience", "seconds", "lost", "number", "until"),
     [
