@@ -2,16 +2,17 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
+from zeromesh.offload.io.durable_tier import DurableSlot, DurableTier
 from zeromesh.offload.io.file_tier import THREAD_BYTES, FileSlot, FileTier
 from zeromesh.offload.io.transfer import DONE, Transfer, WaitTime, copy_streams_of
 from zeromesh.offload.memory.allocation import PinnedBudget, allocate_lasting
@@ -20,6 +21,7 @@ from zeromesh.offload.memory.state_memory import StateMemory
 
 STAGING_BYTES = 64 << 20
 TierName = Literal["none", "host", "file"]
+DURABLE = (Purpose.MASTER, Purpose.MOMENTS, Purpose.AVERAGES)  # what a step changes of the states on files
 GRAIN = 2048
 """The number of elements of which each part's beginning is a multiple: whole disk blocks and processor vectors in any dtype."""
 _CONVERTED = 1 << 20  # elements that are converted to another dtype at a time
@@ -258,6 +260,9 @@ class Tiers:
     pinned: PinnedBudget = field(default_factory=PinnedBudget)
     waits: WaitTime = field(default_factory=WaitTime)  # of callers for tiers
     states: StateMemory | None = None  # the memory of states that outlives this process
+    durable: DurableTier | None = None  # the files that have a step's changes of states, and outlive this process
+    checkpoint: int = -1
+    """The step of the run's newest checkpoint, from which it goes on where `durable` has none that is newer; -1: none."""
     _file: FileTier | None = None
 
     def allocate(
@@ -272,7 +277,8 @@ class Tiers:
                 continue
             try:
                 if tier is Tier.FILE:
-                    slot = self.file().allocate(length * dtype.itemsize, label)
+                    files: FileTier = self.durable if self.durable is not None and purpose in DURABLE else self.file()
+                    slot = files.allocate(length * dtype.itemsize, label)
                 elif tier is Tier.HOST:
                     memory = self.pinned.allocate(length, dtype, self.device)
                 else:
@@ -288,7 +294,8 @@ class Tiers:
 
     def _counted(self, dtype: torch.dtype, parts: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
         for part in parts:
-            self.ledger.add(part.tier, purpose, (part.end - part.start) * dtype.itemsize)
+            nbytes = (part.end - part.start) * dtype.itemsize * (1 + isinstance(part.slot, DurableSlot))
+            self.ledger.add(part.tier, purpose, nbytes)
         return TieredTensor(dtype, parts)
 
     def stored(self, numel: int, dtype: torch.dtype, runs: Sequence[TieredPart], purpose: Purpose) -> TieredTensor:
@@ -302,8 +309,12 @@ class Tiers:
 
     @property
     def warm(self) -> bool:
-        """True if states that are allocated have the values that an earlier process, or engine, has left in them."""
+        """True if states that are allocated in memory have the values that an earlier process, or engine, has left in them."""
         return self.states is not None and self.states.warm
+
+    def keeps(self, tensor: TieredTensor) -> bool:
+        """Return True if a tensor that was just allocated has the values that an earlier process, or engine, has left in it."""
+        return self.warm or any(isinstance(part.slot, DurableSlot) and part.slot.kept for part in tensor.parts)
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has separate pages."""
@@ -316,22 +327,26 @@ class Tiers:
         if self._file is None:
             if not self.files.directories:
                 raise StorageError("something is to rest on files, and no directory for them is known")
-            self._file = FileTier(
-                self.files.directories,
-                self.files.label,
-                checksums=self.files.checksums,
-                waits=self.waits,
-                memory=partial(self.buffer, device=torch.device("cpu")),
-                device=self.device,
-            )
-            self.ledger.add(Tier.HOST, Purpose.STAGING, THREAD_BYTES)
+            self._file = FileTier(**self._file_options())
         return self._file
+
+    def open_durable(self, key: str) -> DurableTier:
+        """Open the files of states that outlive processes; `key` identifies the layout. Raises `StorageError`."""
+        self.durable = DurableTier(key=key, **self._file_options())
+        return self.durable
+
+    def _file_options(self) -> dict[str, Any]:
+        self.ledger.add(Tier.HOST, Purpose.STAGING, THREAD_BYTES)
+        memory = partial(self.buffer, device=torch.device("cpu"))
+        more = {each.name: getattr(self.files, each.name) for each in fields(self.files)}
+        return {"waits": self.waits, "memory": memory, "device": self.device, **more}
 
     def waited(self) -> dict[Tier, float]:
         """Return the seconds that callers have waited for each tier since the last call."""
-        return {Tier.FILE: self.waits.take()} if self._file is not None else {}
+        return {Tier.FILE: self.waits.take()} if self._file is not None or self.durable is not None else {}
 
     def close(self) -> None:
-        """Delete the data in the swap files, if there are any."""
-        if self._file is not None:
-            self._file.close()
+        """Delete the data in the swap files, if there are any, and close those that stay."""
+        for files in (self._file, self.durable):
+            if files is not None:
+                files.close()

@@ -205,6 +205,8 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     tiers = (resolved.offload.optimizer, resolved.offload.gradients, resolved.offload.parameters)
     if any(each.tier == "file" for each in tiers) and not resolved.offload.directory:
         raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
+    if resolved.offload.durable:
+        raise ConfigError("is for zeromesh.Trainer, which knows a run's progress", where="offload.durable")
     require_directories(resolved.offload)
     return resolved
 

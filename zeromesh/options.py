@@ -222,7 +222,12 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         own, inside, key = self.optimizer.own_class, self.optimizer_in_backward, "optimizer.in_backward"
         whole = own is not None and own.whole
         narrow = "precision.master none or kahan" if masterless else f"optimizer.states {states}"
+        durable = self.offload.durable
+        partly = self.offload.optimizer != TierChoice(tier="file")
         problems = {
+            "offload.durable needs states that are all on files; set offload.optimizer to file": durable and partly,
+            f"offload.durable cannot run with {key}, which changes states early": durable and inside,
+            "offload.durable cannot run with an optimizer of its own class": durable and own is not None,
             f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}": self.stage not in STAGES,
             f"zero.prefetch is {self.prefetch}; it must be 0 or more units": self.prefetch < 0,
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": (

@@ -2,6 +2,7 @@
 file system allows it. Transfers release the interpreter's lock, so a few threads keep a disk busy while others compute."""
 
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -197,9 +198,18 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
             done += count
         return done
 
-    def sync(self) -> None:
+    def sync(self, *, data: bool = False) -> None:
         with disk_call("fsync", self.path), refusals(self.path, "brought to the disk"):
-            os.fsync(self._buffered)
+            (os.fdatasync if data else os.fsync)(self._buffered)
+
+    def clear(self) -> None:
+        with disk_call("truncate", self.path), refusals(self.path, "emptied"):
+            os.ftruncate(self._buffered, 0)
+
+    def lock(self) -> None:
+        """Lock the file until this process closes it or ends; forks do not have the lock. Raises `StorageError` if it is locked."""
+        with refusals(self.path, "locked", "; another process uses it"):
+            fcntl.lockf(self._buffered, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import xxhash
@@ -29,21 +30,25 @@ _CPU = torch.device("cpu")
 _UNWRITTEN = 0  # the checksum recorded for a piece of a slot that was never written, and so reads as zeros
 
 
-def _open_swap_file(directory: Path, label: str) -> PositionalFile:
-    """Create a swap file and unlink it at once: no other process can open it, and the system frees it when this one ends."""
-    path = directory / f"zeromesh-{label}-{secrets.token_hex(8)}.swap"
-    cure = "; set offload.directory to one that can be written"
+def open_in(directory: Path, name: str, *, stays: bool = True, direct: bool = True) -> PositionalFile:
+    """Open a file of this user alone, and make it if it is absent. One that does not `stay` is new, and unlinked at once: no other
+    process can open it, and the system frees it when this one ends."""
+    path, cure = directory / name, "; set offload.directory to one that can be written"
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if stays else os.O_EXCL)
     with errors_as(StorageError, f"cannot make swap files in {str(directory)!r}: ", OSError, StorageError, after=cure):
         directory.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        os.close(os.open(path, flags, 0o600))
         try:
-            return PositionalFile(path, write=True)
+            return PositionalFile(path, write=True, direct=direct)
         finally:
-            path.unlink()
+            if not stays:
+                path.unlink()
 
 
 class FileTier:
     """Swap files, striped over directories, and threads that read and write them. Raises `StorageError` for a bad directory."""
+
+    unwritten: ClassVar[int | None] = _UNWRITTEN  # the first checksum of a piece; None: that of the first read
 
     def __init__(
         self,
@@ -62,7 +67,7 @@ class FileTier:
         self.checksums = checksums
         self.nbytes = 0
         with ExitStack() as opened, errors_as(StorageError, "file tier: ", StorageError):
-            self._files = [opened.enter_context(_open_swap_file(directory, label)) for directory in directories]
+            self._files = [opened.enter_context(self._open_file(directory, label)) for directory in directories]
             self._opened = opened.pop_all()
         self.paths = [file.path for file in self._files]
         self._close_files = weakref.finalize(self, self._opened.close)  # Also where nobody calls `close`.
@@ -71,6 +76,9 @@ class FileTier:
         self._buffers = list(torch.split(memory(THREADS * PIECE), PIECE))
         self._threads = ThreadPoolExecutor(THREADS, "zeromesh-swap", partial(accelerator.make_current, device))
         self._local = threading.local()
+
+    def _open_file(self, directory: Path, label: str) -> PositionalFile:
+        return open_in(directory, f"zeromesh-{label}-{secrets.token_hex(8)}.swap", stays=False)
 
     def allocate(self, nbytes: int, label: str) -> "FileSlot":
         """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""
@@ -145,11 +153,13 @@ class FileSlot:
         self.label = label
         self._begin = begin
         self._file = file
+        self.digests: dict[int, tuple[int, int]] | None = None
+        """If it is not None, the length and the digest of each part that is written, by its first byte."""
         self._room = round_up_to_blocks(nbytes) if file is None else nbytes
         checked = tier.checksums and file is None
         self._alignment = PIECE if checked else BLOCK
         count = -(-nbytes // PIECE) if checked else 0
-        self._checksums = [_UNWRITTEN] * count
+        self._checksums = [tier.unwritten] * count
         self._locks = [threading.Lock() for _ in range(count)]
         self._order = threading.Lock()
         self._writing: list[tuple[int, int, Transfer]] = []
@@ -234,7 +244,9 @@ class FileSlot:
                     memory[last - begin :].zero_()
                 copy(memory[at - begin : last - begin], data)
             if self._checksums:
-                self._checksums[begin // PIECE] = _checksum(memory)
+                self._checksums[begin // PIECE] = checksum(memory)
+            if self.digests is not None:
+                self.digests[at] = data.numel(), checksum(memory[at - begin :][: data.numel()])
             with errors_as(StorageError, f"file tier, {self.label}: ", StorageError):
                 self.tier.write(memory, self._begin + begin)
 
@@ -245,8 +257,10 @@ class FileSlot:
             (self._file or self.tier).read(data, self._begin + begin)
         if self._checksums:
             recorded = self._checksums[begin // PIECE]
-            found = _checksum(data)
-            if recorded != found and (recorded != _UNWRITTEN or bool(data.any())):
+            found = checksum(data)
+            if recorded is None:
+                self._checksums[begin // PIECE] = found
+            elif recorded != found and (recorded != _UNWRITTEN or bool(data.any())):
                 raise StorageError(
                     f"file tier, {self.label}: bytes [{begin:,}, {begin + data.numel():,}) are not what was written "
                     f"(xxh3 {found:016x}, {recorded:016x} was recorded; {', '.join(self.tier.paths)})"
@@ -262,5 +276,6 @@ def _pieces(begin: int, data: torch.Tensor, step: int) -> Iterator[tuple[int, to
         done += length
 
 
-def _checksum(data: torch.Tensor) -> int:
+def checksum(data: torch.Tensor) -> int:
+    """Return the XXH3 digest of `data`, uint8 on the CPU, which is never 0."""
     return xxhash.xxh3_64_intdigest(data.numpy().data) or 1

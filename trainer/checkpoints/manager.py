@@ -1,5 +1,6 @@
 """`RunCheckpoints`, which saves a run, removes old checkpoints and resumes, by the configuration."""
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -74,12 +75,17 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if self._section.resume not in ("auto", "never"):
             path = Path(self._section.resume).expanduser()
             named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
-        steps = candidates(self._mesh, self.store)
+        steps, record = candidates(self._mesh, self.store), None
+        if (files := self._engine.durable) is not None and (record := files.resumed) is not None:
+            steps.insert(0, record["step"])
         if self._section.resume == "never" and steps and not is_later_start():  # Else they are the run's own.
             raise ConfigError(
-                f"{self.store.root} holds checkpoints of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
+                f"{self.store.root.parent} holds states of an earlier run, up to step {steps[0]}, and checkpoint.resume is never; "
                 "give this run another run.name, move them away, or set checkpoint.resume: auto"
             )
+        if record is not None:
+            self._note(f"states of step {record['step']} are on files (offload.durable): no checkpoint is read")
+            return self._go_on_from(json.loads(record["content"]), settings)
         reasons: list[str] = []
         for step in steps:
             try:
@@ -100,6 +106,15 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             why = f"no checkpoint in {self.store.root} can be used, and a new run would replace them"
             raise CheckpointError(f"{why}; move them away, or give this run another run.name. The newest: {reasons[0]}")
         return None if named is None else self._load(named, settings, strict=False)
+
+    def _go_on_from(self, content: Mapping[str, Any], settings: Mapping[str, Any]) -> TrainerState:
+        """Take over the progress of a step of which the engine has weights and moments on files already."""
+        state = TrainerState.from_json(content, f"{self.store.root.parent}, offload.durable")
+        if differ := differences(state.settings, settings, state.written):
+            raise ConfigError(_of_another_run(self.store.root.parent, differ))
+        load_engine(None, self._engine, state)
+        self._keep_metric(state)
+        return state
 
     def _link(self) -> None:
         """Link each checkpoint of a run by transformers' name, and remove dangling links. Waits for all ranks."""
@@ -335,12 +350,16 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     )
 
 
-def load_engine(reader: CheckpointReader, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine. All ranks call it; raises as `fill_shards` does."""
+def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:
+    """Load a whole checkpoint into an engine, or only progress, where it has the tensors. All ranks call it; raises as
+    `fill_shards` does."""
     engine.load_progress(
         updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
     )
-    _fill(reader, engine, state.averages, state.callbacks, whole=True)
+    if reader is not None:
+        _fill(reader, engine, state.averages, state.callbacks, whole=True)
+    elif (averages := engine.optimizer_step.averages) is not None:
+        averages.count = state.averages
 
 
 def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:

@@ -477,7 +477,8 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
     in_place = config.offload.directory is None and not config.offload.checksums
     sums = torch.float32 if compute is torch.bfloat16 else compute  # Which weights in bfloat16 alone go with.
     roles = Precision(compute=compute, master=compute, reduce=sums)
-    options = replace(options, precision=roles, offload=replace(options.offload, in_place=in_place), average=None)
+    offload = replace(options.offload, in_place=in_place, durable=False)
+    options = replace(options, precision=roles, offload=offload, average=None)
     if config.model.attention is not None:
         use_attention(model, config.model.attention, compute, mesh.device)
     require_layout_fits(model, mesh.shape, trains=False)

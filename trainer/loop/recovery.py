@@ -77,7 +77,7 @@ class Recovery:
     cause: dict[str, Any] = field(default_factory=dict)
     """Why a rank has left the mesh before this one, when, and after which `step`; empty in a first start."""
     source: str = "checkpoint"
-    """Where the states come from that the run goes on with: `memory`, a `snapshot`, or a `checkpoint`."""
+    """Where the states come from that the run goes on with: `memory`, a `snapshot`, `files` that stay, or a `checkpoint`."""
     snapshots: Snapshots | None = None
     _is_empty: bool = False  # The model has lost its values.
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
@@ -269,10 +269,12 @@ class Recovery:
         return state
 
     def _restore_snapshot(self, run: RunContext) -> TrainerState | None:
-        """Go on from the latest snapshot, unless a checkpoint is as new."""
+        """Go on from the latest snapshot, unless a checkpoint is as new, or the states are on files."""
         if self.snapshots is None or (state := self.snapshots.state) is None:
             return None
         saved, engine = candidates(run.mesh, self._store(run)), run.model.require_engine()
+        if engine.durable is not None and engine.durable.resumed is not None:
+            saved.append(engine.durable.resumed["step"])
         if state.step <= max(saved, default=-1) or not self.snapshots.load(engine, state):
             return None
         run.progress.resume(state)
@@ -304,8 +306,10 @@ class Recovery:
         """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
         nowhere else, or the run has changed the model in ways that it cannot undo."""
         trained, engine = run.model, run.model.engine
-        taken = self.snapshots is not None and self.snapshots.number > 0
-        elsewhere = self._kept is not None or taken or bool(self._store(run).steps())
+        taken, durable = self.snapshots is not None and self.snapshots.number > 0, run.config.offload.durable
+        if durable and not all(each.requires_grad for each in model.parameters()):
+            return False  # Files have no frozen weights.
+        elsewhere = self._kept is not None or taken or durable or bool(self._store(run).steps())
         if not elsewhere or trained.module is not model or run.config.model.lora:
             return False
         if engine is None or engine.options.weights is not None:

@@ -183,6 +183,9 @@ class TrainingLoop:
             return
         run.progress.resume(state)
         self._take_over(state)
+        files = run.model.require_engine().durable
+        if self.recovery is not None and files is not None and files.resumed is not None:
+            self.recovery.source = "files"
         section, progress = run.config.run, run.progress
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
@@ -255,10 +258,13 @@ class TrainingLoop:
             self._conclude(progress.unfinished, progress.position - 1)
         else:
             self._begin_epoch(resumed=progress.step > 0)
+        files = run.model.require_engine().durable
         while not self._is_over:
             self._train_one()
             if self.recovery is not None and not self._is_over:
                 self.recovery.after_step(run, partial(self._state, own=True))
+            if files is not None and not run.finished:
+                files.commit(progress.step, self._state(own=True).to_json)
         wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
         if wanted and run.data.eval is not None and not self._signal:
             self._save_last()
@@ -268,6 +274,8 @@ class TrainingLoop:
         self._save_last()
         self._announce_save()
         self._checkpoints.close()
+        if files is not None:  # What is whole is in a checkpoint, or with the caller.
+            (files.remove if run.finished and not self._signal else files.wait)()
         if not self._signal:
             progress.summary = run.summary_values()
             run.log_values(progress.summary)

@@ -1,5 +1,6 @@
 """The options of the engine that follow from a configuration, and the parameters that are trained or without weight decay."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -70,8 +71,12 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     roles = {each.name: getattr(torch, getattr(precision, each.name), torch.bfloat16) for each in fields(PrecisionKeys)}
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
-    named = offload.directory or str(Path(config.run.output_dir, config.run.name, "offload"))
+    run = Path(config.run.output_dir, config.run.name).expanduser().absolute()
+    named = offload.directory or str(run / "offload")
     directories = [Path(each).expanduser().absolute() for each in ((named,) if isinstance(named, str) else named)]
+    # In a directory of several runs, files that stay are told apart by the runs' own directories.
+    digest = hashlib.blake2b(str(run).encode(), digest_size=4).hexdigest()
+    label = config.run.name + (f"-{digest}" if offload.directory else "")
     return ZeroOptions(
         **dict(config.zero),
         transport=config.parallel.transport,
@@ -85,8 +90,9 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         ),
         offload=OffloadOptions(
             **tiers,
-            files=FileSettings(directories=tuple(directories), label=config.run.name, checksums=offload.checksums),
+            files=FileSettings(directories=tuple(directories), label=label, checksums=offload.checksums),
             update=offload.update,
+            durable=offload.durable,
             staging_bytes=None if offload.staging == "auto" else offload.staging,
         ),
         average=config.ema if config.ema.decay else None,

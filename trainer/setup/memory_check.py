@@ -1,5 +1,6 @@
 """The check that a run's states fit into the memory and disks of a host before the run begins."""
 
+import glob
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -48,10 +49,13 @@ class HostMemory:
         memory = device_memory(mesh.device) if self.on_device else None
         # A missing directory is on the disk of its nearest parent, and each disk counts once.
         disks = {os.stat(near).st_dev: near for near in map(nearest_directory, self.directories)}
+        # The files that stay from an earlier start are used again.
+        name = f"zeromesh-{glob.escape(options.offload.files.label)}-*.states"
+        there = [path for directory in self.directories for path in directory.glob(name)]
         self.room = MemoryBytes(
             device=0 if memory is None else memory.free + memory.reserved - memory.allocated + freed[True],
             host=self.free + swap_bytes() + self.ranks * freed[False],
-            disk=sum(map(free_bytes, disks.values())),
+            disk=sum(map(free_bytes, disks.values())) + sum(path.stat().st_size for path in there),
         )
 
     def check(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import DataCollatorForLanguageModeling
 
+from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
@@ -88,6 +89,9 @@ def build_trained_model(
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
+        if options.offload.durable:
+            store = CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER)
+            tiers.checkpoint = max(candidates(mesh, store), default=-1)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
@@ -233,6 +237,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
         Detail(f"model: {units}{reduced}"),
         f"memory   states of each rank: {kept}",
         engine.optimizer_step.note,
+        *(engine.durable.notes if engine.durable is not None else ()),
     ]
 
 

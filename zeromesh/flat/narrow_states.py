@@ -169,6 +169,7 @@ class BlockTensor(TieredTensor):
         return DONE
 
     def wait_for_writes(self) -> None:
+        self.read(0, torch.empty(0))  # Encodes the blocks of which a part was written.
         self._codes.wait_for_writes()
         self._scales.wait_for_writes()
 

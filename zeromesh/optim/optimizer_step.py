@@ -78,7 +78,7 @@ class WeightAverage:
     def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
         bucket.average = self._tiers.allocate(master.numel, master.dtype, self._tier, Purpose.AVERAGES, what)
-        if not self._tiers.warm:
+        if not self._tiers.keeps(bucket.average):
             bucket.average.copy_from(master)
 
     def is_due(self, update: int) -> bool:
@@ -329,7 +329,11 @@ class OptimizerStep:
         if self.journal is not None:
             self.journal.commit(self.step + 1, self._record(factor, norm, cause))
         self.scaler.update(overflow=not finite)
-        self.update(units, factor, skip=not finite)
+        files = self._tiers.durable
+        for moment in chain.from_iterable(each.moments.values() for each in self._optimizers.values() if files):
+            moment.wait_for_writes()  # Blocks of which a load has written a part are encoded in place.
+        with nullcontext() if files is None else files.update():
+            self.update(units, factor, skip=not finite)
         if self.journal is not None:
             self.journal.end()
         waited = self._tiers.waited()

@@ -140,10 +140,13 @@ class PrecisionKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadKeys:
-    """The processor that updates offloaded states."""
+    """The processor that updates offloaded states, and if they outlive the run's processes."""
 
     update: UpdateOn = "auto"
     """Processor that computes updates of states outside of accelerator memory: the CPU (host) or the device; auto tries both."""
+    durable: bool = False
+    """Make every step last on the disk, for states on files: a run that was killed, or lost a rank, goes on after its latest step.
+    Files take twice the bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,10 +1,12 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters as views of flat buffers."""
 
+import hashlib
+import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from math import prod
 
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import BufferRequest, DecodingBuffer, GatherBuffer, Transport, choose_transport
-from zeromesh.errors import LayoutError
+from zeromesh.errors import CheckpointError, LayoutError, StorageError, some
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, UnitLayouts, build_layout
 from zeromesh.intervals import ALIGNMENT, Interval
@@ -83,6 +85,8 @@ def build_units(
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.peers, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
+    if options.offload.durable:
+        _open_durable(flat, mesh, options, tiers)
     builder = _BucketBuilder(model=model, mesh=mesh, options=options, source=source, tiers=tiers)
     # The source reads ahead while memory is reserved.
     source.expect(builder.reads(flat))
@@ -117,6 +121,38 @@ def build_units(
     releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
     releases = releases or any(layout.first.codec is not None for layout in flat)
     return BuiltUnits(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
+
+
+def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
+    """Open the files in which this rank's states outlive it. These come from the newest step that all ranks have committed, if that
+    is newer than `tiers.checkpoint`. Raises `StorageError` for files that cannot be opened, and `CheckpointError` for a step that
+    is not whole, where there is no checkpoint."""
+    trained = [each for each in layouts if each.first.requires_grad]
+    slots = [(one.parts, slot.spec.name, slot.spec.region, slot.where) for one in trained for slot in one.slots]
+    precision, optimizer = options.precision, options.optimizer
+    dtypes = precision.master, precision.sums, precision.compensated, optimizer.states
+    kinds = optimizer.name, bool(optimizer.momentum), options.average is not None, options.stage, mesh.shape
+    files = tiers.open_durable(hashlib.blake2b(f"{slots} {dtypes} {kinds}".encode(), digest_size=5).hexdigest())
+    own = {(each["generation"], each["number"], each["step"]): each for each in files.records}
+    rows = mesh.world.gather_json([secrets.token_hex(4), [*own], [*map(str, files.others)]], "states on files")
+    known = [{tuple(each) for each in records} for _, records, _ in rows]
+    common = max(set.intersection(*known), key=lambda each: each[1], default=None)
+    files.generation, newest, problem = rows[0][0], max(tiers.checkpoint, 0), ""
+    if common is not None and common[2] > newest:
+        try:
+            files.resume(own[common])
+        except StorageError as error:
+            problem = str(error)
+    elif common is None and any(each[2] > newest for each in chain.from_iterable(known)):
+        problem = f"not all ranks have committed a step that some have ({files.paths[0]})"
+    problems = [each for each in mesh.world.gather_json(problem, "states on files") if each]
+    if problems and tiers.checkpoint < 0:
+        raise CheckpointError(f"{problems[0]}. There is no checkpoint; remove the files to begin the run anew")
+    if problems or files.resumed is None:
+        files.clear()
+    others = [path for *_, paths in rows for path in paths]
+    files.notes = [f"WARNING: {each}; the checkpoint of step {newest} is used" for each in problems[:1]]
+    files.notes += [f"WARNING: {some(others)}: of another layout, kept until the run is over"] if others else []
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
@@ -175,7 +211,7 @@ def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     """Return True if the shard of a bucket is stored in the dtype of the gather, and can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
-    return not trained or spec.dtype == options.precision.master
+    return not trained or (spec.dtype == options.precision.master and not options.offload.durable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +258,7 @@ class _BucketBuilder:
             master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
             if gathered.persistent or master.whole(self.tiers.device) is None:
                 copy = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, Purpose.PARAMETERS)
-        for piece in layout.pieces(interval) if not self.tiers.warm else ():
+        for piece in layout.pieces(interval) if not self.tiers.keeps(master) else ():
             _fill_piece(master, piece, self.source)
         if copy is not None:
             copy.copy_from(master)
@@ -367,7 +403,8 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     if bucket.master.dtype != dtype:
         frozen, what = bucket.master, f"master weights of {bucket.name}"
         bucket.master = tiers.allocate(frozen.numel, dtype, options.offload.optimizer, Purpose.MASTER, what)
-        bucket.master.copy_from(frozen)
+        if not tiers.keeps(bucket.master):
+            bucket.master.copy_from(frozen)
         bucket.copy = frozen
     bucket.trainable = True
     _allocate_gradients(bucket, options, tiers)

@@ -17,7 +17,7 @@ from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.comm.transport import Transport
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters, hyperparameters
@@ -30,7 +30,7 @@ from zeromesh.units.build import BuiltUnits, build_units, make_trainable, open_t
 from zeromesh.units.plan import ModelCuts, plan_model
 from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
-from zeromesh.zero.full_state import CheckpointState, FullState
+from zeromesh.zero.full_state import CheckpointState, FullState, persistent_buffers
 from zeromesh.zero.hooks import Hooks
 from zeromesh.zero.passes import Passes, PassMode
 
@@ -46,6 +46,8 @@ class ZeroEngine:
         self.model, self.mesh, self.options = model, mesh, options
         self.units, self._buckets, self._releases = built.units, all_buckets(built.units), built.releases
         self._tiers, self.ledger = built.tiers, built.tiers.ledger
+        self.durable = built.tiers.durable
+        """The files that have the states of each committed step, and outlive this process (`offload.durable`)."""
         self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
         self.transport = built.transport
         self.reduction = built.reduction  # the transport that sums gradients
@@ -58,7 +60,7 @@ class ZeroEngine:
         for unit in self.units:  # Units without parameters are in the first chunk.
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
         self._passes = self.passes_class(built, mesh, options, self.optimizer_step, chunks)
-        self._averages_swapped = False
+        self._averages_swapped = self._shows_averages = False
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
         # Each stage of a pipeline has its own units.
@@ -95,6 +97,8 @@ class ZeroEngine:
             names = chain.from_iterable(mesh.pipeline.gather_json(stage_names, "names of all parameters"))
             if unmatched := rules.unmatched(list(names)):
                 raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
+            if options.offload.durable and (buffers := list(persistent_buffers(model))):
+                raise ConfigError(f"{some(buffers)}: buffers that are saved are not on files", where="offload.durable")
             with tiers.states.allocating() if tiers.states is not None else nullcontext():
                 built = build_units(model, plan, mesh, options, source or BuiltSource(model), tiers)
                 return cls(model, built, mesh, options, cuts or ModelCuts())
@@ -237,6 +241,8 @@ class ZeroEngine:
                 values, squares = self.optimizer_step.read([*scalars, *(each for *_, each in unread)])
             for (unit, bucket, _), first in zip(unread, values[len(scalars) :], strict=True):
                 writes.require_unchanged(unit, bucket, int(first))
+            if self.durable is not None:  # The update that follows on all ranks overwrites the step before.
+                self.durable.wait()
         except BaseException as error:
             self.mesh.fail(error)
             raise
@@ -322,6 +328,8 @@ class ZeroEngine:
         journal = None if finishing else self.optimizer_step.journal
         if journal is not None:
             journal.forget()
+        if self.durable is not None and not finishing:
+            self.durable.forget()
         for unit in self.units:
             if unit.phase is Phase.GATHERING:
                 unit.wait()
@@ -338,7 +346,8 @@ class ZeroEngine:
         self._inconsistent = False
         for bucket in self._buckets:
             if bucket.copy is not None:
-                bucket.copy.copy_from(bucket.master)
+                shown = bucket.average if self._shows_averages else None
+                bucket.copy.copy_from(bucket.master if shown is None else shown)
             bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages
@@ -380,6 +389,10 @@ class ZeroEngine:
         averages = self.optimizer_step.averages
         if averages is None or not averages.count:
             return
+        if self.durable is not None:  # Every weight has a copy to be gathered, and the files stay as they are.
+            self._shows_averages ^= True
+            with self.loading(finishing=True):
+                return
         with self.loading(swaps=True):
             for bucket in self._buckets:
                 if bucket.average is not None:

@@ -11,6 +11,7 @@ from zeromesh.flat.layout import BucketLayout, UnitLayouts
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
+from zeromesh.offload.tiers import DURABLE
 from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS
@@ -110,8 +111,9 @@ class MemoryModel:
         for layout, stays, count in self._buckets:
             for purpose, lengths, choice in self._shard_tensors(layout, stays=stays):
                 for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                    places = 2 if options.offload.durable and tier is Tier.FILE and purpose in DURABLE else 1
                     for dtype, numel in lengths.items():
-                        placed[purpose] += choice.numel_on(tier, numel) * dtype.itemsize * count
+                        placed[purpose] += places * choice.numel_on(tier, numel) * dtype.itemsize * count
         if (own_class := options.optimizer.own_class) is not None and own_class.whole:
             nbytes = most_owned_nbytes(self._trained, own_class, self._parts, options.precision.master)
             for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
@@ -122,7 +124,8 @@ class MemoryModel:
         if options.sums_before_reducing and self._parts > 1:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
         memory[Purpose.STAGING] += self._staging_bytes()
-        hosted[Purpose.STAGING] += THREAD_BYTES if files.total() else 0
+        kinds = {options.offload.durable and purpose in DURABLE for purpose, nbytes in files.items() if nbytes}
+        hosted[Purpose.STAGING] += THREAD_BYTES * len(kinds)
 
     def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
@@ -134,7 +137,7 @@ class MemoryModel:
         spec, options, offload, length = layout.first, self._options, self._options.offload, self._length(layout)
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
-        if dtype != spec.dtype:
+        if dtype != spec.dtype or (trained and offload.durable):
             yield Purpose.MASTER, {dtype: length}, offload.optimizer
             if not stays and not offload.optimizer.is_whole_on(length, self._device):
                 yield Purpose.PARAMETERS, {spec.dtype: length}, offload.parameters
