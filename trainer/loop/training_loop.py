@@ -1,24 +1,18 @@
-"""One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model.
-
-The first signal ends the run after the current step, the second one at once. SIGHUP and SIGUSR1 are treated as SIGTERM.
-"""
+"""One `fit`: resume from a checkpoint, train, log, evaluate, save, stop gracefully, and end with a report and a whole model."""
 
 import math
-import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
 
 from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
-from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
@@ -29,6 +23,7 @@ from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery
+from zeromesh.trainer.loop.stop_requests import StopRequest, stop_requests
 from zeromesh.trainer.loop.train_step import REGROUP
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
@@ -40,38 +35,7 @@ from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, sampl
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
 """Generates the completions of a run's prompts, on all ranks; returns `step`, `prompt` and `completion` of each."""
-_REPEAT_SECONDS = 1.0
-"""Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
-
-
 _SOURCES = {"memory": "the memory of the ranks", "snapshot": "a snapshot in memory"}
-
-
-@dataclass(slots=True)
-class StopRequest:
-    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
-
-    show: Callable[[str], None]
-    signal: int = 0
-    at: float = 0.0
-
-    def receive(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: record the first one, and let a second one end the process by its default action."""
-        now = time.monotonic()
-        if not self.signal:
-            self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
-            self.show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
-        elif now - self.at > _REPEAT_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-
-@contextmanager
-def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside the block signals become requests, unless a handler is installed already; `show` receives a line for the console."""
-    request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
-    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
-        yield request
 
 
 def _comes_after(step: int, every: int | str) -> bool:

@@ -19,8 +19,9 @@ from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop import training_loop
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
+from zeromesh.trainer.loop.stop_requests import StopRequest
 from zeromesh.trainer.loop.train_step import DeviceBatch, _count_inputs
-from zeromesh.trainer.loop.training_loop import StopRequest, TrainingLoop
+from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.monitoring.step_stats import StepResult
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
