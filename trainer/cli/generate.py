@@ -191,7 +191,7 @@ _NOT_FINITE = "the model's logits for the next token are NaN or infinite, so the
 
 def _serve_chat(generator: Generator, fields: Mapping[str, Any]) -> None:
     """Serve a conversation until its end. Ctrl-C reaches all ranks, and rank 0 handles it."""
-    from zeromesh.launch.rank_processes import handled_signals
+    from zeromesh.launch.signals import handled_signals
 
     if isinstance(sys.stdin, io.TextIOWrapper):
         # Undecodable bytes are refused with the number of their line.
@@ -261,7 +261,7 @@ def run_serve(options: argparse.Namespace) -> int:
     keys += _adapter_keys(options.adapter or ())
     if not starts:
         return _serve(options, fields, keys)
-    from zeromesh.launch.rank_processes import STOP_SIGNALS
+    from zeromesh.launch.signals import STOP_SIGNALS
 
     # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
     ended = train.launch_this_command(options, processes, passes=2)
@@ -277,7 +277,7 @@ def _adapter_keys(words: Sequence[str]) -> list[str]:
 
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:
-    from zeromesh.launch.rank_processes import STOP_SIGNALS, handled_signals
+    from zeromesh.launch.signals import STOP_SIGNALS, handled_signals
     from zeromesh.trainer.generation.adapter_rows import why_alone
     from zeromesh.trainer.inference.generator import Generator, layout_of, served_models
     from zeromesh.trainer.models.adapters import adapter_configs

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from zeromesh.environment import available_cores, die_with_parent
 from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, some, summary
-from zeromesh.launch.rank_processes import STOP_SIGNALS
+from zeromesh.launch.signals import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import states_hidden_from_children
 from zeromesh.rng import data_randomness

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
+from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, description_of, goal_of, value_of
@@ -23,7 +24,6 @@ from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery
-from zeromesh.trainer.loop.stop_requests import StopRequest, stop_requests
 from zeromesh.trainer.loop.train_step import REGROUP
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines

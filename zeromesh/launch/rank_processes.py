@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
@@ -27,14 +26,12 @@ from zeromesh.environment import (
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
+from zeromesh.launch.signals import STOP_SIGNALS
 
 _CAUSE_SECONDS = 2.0  # to wait for the error of the rank that failed first, once others have ended that noticed it
 _STOP_SECONDS = 30.0  # for ranks to end after a failure, before they are killed
 _CLOSE_SECONDS = 10.0  # for ranks that rest to end by their errors
 USERS_MISTAKE = 2  # the exit code after an error that would recur, such as one in the configuration
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
-_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
 _STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 
@@ -269,71 +266,3 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
         line.tell(error={"message": message, "time": time.time(), "exit_code": code, **kind_of_end})
 
     sys.excepthook = record
-
-
-@dataclass(slots=True, eq=False)
-class StopSignals:
-    """Signals received and not yet passed on to child processes, and the number of those passed on. Signals `only_forwarded`
-    do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them."""
-
-    only_forwarded: Sequence[int] = ()
-    passes: int = 1
-    first: int = 0
-    passed_on: int = 0
-    pending: list[int] = field(default_factory=list)
-
-    def receive(self, number: int, frame: object) -> None:
-        if number not in self.only_forwarded:
-            self.first = self.first or number
-        self.pending.append(number)
-
-    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
-        """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
-        while self.pending:
-            number = self.pending.pop(0)
-            if number in self.only_forwarded or self.passed_on < self.passes:
-                send(number)
-            else:
-                kill()
-            self.passed_on += number not in self.only_forwarded
-
-    def exit_code(self) -> int:
-        return self.first and 128 + self.first
-
-
-_REPLACED: dict[int, Any] = {}
-
-
-def _restore() -> None:
-    """Restore the replaced handlers in a forked process, such as a data loader's worker, so that signals end it."""
-    while _REPLACED:
-        signal.signal(*_REPLACED.popitem())
-
-
-os.register_at_fork(after_in_child=_restore)
-
-
-@contextmanager
-def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
-    """Inside the block these signals call `handler`, if this is the main thread; SIGHUP stays ignored after `nohup`."""
-    changes = threading.current_thread() is threading.main_thread()
-    handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
-    kept = {number: signal.signal(number, handler) for number in handled} if changes else {}
-    outermost = {number: before for number, before in kept.items() if before is not None and number not in _REPLACED}
-    _REPLACED.update(outermost)
-    try:
-        yield
-    finally:
-        for number, before in kept.items():
-            if before is not None:
-                signal.signal(number, before)
-        for number in outermost:
-            _REPLACED.pop(number, None)
-
-
-@contextmanager
-def noted_signals(only_forwarded: Sequence[int] = (), passes: int = 1) -> Iterator[StopSignals]:
-    """Inside the block, signals are recorded and do not end this process; see `StopSignals`."""
-    requests = StopSignals(only_forwarded, passes)
-    with handled_signals(_SIGNALS, requests.receive):
-        yield requests

@@ -22,7 +22,8 @@ from zeromesh.errors import ConfigError, counted
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
 from zeromesh.launch.nursery import Nursery
-from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, StopSignals, WorkersFailed, noted_signals
+from zeromesh.launch.rank_processes import USERS_MISTAKE, RankProcesses, WorkersFailed
+from zeromesh.launch.signals import StopSignals, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
 _REACH_SECONDS = 120.0  # for a launcher to reach the leader

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError, errors_as
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
-from zeromesh.launch.rank_processes import WorkersFailed, noted_signals
+from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.rendezvous import ALONE, TRAINER, Follower, Leader, Member, Nodes, Result, run_starts
+from zeromesh.launch.signals import noted_signals
 
 BEGIN = b"\x1ezeromesh:"
 MAX_SLOTS = 1024

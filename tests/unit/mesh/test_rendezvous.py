@@ -15,8 +15,9 @@ from zeromesh.environment import RankRange
 from zeromesh.errors import ConfigError
 from zeromesh.launch import rendezvous
 from zeromesh.launch.messages import Message, MessageError
-from zeromesh.launch.rank_processes import StopSignals, WorkersFailed
+from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Stop, launch_workers, run_starts
+from zeromesh.launch.signals import StopSignals
 
 
 class Wire:

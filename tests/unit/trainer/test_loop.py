@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from zeromesh.errors import DataError
-from zeromesh.launch.rank_processes import STOP_SIGNALS, StopSignals, handled_signals
+from zeromesh.launch.signals import STOP_SIGNALS, StopSignals, handled_signals, stop_requests
 from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
 from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
-from zeromesh.trainer.loop.stop_requests import stop_requests
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -88,7 +88,7 @@ class Run:
         holdings = SimpleNamespace(frozen=set, tensors=lambda: tensors, bucket_number=hash)
         engine: Any = SimpleNamespace(
             mesh=mesh or one_mesh(), ledger=None, model=nn.Linear(1, 1), checkpoint_state=holdings,
-            optimizer_step=SimpleNamespace(before_change=None),
+            optimizer_step=SimpleNamespace(before_change=None), durable=None,
         )  # fmt: skip
         self.engine = engine
         resume = sections.get("checkpoint", {}).get("resume", "auto")

@@ -13,13 +13,14 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from zeromesh.errors import ConfigError
+from zeromesh.launch import signals
+from zeromesh.launch.signals import StopRequest
 from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState
 from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.loop import training_loop
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
-from zeromesh.trainer.loop.stop_requests import StopRequest
 from zeromesh.trainer.loop.train_step import DeviceBatch, _count_inputs
 from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.monitoring.step_stats import StepResult
@@ -191,7 +192,7 @@ def test_a_line_of_the_log_has_the_mean_since_the_last_one(monkeypatch: pytest.M
 def test_a_second_signal_ends_the_process_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, ended, said = [10.0], list[Any](), list[str]()
     fake = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr(training_loop, "time", fake)
+    monkeypatch.setattr(signals, "time", fake)
     monkeypatch.setattr(os, "kill", lambda *given: ended.append(given))
     monkeypatch.setattr(signal, "signal", lambda *given: ended.append(given))
     request = StopRequest(said.append)

@@ -1,0 +1,112 @@
+"""Signals: those that ask a run to stop, in the processes of ranks and in their launchers."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask a process to end in order, including SIGHUP of a closed terminal and SIGUSR1, which Slurm users often choose."""
+_SIGNALS = (*STOP_SIGNALS, signal.SIGQUIT)
+_REPEAT_SECONDS = 1.0
+"""Seconds in which repeated signals count as one: a terminal and a launcher both forward the same Ctrl-C."""
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """A request to stop this process after the current step, and its signal: SIGINT, SIGTERM, or 0 without a request."""
+
+    show: Callable[[str], None]
+    signal: int = 0
+    at: float = 0.0
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: record the first one, and let a second one end the process by its default action."""
+        now = time.monotonic()
+        if not self.signal:
+            self.signal, self.at = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, now
+            self.show(f"{signal.Signals(number).name}: stopping after this step; a second one stops at once")
+        elif now - self.at > _REPEAT_SECONDS:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside the block signals become requests, unless a handler is installed already; `show` receives a line for the console."""
+    request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
+    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
+        yield request
+
+
+@dataclass(slots=True, eq=False)
+class StopSignals:
+    """Signals received and not yet passed on to child processes, and the number of those passed on. Signals `only_forwarded`
+    do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them."""
+
+    only_forwarded: Sequence[int] = ()
+    passes: int = 1
+    first: int = 0
+    passed_on: int = 0
+    pending: list[int] = field(default_factory=list)
+
+    def receive(self, number: int, frame: object) -> None:
+        if number not in self.only_forwarded:
+            self.first = self.first or number
+        self.pending.append(number)
+
+    def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
+        """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
+        while self.pending:
+            number = self.pending.pop(0)
+            if number in self.only_forwarded or self.passed_on < self.passes:
+                send(number)
+            else:
+                kill()
+            self.passed_on += number not in self.only_forwarded
+
+    def exit_code(self) -> int:
+        return self.first and 128 + self.first
+
+
+_REPLACED: dict[int, Any] = {}
+
+
+def _restore() -> None:
+    """Restore the replaced handlers in a forked process, such as a data loader's worker, so that signals end it."""
+    while _REPLACED:
+        signal.signal(*_REPLACED.popitem())
+
+
+os.register_at_fork(after_in_child=_restore)
+
+
+@contextmanager
+def handled_signals(numbers: Sequence[int], handler: Callable[[int, Any], object]) -> Iterator[None]:
+    """Inside the block these signals call `handler`, if this is the main thread; SIGHUP stays ignored after `nohup`."""
+    changes = threading.current_thread() is threading.main_thread()
+    handled = [each for each in numbers if each != signal.SIGHUP or signal.getsignal(each) is not signal.SIG_IGN]
+    kept = {number: signal.signal(number, handler) for number in handled} if changes else {}
+    outermost = {number: before for number, before in kept.items() if before is not None and number not in _REPLACED}
+    _REPLACED.update(outermost)
+    try:
+        yield
+    finally:
+        for number, before in kept.items():
+            if before is not None:
+                signal.signal(number, before)
+        for number in outermost:
+            _REPLACED.pop(number, None)
+
+
+@contextmanager
+def noted_signals(only_forwarded: Sequence[int] = (), passes: int = 1) -> Iterator[StopSignals]:
+    """Inside the block, signals are recorded and do not end this process; see `StopSignals`."""
+    requests = StopSignals(only_forwarded, passes)
+    with handled_signals(_SIGNALS, requests.receive):
+        yield requests
