@@ -13,8 +13,8 @@ from typing import Any
 
 from zeromesh.environment import SECRET, export, setting
 from zeromesh.errors import ConfigError, counted, errors_as
-from zeromesh.launch.rank_processes import noted_signals
 from zeromesh.launch.rendezvous import REST_SECONDS, Follower, Leader, Nodes, Notify, Result, run_starts
+from zeromesh.launch.signals import noted_signals
 from zeromesh.launch.ssh import PORTS
 from zeromesh.mesh.network_interfaces import listen
 
