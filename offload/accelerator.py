@@ -207,13 +207,9 @@ class DeviceMemory:
 
 def device_memory(device: torch.device) -> DeviceMemory:
     free, total = torch.accelerator.get_memory_info(device)
-    return DeviceMemory(
-        free=free,
-        total=total,
-        allocated=torch.accelerator.memory_allocated(device),
-        reserved=torch.accelerator.memory_reserved(device),
-        peak=torch.accelerator.max_memory_allocated(device),
-    )
+    allocated, reserved = torch.accelerator.memory_allocated(device), torch.accelerator.memory_reserved(device)
+    peak = torch.accelerator.max_memory_allocated(device)
+    return DeviceMemory(free=free, total=total, allocated=allocated, reserved=reserved, peak=peak)
 
 
 def allocator_settings() -> str:

@@ -409,10 +409,9 @@ def load(
                 own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
                 others = {tensor.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
                 if others:  # Missing ones are reported later.
-                    raise LayoutError(
-                        f"{reader.directory} has {', '.join(sorted(others))} of its optimizer, which is of another kind than the "
-                        "one here; load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
-                    )
+                    has = f"{reader.directory} has {', '.join(sorted(others))} of its optimizer"
+                    cure = "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
+                    raise LayoutError(f"{has}, which is of another kind than the one here; {cure}")
                 load_engine(reader, engine, state)
             else:
                 load_weights(each, engine)

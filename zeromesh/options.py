@@ -224,33 +224,27 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         narrow = "precision.master none or kahan" if masterless else f"optimizer.states {states}"
         durable = self.offload.durable
         partly = self.offload.optimizer != TierChoice(tier="file")
+        wrong_budget = budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0)
+        twice = self.evaluates_average and self.average is not None and self.average.decay
+        narrowed, rounded = whole and (masterless or states != "float32"), masterless and self.average is not None
+        narrow_average = self.evaluates_average and states != "float32"
         problems = {
             "offload.durable needs states that are all on files; set offload.optimizer to file": durable and partly,
             f"offload.durable cannot run with {key}, which changes states early": durable and inside,
             "offload.durable cannot run with an optimizer of its own class": durable and own is not None,
             f"zero.stage is {self.stage}; it must be one of {sorted(STAGES)}": self.stage not in STAGES,
             f"zero.prefetch is {self.prefetch}; it must be 0 or more units": self.prefetch < 0,
-            f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": (
-                budget not in ("auto", None) and not (isinstance(budget, int) and budget >= 0)
-            ),
+            f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
             f"{key} needs run.on_nonfinite: stop: no step is left to skip": inside and self.on_nonfinite != "stop",
-            "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": (
-                self.evaluates_average and self.average is not None and self.average.decay
-            ),
-            f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": (
-                whole and (masterless or states != "float32")
-            ),
-            "precision.master none or kahan does not go with averaged weights, which bfloat16 would round": (
-                masterless and self.average is not None
-            ),
-            "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": (
-                self.evaluates_average and states != "float32"
-            ),
+            "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": twice,
+            f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": narrowed,
+            "precision.master none or kahan does not go with averaged weights, which bfloat16 would round": rounded,
+            "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": narrow_average,
         }
         if found := [problem for problem, holds in problems.items() if holds]:
             raise ConfigError(found)

@@ -131,13 +131,10 @@ class CallbackDispatcher:
                 state.best_model_checkpoint = (best := now.best_checkpoint) and str(link_of(Path(best)))
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
-        return {
-            "model": trainer.model,
-            "processing_class": trainer.processing_class,
-            "optimizer": SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),)),
-            "lr_scheduler": SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps),
-            **named,
-        }
+        optimizer = SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),))
+        scheduler = SimpleNamespace(get_last_lr=lambda: [rate], last_epoch=steps)
+        given = {"model": trainer.model, "processing_class": trainer.processing_class}
+        return {**given, "optimizer": optimizer, "lr_scheduler": scheduler, **named}
 
     def request(self, *, log: bool = False, evaluate: bool = False, save: bool = False, stop: bool = False) -> None:
         """Request actions after the present step, in addition to earlier requests."""

@@ -77,10 +77,9 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
                 raise DataError(f"{why}: {error}. Remove the field, or pass a data_collator") from error
             rows.append(made)
             if rows[-1].shape != rows[0].shape:
-                raise DataError(
-                    f"sample {index}: field {field!r} has shape {list(rows[-1].shape)}, but that of sample {first}, in the same "
-                    f"batch, has {list(rows[0].shape)}; pad or cut samples to one length, or pass a data_collator that pads"
-                )
+                why = f"sample {index}: field {field!r} has shape {list(rows[-1].shape)}, but that of sample {first}"
+                cure = "pad or cut samples to one length, or pass a data_collator that pads"
+                raise DataError(f"{why}, in the same batch, has {list(rows[0].shape)}; {cure}")
         batch["labels" if field in _LABEL_NAMES else field] = torch.stack(rows)
     if not batch:
         raise DataError(f"sample {first} has no field that holds numbers: {_field_list(samples[0])}")
@@ -167,10 +166,9 @@ class BatchRules:
         outside of its classes. `indices` are the dataset indices of the batch's samples."""
         inputs, labels, samples = batch.get("input_ids"), batch.get("labels"), some(indices, 8)
         if self.causal and isinstance(inputs, Tensor) and isinstance(labels, Tensor) and inputs.shape != labels.shape:
-            raise DataError(
-                f"labels of samples {samples} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}; a causal "
-                f"model has a label for every input ({IGNORED_LABEL} where nothing is to be learnt), and shifts them itself"
-            )
+            why = f"labels of samples {samples} have shape {list(labels.shape)}, and input_ids {list(inputs.shape)}"
+            each = f"a label for every input ({IGNORED_LABEL} where nothing is to be learnt)"
+            raise DataError(f"{why}; a causal model has {each}, and shifts them itself")
         sizes = {"input_ids": self.vocab_size, "labels": self.vocab_size if self.causal else self.classes}
         for field, size in sizes.items():
             ids = batch.get(field)

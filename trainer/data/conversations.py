@@ -96,10 +96,8 @@ class Renderer:
             label = row.values[column]
             if not isinstance(values[0], str) or not isinstance(label, str | int):
                 kinds = f"{name!r} is {type(values[0]).__name__} and {column!r} {type(label).__name__}"
-                cure = (
-                    "a row has text and the name or number of its class (data.text_field, data.columns: {label: ...})"
-                )
-                raise DataError(f"{row.where}: {kinds}; {cure}")
+                cure = "the name or number of its class (data.text_field, data.columns: {label: ...})"
+                raise DataError(f"{row.where}: {kinds}; a row has text and {cure}")
             return RenderedRow(row, values[0], (), False, str(label))
         if form.holds == "text" and not isinstance(values[0], str):
             (name,), kind = given, type(values[0]).__name__
@@ -278,11 +276,9 @@ def _targets(
         sizes = np.asarray([len(piece) for piece in pieces], np.int64)
         return np.repeat(np.asarray(answered, np.bool_), sizes), False
     if offsets is None:
-        why = (
-            f"{row.row.where}: a token has a part of an answer and of what is beside it, and the tokenizer does not say"
-        )
+        why = "a token has a part of an answer and of what is beside it, and the tokenizer does not say where its tokens lie"
         cure = "use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
-        raise DataError(f"{why} where its tokens lie; {cure}")
+        raise DataError(f"{row.row.where}: {why}; {cure}")
     return targets, True
 
 

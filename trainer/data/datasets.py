@@ -113,15 +113,9 @@ class _DatasetLoader:
         if entropy is not None:
             line = f"byte-pair entropy of the training text: {entropy:.4f} nats per byte, the loss to beat"
             self.notes.append(Detail(line))
-        return RunData(
-            train=train,
-            eval=evaluation,
-            tokenizer=self.tokenizer,
-            byte_pair_entropy=entropy,
-            notes=tuple(self.notes),
-            answer_ends=tuple(self.answer_ends),
-            classes=tuple(self.classes),
-        )
+        facts: dict[str, Any] = {"answer_ends": tuple(self.answer_ends), "classes": tuple(self.classes)}
+        facts |= {"notes": tuple(self.notes), "byte_pair_entropy": entropy}
+        return RunData(train=train, eval=evaluation, tokenizer=self.tokenizer, **facts)
 
     def _section_of(self, source: TextSource, where: str) -> DataSection:
         """Return the section for an evaluation set, whose rows may have the columns of another format than `data.format`."""

@@ -116,11 +116,10 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     lengths = kept.sum(1)
     missing = [sample for sample, length in zip(samples, lengths.tolist(), strict=True) if not length]
     if missing:
-        one = len(missing) == 1
-        raise DataError(
-            f"predict_with_generate: sample{'' if one else 's'} {some(missing, 8)} {'has' if one else 'have'} no prompt: it is "
-            f"what stands before the first label that is not {IGNORED_LABEL}. Set the labels of prompts to {IGNORED_LABEL}"
-        )
+        who = f"sample {some(missing)} has" if len(missing) == 1 else f"samples {some(missing, 8)} have"
+        cure = f"Set the labels of prompts to {IGNORED_LABEL}"
+        why = f"it is what stands before the first label that is not {IGNORED_LABEL}. {cure}"
+        raise DataError(f"predict_with_generate: {who} no prompt: {why}")
     # A stable sort moves kept positions to the end, in order.
     order = kept.int().argsort(dim=1, stable=True)[:, -int(lengths.max()) :]
     kept = kept.gather(1, order)

@@ -84,10 +84,9 @@ class ModelSettings:
             settings.max_length = min(settings.max_length, positions)
         total = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
         if positions is not None and total > positions:
-            raise DataError(
-                f"the prompt has {longest} tokens, which with the new ones become {total}, and the model has {positions} "
-                f"positions; shorten it, or lower {'max_length' if settings.max_new_tokens is None else 'max_new_tokens'}"
-            )
+            has = f"{longest} tokens, which with the new ones become {total}, and the model has {positions} positions"
+            limit = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
+            raise DataError(f"the prompt has {has}; shorten it, or lower {limit}")
         if self._module.config.is_encoder_decoder:
             config = encoder_config(self._module)
             known = positive(config, "max_encoder_position_embeddings", "max_position_embeddings") or prompt_tokens

@@ -190,23 +190,19 @@ class CheckpointState:
                 yield spec, values if written is None or writes else None
 
     def _shards_of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
+        owner = self.bucket_number(bucket)
         for spec, values in self._unsharded(bucket, None if reading else interval):
             if values is not None:
                 region, everything = Region.whole(spec.shape), Interval(start=0, end=values.numel)
-                owner = self.bucket_number(bucket)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
         for kind, dtype, tensor in self._sharded_tensors(bucket, reading=reading):
             for piece in pieces:
                 if _is_stored(bucket, piece.spec, kind, reading=reading):
                     region, where = piece.spec.region, piece.in_shard
-                    yield TensorShard(
-                        spec=TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape),
-                        region=region,
-                        interval=piece.in_parameter,
-                        values=tensor.slice(offset + where.start, offset + where.end),
-                        owner=self.bucket_number(bucket),
-                    )
+                    spec = TensorSpec(kind=kind, name=piece.spec.name, dtype=dtype, shape=region.shape)
+                    part = tensor.slice(offset + where.start, offset + where.end)
+                    yield TensorShard(spec=spec, region=region, interval=piece.in_parameter, values=part, owner=owner)
 
 
 def _describe_part(region: Region, interval: Interval) -> str:
@@ -230,12 +226,8 @@ def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
     spec = spec_of(name, buffer)
     if not buffer.is_contiguous():
         buffer.data = buffer.data.contiguous()
-    return TensorShard(
-        spec=spec,
-        region=Region.whole(spec.shape),
-        interval=Interval(start=0, end=buffer.numel()),
-        values=TieredTensor.of(buffer.detach().reshape(-1)),
-    )
+    everything, values = Interval(start=0, end=buffer.numel()), TieredTensor.of(buffer.detach().reshape(-1))
+    return TensorShard(spec=spec, region=Region.whole(spec.shape), interval=everything, values=values)
 
 
 def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:
@@ -390,10 +382,9 @@ class FullState:
                 before[name] = (shown, _fingerprint(shown))
             yield
             if written := [name for name, (shown, was) in before.items() if _fingerprint(shown) != was]:
-                raise PhaseError(
-                    f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read. No weight of the "
-                    "run has changed; change weights before training, in the model that is given to the trainer"
-                )
+                why = f"{', '.join(written)}: written inside gathered(), where parameters are copies to be read"
+                cure = "change weights before training, in the model that is given to the trainer"
+                raise PhaseError(f"{why}. No weight of the run has changed; {cure}")
 
     def _restore_phases(self) -> None:
         for unit in self._units:

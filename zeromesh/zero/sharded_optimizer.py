@@ -92,10 +92,9 @@ class ShardedOptimizer(Optimizer):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Raise `PhaseError`, for `copy.copy` and `copy.deepcopy` too: the states belong to the engine."""
-        raise PhaseError(
-            "the optimizer of a partitioned model cannot be copied or pickled; write it with zeromesh.save(directory, model, "
-            "optimizer), and have averaged weights by shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
-        )
+        cure = "write it with zeromesh.save(directory, model, optimizer), and have averaged weights by"
+        averaged = "shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
+        raise PhaseError(f"the optimizer of a partitioned model cannot be copied or pickled; {cure} {averaged}")
 
     def _require_scaled(self) -> None:
         if self.engine.options.precision.loss_scale is not None and not self._loss_is_scaled:
@@ -161,13 +160,11 @@ def settings_of(
     states = {by_id[id(each)]: state for each, state in optimizer.state.items()}
     initial = {each: state for each, state in states.items() if set(map(type, state.values())) <= {int, float}}
     used = [each for each, state in states.items() if each not in initial and (not is_adagrad or state["step"] > 0)]
+    hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    differentiable = any(group.get("differentiable") for group in groups)
     problems = {
-        "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": any(
-            group.get("differentiable") for group in groups
-        ),
-        "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns": bool(
-            optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        ),
+        "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": differentiable,
+        "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns": hooked,
         f"optimizer {kind} has train() and eval(), which change parameters outside of its steps; take another, and for averaged "
         "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model), or give it to zeromesh.Trainer as optimizer.name": (
             not has_modes and any(map(callable, modes))
