@@ -136,15 +136,14 @@ class Leader:
         self._has_new_hosts = False
         self._stop_told: Stop | None = None
         self._failures = self._starts = self._world_size = 0
-        self._recoveries: list[
-            tuple[float, int]
-        ] = []  # the monotonic times of those of the last hour, and the steps before
+        # The monotonic times of those of the last hour, and the steps before.
+        self._recoveries: list[tuple[float, int]] = []
         self._run_id = nodes.run_id or uuid.uuid4().hex
 
     def first_start(self) -> RankRange | Result:
         """Wait until enough launchers have joined; returns the ranks of this host, or the result if there is no start."""
         nodes, reported = self._nodes, len(self._lost)
-        began, enough_since = time.monotonic(), None
+        began, enough_since = time.monotonic(), float("inf")
         while not self._stopped():
             self._serve()
             now, present, lost = time.monotonic(), 1 + len(self._known), self._lost[reported:]
@@ -153,8 +152,8 @@ class Leader:
             if self._listener is None:
                 ready = present > len(self._members) and now >= self._hosts_dead_at
             else:
-                enough_since = None if present < nodes.least else enough_since or now
-                ready = present >= nodes.most or (enough_since or now) + _LAST_CALL_SECONDS * (not self._starts) <= now
+                enough_since = min(enough_since, now) if present >= nodes.least else float("inf")
+                ready = present >= nodes.most or enough_since + _LAST_CALL_SECONDS * (not self._starts) <= now
             if ready:
                 if lost:
                     self._explain_restart(lost[0])
@@ -208,6 +207,8 @@ class Leader:
                 return self._end(cause)
         if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
             self._explain_restart(cause, recovers=recovers)
+            if (few := self._nodes.least - 1 - len(self._known)) > 0:
+                self._notify(f"waiting for {counted(few, 'more host')}")
         return self.first_start()
 
     def _recovers(self, failures: Sequence[WorkersFailed]) -> bool:

@@ -355,6 +355,23 @@ def test_hosts_are_waited_for_as_long_as_there_are_too_few(monkeypatch: pytest.M
     leader.close()
 
 
+def test_a_run_does_not_go_on_with_fewer_hosts_than_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a start as before it, until another host comes, and it says so."""
+    told: list[str] = []
+    leader = Leader(Nodes(endpoint="127.0.0.1:0", least=3, most=3, max_restarts=1), 1, told.append, bool)
+    leader._members += [member("b"), member("c")]
+    assert isinstance(leader.first_start(), RankRange)
+    lost = leader._members.pop()
+    for each in leader._members:
+        each.running = False
+    monkeypatch.setattr(leader, "_wait", lambda: leader._members.append(lost))
+    start = leader.next_start(failed())
+    assert isinstance(start, RankRange)
+    assert start.world_size == 5
+    assert told[-1] == "waiting for 1 more host"
+    leader.close()
+
+
 def following(*coming: list[Message] | Exception, attached: bool = True) -> tuple[Follower, Wire]:
     wire: Any = Wire([{"zeromesh": 1, "drawn": "theirs"}], *coming)
     follower = Follower(ALONE, 4, bool, lambda: wire)
