@@ -27,7 +27,7 @@ from zeromesh.checkpoint.loader import PartsReader, fill_shards
 from zeromesh.environment import number_of_start
 from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.flat.redistribute import one_after_another, redistribute
-from zeromesh.intervals import Interval, round_up
+from zeromesh.intervals import Interval, grouped, round_up
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import available_bytes
 from zeromesh.offload.memory.state_memory import StateMemory
@@ -121,13 +121,11 @@ class Snapshots:
         images = {image.facts["rank"]: image for image in there if image.snapshot == best}
         own = images.get(mesh.rank)
         here = own is not None and own.facts["mesh"] == str(mesh.shape)
-        alike = all(row[0] for row in mesh.world.gather_integers([int(here)]))
+        alike = all(mesh.world.gather_json(here, "layouts of snapshots"))
         self._image = own if alike else None  # where this layout has written it
         self._served = [each for rank, each in images.items() if best and holders[best][rank] == mesh.rank]
         self._loaded = False
-        self._identity = (
-            (0, 0) if best is None else (best[1], best[2])
-        )  # The start in which slots were new, and the number.
+        self._identity = best[1:3] if best else (0, 0)  # The start in which slots were new, and the number.
         states = [each.facts["state"] for each in self._served]
         known = [each for row in mesh.world.gather_json(states, "the trainer's state") for each in row]
         trained = {name: row for each in known for name, row in each["trained"].items()}
@@ -147,7 +145,7 @@ class Snapshots:
         )
         shards = self._shards(engine)
         fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
-        if not all(row[0] for row in world.gather_integers([int(fits)])):
+        if not all(world.gather_json(fits, "tensors of snapshots")):
             return False
         try:
             reader = _reader(self._served, self._mesh) if self._image is None else None
@@ -175,8 +173,7 @@ class Snapshots:
             self.clear()
             self._identity = (number_of_start(), 0)
             wanted = 2 * sum(sizes.values()) * hosts.count(hosts[self._mesh.rank])
-            rows = self._mesh.world.gather_integers([int(wanted <= _ROOM * available_bytes())])
-            if not all(row[0] for row in rows):
+            if not all(self._mesh.world.gather_json(wanted <= _ROOM * available_bytes(), "room for snapshots")):
                 return False
         for slots, nbytes in sizes.items():
             if not slots.slots:
@@ -209,12 +206,12 @@ class Snapshots:
             known = mesh.world.gather_json(facts, "images of other hosts")
             self._others.commit(number, [known[each] for each in self._sources[mesh.rank]])
         self._since = (step, time.perf_counter())
-        steps = self._every_steps
-        if steps == "auto":
-            cost = (self._since[1] - began) / _COST * (step - before) / max(began - since, 1e-9)
-            most = torch.tensor([max(1, math.ceil(cost))])
-            steps = int(mesh.world.all_reduce_max(most, "steps between snapshots")[0])
-        self._due = step + steps
+        cost = (self._since[1] - began) / _COST * (step - before) / max(began - since, 1e-9)
+        if self._every_steps == "auto":
+            costs: list[float] = mesh.world.gather_json(cost, "the cost of snapshots")
+            self._due = step + max(1, *map(math.ceil, costs))
+        else:
+            self._due = step + self._every_steps
 
     def _copy_to_other_hosts(self, image: Tensor, copies: Tensor) -> None:
         rank = self._mesh.rank
@@ -256,10 +253,7 @@ class Snapshots:
 
 def _sources(mesh: Mesh) -> list[list[int]]:
     """Return for each rank the ranks of the host before its own whose images it keeps; all of them are kept by some rank."""
-    ranks: dict[str, list[int]] = defaultdict(list)
-    for rank, location in enumerate(mesh.locations):
-        ranks[location.host].append(rank)
-    hosts = list(ranks.values())
+    hosts = list(grouped((location.host, rank) for rank, location in enumerate(mesh.locations)).values())
     found: list[list[int]] = [[] for _ in mesh.locations]
     for number, here in enumerate(hosts):
         for place, rank in enumerate(hosts[number - 1]):
