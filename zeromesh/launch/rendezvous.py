@@ -152,7 +152,8 @@ class Leader:
             if self._listener is None:
                 ready = present > len(self._members) and now >= self._hosts_dead_at
             else:
-                enough_since = min(enough_since, now) if present >= nodes.least else float("inf")
+                enough = present >= nodes.least and nodes.fits(sum(self._places()))
+                enough_since = min(enough_since, now) if enough else float("inf")
                 ready = present >= nodes.most or enough_since + _LAST_CALL_SECONDS * (not self._starts) <= now
             if ready:
                 if lost:
@@ -190,12 +191,10 @@ class Leader:
         for each in self._members:
             if each.failure:
                 found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
+                each.processes -= each.failure.left_out * (each.failure.left_out < each.processes)
         cause = min([*found, *self._lost], key=lambda each: each.distance > 0, default=None)
-        if failure is not None and failure.left_out < self._processes:
-            self._processes -= failure.left_out
-        for each in self._members:
-            if each.failure is not None and each.failure.left_out < each.processes:
-                each.processes -= each.failure.left_out
+        if failure is not None:
+            self._processes -= failure.left_out * (failure.left_out < self._processes)
         if cause is None:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
@@ -207,7 +206,8 @@ class Leader:
                 return self._end(cause)
         if not self._stopped():  # After a stop, ranks end like failed ones, and none start again.
             self._explain_restart(cause, recovers=recovers)
-            if (few := self._nodes.least - 1 - len(self._known)) > 0:
+            lacks_one = not self._nodes.fits(sum(self._places()))
+            if (few := max(self._nodes.least - 1 - len(self._known), int(lacks_one))) > 0:
                 self._notify(f"waiting for {counted(few, 'more host')}")
         return self.first_start()
 

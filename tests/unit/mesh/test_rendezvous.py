@@ -151,6 +151,27 @@ def test_as_many_ranks_as_make_a_mesh_have_places(monkeypatch: pytest.MonkeyPatc
     assert leader.poll() == Stop(300, "another host has come", after_step=True)
 
 
+def test_hosts_that_make_no_mesh_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    listener = SimpleNamespace(setblocking=lambda blocks: None, close=lambda: None)
+    monkeypatch.setattr(rendezvous, "listen", lambda *where: listener)
+    nodes = Nodes(most=3, fits=lambda ranks: ranks % 4 == 0, endpoint="a:1")
+    leader = Leader(nodes, 2, told.append, bool, address_of=lambda left: ("there", 1234))
+    leader._members.append(member("b", processes=1))
+    served: list[int] = []
+
+    def serve() -> None:
+        served.append(len(served))
+        if len(served) == 3:
+            leader._members.append(member("c", processes=1))
+
+    monkeypatch.setattr(leader, "_serve", serve)
+    monkeypatch.setattr(leader, "_wait", lambda: None)
+    start = leader.first_start()
+    assert isinstance(start, RankRange)
+    assert (start.world_size, len(served)) == (4, 3)
+
+
 def test_a_host_that_comes_waits_where_the_run_does_not_grow() -> None:
     hosts = [member("b")]
     leader = leader_of(hosts, most=3, grows=False)
