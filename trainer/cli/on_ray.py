@@ -80,7 +80,10 @@ def launch_on_ray(
         leader.ending = requests.passed_on > 0
         sys.stdout.flush()  # What ranks say; Ray prints it in a thread, into a buffer where no terminal is.
         for ended in ray.wait([*asked], num_returns=len(asked), timeout=0)[0]:
-            notify(f"the launcher of a node has ended, and starts again: {ray.get(ended)}")
+            try:
+                notify(f"the launcher of a node has ended, and starts again: {ray.get(ended)}")
+            except ray.exceptions.RayTaskError as error:
+                raise error.cause from None  # Such as a working directory that is not there.
             each = asked.pop(ended)
             asked[ask(each)] = each
         return bool(requests.first) and not leader.running
