@@ -19,6 +19,7 @@ from zeromesh.launch.ssh import PORTS
 from zeromesh.mesh.network_interfaces import listen
 
 _PLACE_SECONDS = 10.0  # for Ray to place the actors, before a line says what is waited for
+_IMPORT_SECONDS = 60.0  # for the launchers of all nodes to join the first start, which have begun to import together
 _END_SECONDS = 10.0  # for the actors to end after the run
 
 
@@ -31,7 +32,8 @@ class RayLauncher:
         export(variables)
         arguments, processes, nodes = work
         with noted_signals() as requests:
-            return run_starts(arguments, Follower(nodes, processes, lambda: bool(requests.first)), requests, notify)
+            others = Follower(nodes, processes, lambda: bool(requests.first))
+            return run_starts(arguments, others, requests, notify, processes=processes)
 
 
 def launch_on_ray(
@@ -68,7 +70,8 @@ def launch_on_ray(
     with listen(host, 0) as free_port:
         endpoint = f"{host}:{free_port.getsockname()[1]}"
     least = nodes.least if nodes.least < nodes.most else 1
-    nodes = replace(nodes, least=1 + least, most=1 + nodes.most, endpoint=endpoint)  # This process is one of them.
+    nodes = replace(nodes, endpoint=endpoint, last_call_seconds=_IMPORT_SECONDS)
+    nodes = replace(nodes, least=1 + least, most=1 + nodes.most)  # This process is one of them.
     theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
 
     def ask(each: Any) -> Any:

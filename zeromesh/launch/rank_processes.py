@@ -97,7 +97,7 @@ class _RankProcess:
         """Give a rank that rests a place in the next start."""
         self.rank, self.killed = rank, False
         # Until it has joined the mesh it cannot leave it again. The run recovers from a loss by then with new processes.
-        self.told = {"recovers": {"limit": self.told["recovers"]["limit"]}}
+        self.told = {"recovers": {"limit": self.told.get("recovers", {}).get("limit", 0)}}
         self.tell(place=variables)
 
     def stands_still(self) -> bool:

@@ -28,7 +28,6 @@ from zeromesh.mesh.network_interfaces import is_this_host, listen
 
 _REACH_SECONDS = 120.0  # for a launcher to reach the leader
 _JOIN_SECONDS = 600.0  # until there are enough launchers
-_LAST_CALL_SECONDS = 1.0  # for further launchers to come before the first start, once there are enough of them
 _TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
 REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
@@ -54,6 +53,8 @@ class Nodes:
     """The state from which workers resume after a restart, as a message says it."""
     rest_seconds: int = REST_SECONDS
     """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
+    last_call_seconds: float = 1.0
+    """Seconds for further launchers to come before the first start, once there are enough of them."""
     cause_seconds: float = 0.0
     """Seconds that ranks go on after one has noticed another's failure, until that one is reported or lost."""
     grows: bool = True
@@ -154,7 +155,7 @@ class Leader:
             else:
                 enough = present >= nodes.least and nodes.fits(sum(self._places()))
                 enough_since = min(enough_since, now) if enough else float("inf")
-                ready = present >= nodes.most or enough_since + _LAST_CALL_SECONDS * (not self._starts) <= now
+                ready = present >= nodes.most or enough_since + nodes.last_call_seconds * (not self._starts) <= now
             if ready:
                 if lost:
                     self._explain_restart(lost[0])

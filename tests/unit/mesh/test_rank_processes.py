@@ -174,6 +174,23 @@ def recovers(forks: Forks, *numbers: int, patience: float = 60.0) -> None:
         forks.tell(number, recovers={"limit": 20, "patience": patience})
 
 
+def test_a_rank_may_rest_before_it_has_told_that_it_recovers(started: Started) -> None:
+    """A new one, which has waited for others in vain before the first step."""
+    ranks, forks = started
+    recovers(forks, 0, 2)
+    for number in range(3):
+        forks.tell(number, rests="ranks 7, 8 are late")
+    assert ranks.over()
+    ranks.start(assigned(first=2, restart=1), forks)
+    assert [each.process for each in ranks._ranks] == forks.forks
+    for number in range(3):
+        forks.tell(number, rests="ranks 7, 8 are late")
+    assert ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert found.limit == 20, "as another one has told"
+
+
 def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 5 is lost: the others rest, and get places in the same processes; a new one takes over its memory."""
     ranks, forks = started

@@ -364,12 +364,12 @@ def test_hosts_are_waited_for_as_long_as_there_are_too_few(monkeypatch: pytest.M
     said = "of the hosts (--nnodes), 1 came to 127.0.0.1:0 in time, and at least 2 are needed"
     assert found == WorkersFailed(message=said, exit_code=1)
     monkeypatch.undo()
-    monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 0.1)
-    leader, began = listening(least=1, most=2), time.monotonic()
+    leader, began = listening(least=1, most=2, last_call_seconds=0.1), time.monotonic()
     assert isinstance(leader.first_start(), RankRange)
     assert 0.1 <= time.monotonic() - began < 5
+    leader.close()
+    leader = listening(least=1, most=2, last_call_seconds=60.0)
     leader._members.append(member("b"))
-    monkeypatch.setattr(rendezvous, "_LAST_CALL_SECONDS", 60.0)
     start = leader.first_start()
     assert isinstance(start, RankRange)
     assert start.world_size == 3, "all are there, so nobody is waited for"
