@@ -20,7 +20,7 @@ from zeromesh.mesh.network_interfaces import listen
 
 _PLACE_SECONDS = 10.0  # for Ray to place the actors, before a line says what is waited for
 _IMPORT_SECONDS = 60.0  # for the launchers of all nodes to join the first start, which have begun to import together
-_END_SECONDS = 10.0  # for the actors to end after the run
+_END_SECONDS = 5.0  # for the actors to end after the run
 
 
 class RayLauncher:
