@@ -163,7 +163,7 @@ def test_settings_that_have_changed_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.01 then, 0\.02 now"):
         runs.train(tmp_path, {"optimizer": {"lr": 0.02}})
     with pytest.raises(
-        ConfigError, match=r"holds states of an earlier run, up to step 4, and checkpoint\.resume is never"
+        ConfigError, match=r"files hold states of an earlier run, up to step 4, and checkpoint\.resume is never"
     ):
         runs.train(tmp_path, {"checkpoint": {"every_steps": 0, "resume": "never"}})
 
