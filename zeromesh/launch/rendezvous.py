@@ -183,6 +183,7 @@ class Leader:
         """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
             self._stop(failure)
+            self._processes -= failure.left_out * (failure.left_out < self._processes)
         while self.running:
             self.poll()
             if self._stopped():
@@ -194,8 +195,6 @@ class Leader:
                 found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
                 each.processes -= each.failure.left_out * (each.failure.left_out < each.processes)
         cause = min([*found, *self._lost], key=lambda each: each.distance > 0, default=None)
-        if failure is not None:
-            self._processes -= failure.left_out * (failure.left_out < self._processes)
         if cause is None:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
