@@ -48,9 +48,8 @@ def launch_on_ray(
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     if (setting("RAY_ADDRESS") or "").startswith("ray://"):
-        raise ConfigError(
-            "--on ray: RAY_ADDRESS is that of Ray's client; start the command on a node, or by `ray job submit`"
-        )
+        cure = "start the command on a node, or by `ray job submit`"
+        raise ConfigError(f"--on ray: RAY_ADDRESS is that of Ray's client; {cure}")
     ray.init()
     gpus = processes if ray.cluster_resources().get("GPU") else 0
     bundle = {"CPU": processes, "GPU": gpus} if gpus else {"CPU": processes}
@@ -69,9 +68,8 @@ def launch_on_ray(
     host = ray.util.get_node_ip_address()
     with listen(host, 0) as free_port:
         endpoint = f"{host}:{free_port.getsockname()[1]}"
-    least = nodes.least if nodes.least < nodes.most else 1
-    nodes = replace(nodes, endpoint=endpoint, last_call_seconds=_IMPORT_SECONDS)
-    nodes = replace(nodes, least=1 + least, most=1 + nodes.most)  # This process is one of them.
+    least = 1 + (nodes.least if nodes.least < nodes.most else 1)  # This process is one of them.
+    nodes = replace(nodes, endpoint=endpoint, last_call_seconds=_IMPORT_SECONDS, least=least, most=1 + nodes.most)
     theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
 
     def ask(each: Any) -> Any:

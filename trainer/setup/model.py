@@ -82,7 +82,7 @@ def build_trained_model(
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
     _adapt_to_data(model, config, data, console)
-    options, described, judge = options_for_model(options, config, model), description_of(model), None
+    options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:
         changes = undone.enter_context(ExitStack())
         changes.callback(keep_attributes(model))
@@ -90,8 +90,7 @@ def build_trained_model(
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
         if options.offload.durable:
-            store = CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER)
-            tiers.checkpoint = max(candidates(mesh, store), default=-1)
+            tiers.checkpoint = _newest_checkpoint(mesh, config)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
@@ -102,9 +101,7 @@ def build_trained_model(
         start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
-        if config.recovery.spike_factor or config.recovery.audit_steps:
-            streams, recent = isinstance(data.train, StreamedDataset), partial(getattr, progress, "accepted")
-            judge = Judge(settings=config.recovery, mesh=mesh, engine=engine, streams=streams, accepted=recent)
+        judge = _judge_of(config, engine, data, progress)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -128,6 +125,19 @@ def build_trained_model(
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
     start_times.end("engine")
     return trained
+
+
+def _newest_checkpoint(mesh: Mesh, config: TrainerConfig) -> int:
+    """Return the step of the run's newest checkpoint that any rank sees; -1 without one."""
+    store = CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER)
+    return max(candidates(mesh, store), default=-1)
+
+
+def _judge_of(config: TrainerConfig, engine: ZeroEngine, data: RunData, progress: RunProgress) -> Judge | None:
+    if not (config.recovery.spike_factor or config.recovery.audit_steps):
+        return None
+    streams, recent = isinstance(data.train, StreamedDataset), partial(getattr, progress, "accepted")
+    return Judge(settings=config.recovery, mesh=engine.mesh, engine=engine, streams=streams, accepted=recent)
 
 
 def _figures_of(model: nn.Module) -> dict[str, Any]:
