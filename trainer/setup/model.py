@@ -89,8 +89,7 @@ def build_trained_model(
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
-        if options.offload.durable:
-            tiers.checkpoint = _newest_checkpoint(mesh, config)
+        tiers.checkpoint = _newest_checkpoint(mesh, config) if options.offload.durable else -1
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
