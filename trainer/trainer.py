@@ -181,7 +181,8 @@ class Trainer(ModelOnMesh):
             if self._run is not None:
                 self._run = replace(self._run, config=self._run.config.model_copy(update=section))
         config = self.config
-        recovery = Recovery.begin(config, self.inputs.model, stays=self._run is None)
+        first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
+        recovery = Recovery.begin(config, self.inputs.model, stays=first)
         while True:
             try:
                 report = self._fit(recovery)
@@ -480,6 +481,7 @@ class Trainer(ModelOnMesh):
                 self.config, planned = set_auto(self.config, self.inputs, read_environment())
                 self._planned = planned.check()
             self._mesh = connect(self.config)
+            self._joined_at = self._mesh.watch.operations_begun
             self.start_times.end("rendezvous")
         return self._mesh
 

@@ -269,7 +269,7 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
         ({"settings": {"recovery": {"memory": "off"}}}, 1),
         ({"first": "evaluate"}, 2),
         ({"first": "fit"}, 2),
-        pytest.param({"first": "barrier"}, 2, marks=FULL),
+        ({"first": "barrier"}, 2),
         ({"fit": [False]}, 1),
         pytest.param({"settings": {"recovery": {"memory": "off"}, "checkpoint": {"resume": "never"}}}, 1, marks=FULL),
     ],
