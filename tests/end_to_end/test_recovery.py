@@ -111,6 +111,18 @@ faults, model = Faults(), build() if asked.get("given") else build
 if asked.get("first") == "fit":
     with Trainer(build, {**settings, "run": {**settings["run"], "name": "first"}}, train_dataset=dataset) as trainer:
         trainer.fit()
+if asked.get("first") == "fails":
+    class Fails(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 5:
+                raises()
+
+    first = {**settings, "run": {**settings["run"], "name": "first"}}
+    try:
+        with Trainer(build, first, train_dataset=dataset[::-1], callbacks=[Fails()]) as trainer:
+            trainer.fit()
+    except RuntimeError:
+        pass
 with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()
@@ -312,6 +324,13 @@ def test_a_run_goes_on_from_a_snapshot(
     found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings={**alone, "recovery": section}, **asked)
     assert found.went_well(undisturbed)
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
+
+
+@pytest.mark.parametrize("faults", [(), ((6, 1, "SIGKILL"),)])
+def test_a_run_does_not_go_on_from_a_snapshot_of_another(undisturbed_run: Run, tmp_path: Path, faults: Any) -> None:
+    """Of one that has failed before it in the same processes, with the same layout and optimizer."""
+    found = run(tmp_path, *faults, first="fails", settings={"recovery": {"memory": "snapshots", "every_steps": 2}})
+    assert found.went_well(undisturbed_run)
 
 
 @FULL

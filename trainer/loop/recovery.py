@@ -110,7 +110,8 @@ class Recovery:
         on_device = section.memory == "auto" and is_accelerator(mesh.device)
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
-            memories, key = (_memory(own), _memory(others) if copied else None), _digest(str(sections))
+            # Another run of these processes may have left some, of the same model: only those of this very run count.
+            memories, key = (_memory(own), _memory(others) if copied else None), _digest(self.config.to_yaml())
             frozen = self.model is not None
             self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=frozen)
         if not self.stays:

@@ -111,7 +111,8 @@ class Snapshots:
         self._since = (0, 0.0)  # The step after which training has gone on, and when.
         self._due = 0  # The step after which the next one is taken.
         self._lengths: list[int] = []  # of the images of all ranks
-        there = [image for slots in (self._own, self._others) if slots is not None for image in slots.images()]
+        both = filter(None, (self._own, self._others)) if number_of_start() else ()  # In a first start there are none.
+        there = [image for slots in both for image in slots.images()]
         holders: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
         own_rows = [[image.snapshot, image.facts["rank"]] for image in there]
         for holder, rows in enumerate(mesh.world.gather_json(own_rows, "snapshots")):

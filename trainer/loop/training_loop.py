@@ -356,8 +356,9 @@ class TrainingLoop:
     def _require_updates(self) -> None:
         progress = self.run.progress
         if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
+            what = "data were suspicious" if self.run.config.recovery.spike_factor else "gradients were not finite"
             raise NonFiniteError(
-                f"gradients were not finite in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
+                f"{what} in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
                 f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
                 "at the data, or use precision.compute: bfloat16"
             )

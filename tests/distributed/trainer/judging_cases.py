@@ -162,7 +162,7 @@ def acts(mesh: Mesh, folder: str, act: str) -> None:
         given = config(folder, {"on_spike": act})
     with Trainer(seeded(model), given, found, compute_loss=loss) as trainer:
         if act == "max_nonfinite":
-            assert "not finite in 1 step in a row, up to step 5" in error_of(trainer.fit)
+            assert "suspicious in 1 step in a row, up to step 5" in error_of(trainer.fit)
             return
         if act == "stop":
             error = error_of(trainer.fit)
