@@ -40,7 +40,8 @@ class Loss(nn.Sequential):
 
 def build():
     torch.manual_seed(0)
-    return Loss(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+    middle = nn.BatchNorm1d(8) if asked.get("buffers") else nn.Tanh()
+    return Loss(nn.Linear(6, 8), middle, nn.Linear(8, 1))
 
 
 def raises():
@@ -310,6 +311,9 @@ REPOSITORY = str(Path(__file__).parents[2])
         pytest.param(6, {"offload": {"optimizer": "file"}}, {}, marks=FULL),
         pytest.param(6, IN_BACKWARD, {}, marks=FULL),
         pytest.param(6, {}, {"given": True}, marks=FULL),
+        pytest.param(6, {}, {"buffers": True}, marks=FULL),
+        pytest.param(6, {"optimizer": {"name": "muon"}}, {}, marks=FULL),
+        pytest.param(6, {"optimizer": {"name": "adagrad"}}, {}, marks=FULL),
         pytest.param("record of 2", {"zero": {"stage": 1}, "ema": {"decay": 0.9}}, {}, marks=FULL),
         pytest.param(6, {"recovery": {"memory": "auto"}}, {"simulated": REPOSITORY}, marks=[FULL, NEEDS_COMPILER]),
     ],
