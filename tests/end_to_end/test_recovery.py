@@ -40,7 +40,7 @@ class Loss(nn.Sequential):
 
 def build():
     torch.manual_seed(0)
-    middle = nn.BatchNorm1d(8) if asked.get("buffers") else nn.Tanh()
+    middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else nn.Tanh()
     return Loss(nn.Linear(6, 8), middle, nn.Linear(8, 1))
 
 
