@@ -56,8 +56,7 @@ from zeromesh.context.attention import document_attention
 from zeromesh.context.documents import Documents, Span
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
-from zeromesh.trainer.models.prepare import enable_activation_checkpointing
-from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing, find_token_wise, use_tiles
 
 LENGTH, TILE, WIDTH = 16384, 1024, 256
 STEPS, GLOBAL, SAMPLES, BUDGET = 8, 64, 8, 8192

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from tests.support.stored_cases import small_units, split, values_of, verify, write
-from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.manifest import checksum
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint import format as manifest
+from zeromesh.checkpoint.format import TensorSpec, checksum
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
@@ -45,7 +44,7 @@ def made(root: Path, step: int, seed: int) -> Path:
         "tokenizer.json": b"",
     }
     with small_units(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.checkpoint.format.safetensors_layout._LEAST_FILE", MB)
+        patch.setattr("zeromesh.checkpoint.format._LEAST_FILE", MB)
         return write(root, step, split(values_of(SPECS, seed), 2, random.Random(seed)), documents).directory
 
 
@@ -74,7 +73,7 @@ def refused(directory: Path, *words: str, by: Callable[[Path], object] | None = 
 
 def resign(directory: Path, change: Callable[[Json], object]) -> None:
     """Change the manifest as someone would who knows the format: its own hash is right again."""
-    path = directory / manifest.NAME
+    path = directory / manifest.MANIFEST
     content = json.loads(path.read_bytes())
     del content["sha256"]
     change(content)

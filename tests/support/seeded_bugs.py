@@ -20,7 +20,7 @@ import torch
 from tests.support.trainer_cases import LENGTH, LLAMA, settings
 from zeromesh.comm.activation_collectives import Pending
 from zeromesh.intervals import Interval
-from zeromesh.kernels import chunked_cross_entropy
+from zeromesh.kernels import chunked_head
 from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.optim import gradients as gradients_of_buckets
@@ -216,7 +216,7 @@ def shared_heads_averaged(start: Any, self: ReplicaGroups, bucket: Bucket, gradi
     return start(self, bucket, gradient)
 
 
-@seeded(chunked_cross_entropy.HeadPass, "__init__", _TENSOR, "lm_head")
+@seeded(chunked_head.HeadPass, "__init__", _TENSOR, "lm_head")
 def head_next_shard(init: Any, self: Any, hidden: Any, weight: Any, *rest: Any, first: int, **settings: Any) -> None:
     """The vocabulary-parallel loss takes the tokens of each rank for those of the next one."""
     init(self, hidden, weight, *rest, first=first + weight.shape[0], **settings)
@@ -458,7 +458,7 @@ def average_one_early(blend: Any, self: WeightAverage, average: torch.Tensor, we
 # Losses, kernels, random numbers
 
 
-@seeded(chunked_cross_entropy.HeadPass, "softmax", {"zero.stage": 3}, "lm_head")
+@seeded(chunked_head.HeadPass, "softmax", {"zero.stage": 3}, "lm_head")
 def last_label_of_chunk(softmax: Any, self: Any, logits: torch.Tensor, targets: Any, losses: torch.Tensor) -> None:
     """The chunked cross entropy leaves the last label of each chunk out."""
     softmax(self, logits, targets, losses)

@@ -17,9 +17,17 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint.format import safetensors_layout
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import DTYPES, FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint import format as safetensors_layout
+from zeromesh.checkpoint.format import (
+    DTYPES,
+    ChecksumPiece,
+    FileLayout,
+    FileRecord,
+    Manifest,
+    TensorSpec,
+    index_files,
+    plan_files,
+)
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader

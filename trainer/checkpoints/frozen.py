@@ -11,9 +11,8 @@ from typing import Any, Literal
 
 import torch
 
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import SOURCE, Manifest, is_path
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import SOURCE, Manifest, TensorSpec, is_path
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard, record_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
@@ -110,7 +109,7 @@ class FrozenWeights:
             return Manifest(step=0, files=records, tensors=tensors, source=str(self._directory)).to_json()
 
         text = mesh.world.all_or_raise("reading the source of frozen weights", look, CheckpointError, first=True)[0]
-        manifest = manifests.parse(Path("source of frozen weights"), text) if text else NO_REFERENCES
+        manifest = formats.parse_manifest(Path("source of frozen weights"), text) if text else NO_REFERENCES
         reader = CheckpointReader(Path(), checked=False, manifest=manifest)
         reader.source = self._directory or reader.source
         return reader

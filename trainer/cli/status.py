@@ -21,9 +21,8 @@ from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
 from zeromesh.trainer.cli import train
 from zeromesh.trainer.formatting import print_lines, table_lines, wrapped
-from zeromesh.trainer.monitoring.rank_waits import BUSY, blames, read_ranks, recent, sentences, verdicts
+from zeromesh.trainer.monitoring import rank_records
 from zeromesh.trainer.monitoring.step_metrics import ENDED, LOCK, METRICS, RANKS, RECOVERIES, read_metrics, strict
-from zeromesh.trainer.monitoring.trace_file import read_rings, trace_content, trace_of
 
 _STALE_SECONDS = 10.0  # without a new `ranks.json`, after which a run counts as silent
 _ANSWER_SECONDS, _LEAST_STOPPED_SECONDS = 10.0, 1.0
@@ -59,9 +58,10 @@ def run_status(options: argparse.Namespace) -> int:
                     values |= {
                         "recoveries": now.recoveries,
                         "ranks": now.ranks,
-                        "waited_for": [asdict(each) for each in blames(now.ranks)],
+                        "waited_for": [asdict(each) for each in rank_records.blames(now.ranks)],
                     }
-                    slow = {"recent": recent(now.ranks), "verdicts": verdicts(now.ranks, now.traffic)}
+                    verdicts = rank_records.verdicts(now.ranks, now.traffic)
+                    slow = {"recent": rank_records.recent(now.ranks), "verdicts": verdicts}
                     show([json.dumps(strict(values | slow))])
                 else:
                     show(_lines(options.run, now, width))
@@ -83,7 +83,7 @@ def _snapshot(run: Path) -> RunSnapshot:
     last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
     recoveries = list(read_metrics(run / RECOVERIES)) if (run / RECOVERIES).exists() else []
     with refusals(path, "read"):
-        ranks = read_ranks(path) if path.exists() else []
+        ranks = rank_records.read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):
         note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
@@ -103,7 +103,7 @@ def _lines(run: Path, now: RunSnapshot, width: int | None) -> list[str]:
         last, number = now.recoveries[-1], counted(len(now.recoveries), "recovery")
         how = f"{last['seconds']:.1f} s, from its {last['source']}, {counted(last['lost_steps'], 'step')} done again"
         lines += wrapped([f"{number}; the last after step {last['step']} took {how}: {last['cause']}"], width)
-    blamed = blames(now.ranks)
+    blamed = rank_records.blames(now.ranks)
     guilty = {each.rank for each in blamed}
     order = sorted(now.ranks, key=lambda row: (row["rank"] not in guilty, not row["failure"], -row["seconds"]))
     rows = sorted(order[:_MOST_ROWS], key=lambda row: row["rank"])
@@ -113,13 +113,13 @@ def _lines(run: Path, now: RunSnapshot, width: int | None) -> list[str]:
     if len(rows) < len(order):
         lines.append(f"and {counted(len(order) - len(rows), 'more rank')}")
     failures = [f"rank {row['rank']} failed: {row['failure']}" for row in rows if row["failure"]]
-    lines += wrapped([*failures, *([] if now.verdict else sentences(blamed))], width)
-    parts = recent(rows)
+    lines += wrapped([*failures, *([] if now.verdict else rank_records.sentences(blamed))], width)
+    parts = rank_records.recent(rows)
     if len(parts) > 1:
-        shown = (*BUSY, "waiting", "link")
+        shown = (*rank_records.BUSY, "waiting", "link")
         cells = [(rank, *(f"{1e3 * each[part]:,.1f}" for part in shown)) for rank, each in parts.items()]
         lines += ["milliseconds of a step, lately:", *table_lines(("rank", *shown), cells, shown)]
-        lines += wrapped(verdicts(now.ranks, now.traffic), width)
+        lines += wrapped(rank_records.verdicts(now.ranks, now.traffic), width)
     return [*lines, now.verdict] if now.verdict else lines
 
 
@@ -165,15 +165,15 @@ def run_trace(options: argparse.Namespace) -> int:
     now = _snapshot(options.run)
     if not now.verdict:
         _request_rings(options.run, [row["rank"] for row in now.ranks])
-    rings, remarks = read_rings(options.run / TRACE_FOLDER)
+    rings, remarks = rank_records.read_rings(options.run / TRACE_FOLDER)
     out = options.out or options.run / TRACE_FOLDER / "trace.json.gz"
     memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
     steps = options.steps and range(options.steps[0], options.steps[1] + 1)
-    trace = trace_of(rings, memory, steps)
+    trace = rank_records.trace_of(rings, memory, steps)
     if steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
         raise ConfigError(f"--steps {steps[0]}:{steps[-1]}: the ranks remember none of these steps")
     with refusals(out, "written", "; give --out FILE"):
-        write_whole(out, trace_content(trace, packed=out.suffix == ".gz"), sync=False)
+        write_whole(out, rank_records.trace_content(trace, packed=out.suffix == ".gz"), sync=False)
     for remark in remarks:
         train.say(remark)
     print_lines([f"{out}: open it at https://ui.perfetto.dev"])

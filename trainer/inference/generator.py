@@ -19,7 +19,7 @@ import xxhash
 from transformers import GenerationConfig
 
 from zeromesh import errors
-from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
+from zeromesh.checkpoint.format import MANIFEST
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, StorageError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
@@ -48,7 +48,7 @@ from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf3
 from zeromesh.trainer.setup.engine_options import adapters_spared, engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
 from zeromesh.trainer.tools.checkpoint.reading import checkpoint_at
-from zeromesh.trainer.weights.encoded_cache import keep_encoded
+from zeromesh.trainer.weights.safetensors_source import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 

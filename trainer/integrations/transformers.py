@@ -21,8 +21,7 @@ from transformers import trainer as library
 from transformers.trainer_utils import has_length
 
 from zeromesh.errors import CheckpointError, ConfigError
-from zeromesh.kernels.chunked_cross_entropy import LogitChange
-from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
+from zeromesh.kernels.chunked_head import LogitChange, TokenScores, token_scores
 from zeromesh.overrides import override, replaced
 from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.config.load import ConfigSource

@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, DTYPES, TensorSpec
+from zeromesh.checkpoint.format import DTYPE_NAMES, DTYPES, ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import PartsReader, fill_shards

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, PhaseError, library_errors
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
-from zeromesh.kernels.chunked_log_probs import TokenScores, token_scores
+from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, TokenScores, chunked_cross_entropy, token_scores
 from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, chunked_cross_entropy, require_targets_in
+from zeromesh.kernels.chunked_head import UNCHANGED, chunked_cross_entropy, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets, shifted
 from zeromesh.trainer.formatting import Detail

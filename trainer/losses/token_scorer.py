@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED
-from zeromesh.kernels.chunked_log_probs import TokenScores
+from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores
 from zeromesh.trainer.data.collate import shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import examine

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from zeromesh.errors import ConfigError, PhaseError, summary
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange
+from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange
 from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.data.collate import count_targets, shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
 
-from zeromesh.checkpoint.format.safetensors_layout import parse_json
+from zeromesh.checkpoint.format import parse_json
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError, counted, library_errors, some
 from zeromesh.files import read_whole

@@ -20,7 +20,7 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from zeromesh.checkpoint.format.manifest import NAME as MANIFEST
+from zeromesh.checkpoint.format import MANIFEST
 from zeromesh.errors import ConfigError, library_errors
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes

@@ -17,8 +17,7 @@ from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.layer_plan import TensorPlan
-from zeromesh.tensor.plan.planner import plan_tensor
-from zeromesh.tensor.plan.recognition import divides_by_shape, recognise_styles
+from zeromesh.tensor.plan.planner import divides_by_shape, plan_tensor, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
 from zeromesh.zero.hooks import tensors_in

@@ -20,7 +20,7 @@ from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import shares_by
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
-from zeromesh.trainer.monitoring.rank_waits import slowest
+from zeromesh.trainer.monitoring.rank_records import slowest
 from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 
 

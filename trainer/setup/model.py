@@ -55,7 +55,7 @@ from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
-from zeromesh.trainer.weights.encoded_cache import keep_encoded
+from zeromesh.trainer.weights.safetensors_source import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine

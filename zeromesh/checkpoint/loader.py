@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
@@ -58,7 +57,7 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
     leads = reader is not None and holders[identities[rank]][0] == rank
     texts = world.gather_bytes(reader.manifest.to_json() if reader and leads else b"", "manifests of the parts")
     # Leaders are in rank order here and in `holders`, so each manifest is paired with the ranks that see it.
-    parts = [manifests.parse(directory / manifests.NAME, text) for text in texts if text]
+    parts = [formats.parse_manifest(directory / formats.MANIFEST, text) for text in texts if text]
     first_ranks = [ranks[0] for ranks in holders.values()]
     if not in_parts or len({part.part[0] for part in parts}) < len(parts):
         why = f"{directory} is another checkpoint on rank {first_ranks[1]} than on rank {first_ranks[0]}"

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import ChecksumPiece, FileLayout, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io import writer as writers
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.store import CheckpointStore
@@ -119,7 +119,8 @@ class Saver:
         flight. Raises `CheckpointError` on all ranks, and removes the files then."""
         if self.in_flight is not None:
             raise CheckpointError(f"the checkpoint of step {self.in_flight} is still being written")
-        files, mesh, shards = plan_files(content.tensors, self._mesh.world_size), self._mesh, list[TensorShard]()
+        mesh, shards = self._mesh, list[TensorShard]()
+        files = formats.plan_files(content.tensors, mesh.world_size)
         storage, store, part_nbytes = self.storage, self.store, None
 
         def create() -> None:
@@ -127,7 +128,7 @@ class Saver:
                 directory = store.create(step, files, part_nbytes)
                 if mesh.rank == 0:
                     content.documents(directory)
-                    for path, text in index_files(files).items():
+                    for path, text in formats.index_files(files).items():
                         write_whole(directory / path, text, sync=False)
 
         try:

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import FileRecord, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, FileLayout, TensorSpec, index_files, plan_files
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import INDEX, SINGLE, FileLayout, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import record_of
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
@@ -104,7 +103,7 @@ class CheckpointStore:
             files = dict(manifest.files)
             for path in sorted(path for path in directory.rglob("*") if path.is_file()):
                 name = path.relative_to(directory).as_posix()
-                if name not in files and name != manifests.NAME:
+                if name not in files and name != formats.MANIFEST:
                     # A new copy, since some libraries make files that only their owner may read.
                     files[name] = _write_small(directory, name, read_whole(path))
             self.put_manifest(directory, replace(manifest, step=step, files=files))
@@ -127,8 +126,8 @@ class CheckpointStore:
     def put_manifest(directory: Path, manifest: Manifest) -> None:
         """Write a manifest atomically, synced to disk, if readers accept it."""
         text = manifest.to_json()
-        manifests.parse(directory / manifests.NAME, text)
-        write_whole(directory / manifests.NAME, text)
+        formats.parse_manifest(directory / formats.MANIFEST, text)
+        write_whole(directory / formats.MANIFEST, text)
         sync_directory(directory)
 
     def abandon(self, step: int) -> None:
@@ -241,7 +240,7 @@ def write_weights(
     """Write the safetensors files of a model, with an index if there are several, synced to disk; returns their names. `values`
     yields the tensors of `specs` by name, in any order; one is held at a time. `moved` is called while data is written.
     Raises `StorageError` on failed writes, and for a tensor that differs from its spec."""
-    layouts = plan_files(specs, 1)
+    layouts = formats.plan_files(specs, 1)
     if len(layouts) == 1:
         layouts = (replace(layouts[0], path=SINGLE),)
     places: dict[str, tuple[PositionalFile, TensorSpec]] = {}
@@ -266,7 +265,7 @@ def write_weights(
                 moved()
         for file in {file for file, _ in places.values()}:
             file.sync()
-    indices = index_files(layouts) if len(layouts) > 1 else {}
+    indices = formats.index_files(layouts) if len(layouts) > 1 else {}
     for path, text in indices.items():
         write_whole(folder / path, text)
     return [*(layout.path for layout in layouts), *indices]

@@ -23,10 +23,10 @@ from zeromesh.intervals import Interval
 from zeromesh.overrides import override
 from zeromesh.tensor import autograd_collectives, layers
 from zeromesh.tensor.dropout_rng import ShardedRandomness
+from zeromesh.tensor.layers import SequenceShares, SharedInput
 from zeromesh.tensor.plan.attention_split import forward_source
 from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.tensor.plan.planner import parts_of
-from zeromesh.tensor.shared_input import SequenceShares, SharedInput
 from zeromesh.units.plan import block_modules
 
 _Forward = Callable[..., Any]

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, spec_of
+from zeromesh.checkpoint.format import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from tests.distributed.integrations.accelerate_cases import fresh_state
 from tests.support.plain import like
-from zeromesh.kernels.chunked_log_probs import _ScoresPass
+from zeromesh.kernels.chunked_head import _ScoresPass
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.integrations.trl import _tokenizer
 from zeromesh.transformers import on_zeromesh

@@ -15,7 +15,7 @@ from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
 from zeromesh.intervals import balanced
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
+from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.losses import TokenScorer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.telemetry.step_recorder import Collective

@@ -30,9 +30,8 @@ from tests.support.stored_cases import (
     verify,
     write,
 )
-from zeromesh.checkpoint.format import manifest, safetensors_layout
-from zeromesh.checkpoint.format.manifest import Manifest
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, index_files, plan_files, read_header
+from zeromesh.checkpoint import format as manifest
+from zeromesh.checkpoint.format import Manifest, TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import PlacedValues
@@ -221,11 +220,11 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
     cases = [(8, 1024, 1, 2), (9, 1024, 1, 3), (3, 64, 9, 3), (3, 63, 9, 2), (65, 64, 99, 64)]
     for count, mib, writers, files in cases:
         assert len(plan_files([spec(f"w{n}", (mib << 18,)) for n in range(count)], writers)) == files, (count, mib)
-    monkeypatch.setattr(safetensors_layout, "_LEAST_FILE", 1000)
+    monkeypatch.setattr(manifest, "_LEAST_FILE", 1000)
     paths = [file.path for file in plan_files(wanted, 4)]
     assert paths == [f"model-0000{n}-of-00004.safetensors" for n in range(1, 5)]
     assert [len(file.tensors) for file in plan_files(wanted, 2)] == [5, 5]
-    monkeypatch.setattr(safetensors_layout, "_LARGEST_FILE", 800)
+    monkeypatch.setattr(manifest, "_LARGEST_FILE", 800)
     assert len(plan_files(wanted, 1)) == 5
     assert [file.path for file in plan_files([spec("w", (3,), kind="exp_avg")], 1)] == [
         "optimizer/exp_avg-00001-of-00001.safetensors"
@@ -263,7 +262,7 @@ def test_weights_that_are_elsewhere_are_of_a_newer_schema_and_no_bytes_of_the_ch
         assert [one.is_elsewhere(path) for path in ("source/a", "b", "sources")] == [away, False, False]
         assert one.nbytes == nbytes
         text = one.to_json()
-        assert (json.loads(text)["schema"], manifest.parse(tmp_path, text)) == (schema, one)
+        assert (json.loads(text)["schema"], manifest.parse_manifest(tmp_path, text)) == (schema, one)
 
 
 # Writers

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
 from tests.support.stored_cases import bits, read, values_of, verify
-from zeromesh.checkpoint.format import manifest
+from zeromesh.checkpoint import format as manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 
@@ -23,9 +23,9 @@ from zeromesh.errors import CheckpointError
 def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
     verify(CheckpointReader(original))
     resign(copy, lambda content: None)
-    assert (copy / manifest.NAME).read_bytes() == (original / manifest.NAME).read_bytes()
+    assert (copy / manifest.MANIFEST).read_bytes() == (original / manifest.MANIFEST).read_bytes()
     for name in files_in(copy):
-        if name != manifest.NAME:
+        if name != manifest.MANIFEST:
             replace(copy, name, (copy / name).read_bytes())
     verify(CheckpointReader(copy))
     assert len(files_in(original)) == 8
@@ -51,14 +51,14 @@ def test_a_flipped_byte_is_refused_by_name(original: Path, data: st.DataObject) 
 
 
 def test_every_byte_of_the_manifest_counts(original: Path) -> None:
-    path = original / manifest.NAME
+    path = original / manifest.MANIFEST
     raw = path.read_bytes()
     assert b"1e-20" in raw
     assert b"\\u00e9" in raw
     for at in range(len(raw)):
         for mask in (0x01, 0x20):
             with pytest.raises(CheckpointError, match=r"manifest\.json"):
-                manifest.parse(path, raw[:at] + bytes([raw[at] ^ mask]) + raw[at + 1 :])
+                manifest.parse_manifest(path, raw[:at] + bytes([raw[at] ^ mask]) + raw[at + 1 :])
 
 
 def linked(path: Path) -> None:
@@ -101,12 +101,12 @@ def test_a_file_that_is_not_what_was_written_is_refused_by_name(damage: str, ori
 def test_another_checkpoints_file_is_refused_by_name(original: Path, tmp_path: Path) -> None:
     other = made(tmp_path, 7, 2)
     different = [name for name in files_in(original) if (original / name).read_bytes() != (other / name).read_bytes()]
-    assert {FILE, MOMENTS, STATE, manifest.NAME} <= set(different)
+    assert {FILE, MOMENTS, STATE, manifest.MANIFEST} <= set(different)
     for name in different:
         directory = Path(shutil.copytree(original, tmp_path / "mixed"))
         shutil.copyfile(other / name, directory / name)
         # A manifest of the same sizes is sound: it is the files that do not agree with it.
-        refused(directory, "not what rank", name if name != manifest.NAME else "")
+        refused(directory, "not what rank", name if name != manifest.MANIFEST else "")
         shutil.rmtree(directory)
 
 
@@ -200,16 +200,16 @@ def test_a_pickle_beside_is_never_opened(name: str, copy: Path, opened: list[str
         assert {path for path in opened if path.startswith(str(copy))} == expected
     else:
         refused(copy, name)
-        assert str(copy / manifest.NAME) in opened
+        assert str(copy / manifest.MANIFEST) in opened
     assert str(copy / name) not in opened
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("name", [manifest.NAME, STATE, "config.json", FILE])
+@pytest.mark.parametrize("name", [manifest.MANIFEST, STATE, "config.json", FILE])
 def test_a_pickle_in_the_place_of_a_file_is_not_executed(name: str, copy: Path) -> None:
     mark = copy.parent / "mark"
     payload = pickle.dumps(Payload(mark))
-    if name == manifest.NAME:
+    if name == manifest.MANIFEST:
         (copy / name).write_bytes(payload)
     else:
         replace(copy, name, payload)

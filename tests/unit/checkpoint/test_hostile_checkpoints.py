@@ -16,8 +16,8 @@ import torch
 
 from tests.support.damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
 from tests.support.stored_cases import split, targets_of, tell, values_of, verify
-from zeromesh.checkpoint.format import manifest
-from zeromesh.checkpoint.format.safetensors_layout import check_names, check_plain, read_header
+from zeromesh.checkpoint import format as manifest
+from zeromesh.checkpoint.format import check_names, check_plain, read_header
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import GRID
 from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, TensorFiles, find_damage
@@ -37,7 +37,7 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
 def test_a_manifest_names_plain_files_alone(name: str, copy: Path) -> None:
     resign(copy, lambda content: content["files"].update({name: content["files"].pop(STATE)}))
-    refused(copy, str(copy / manifest.NAME), repr(name)[:99], "no plain name")
+    refused(copy, str(copy / manifest.MANIFEST), repr(name)[:99], "no plain name")
 
 
 def pieces(change: Callable[[list[Any]], object]) -> Callable[[Json], object]:
@@ -74,11 +74,11 @@ def test_numbers_of_a_manifest_are_whole_and_of_a_sane_size(number: Any, copy: P
         lambda content: content["part"].__setitem__(0, number),
         lambda content: content["part"].__setitem__(1, number),
     ]
-    saved = (copy / manifest.NAME).read_bytes()
+    saved = (copy / manifest.MANIFEST).read_bytes()
     for change in changes:
         resign(copy, change)
-        refused(copy, str(copy / manifest.NAME))
-        (copy / manifest.NAME).write_bytes(saved)
+        refused(copy, str(copy / manifest.MANIFEST))
+        (copy / manifest.MANIFEST).write_bytes(saved)
 
 
 NO_ROW = "is no [file, begin, dtype, shape]"
@@ -155,9 +155,9 @@ def test_a_hostile_manifest_is_refused_by_name(case: str, copy: Path) -> None:
 
 def test_a_manifest_of_too_many_files_is_refused(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "_MAX_FILES", 3)
-    refused(copy, str(copy / manifest.NAME), "names 7 files; at most 3")
+    refused(copy, str(copy / manifest.MANIFEST), "names 7 files; at most 3")
     monkeypatch.setattr(manifest, "_MAX_FILES", 7)
-    assert len(manifest.parse(copy / manifest.NAME, (copy / manifest.NAME).read_bytes()).files) == 7
+    assert len(manifest.parse_manifest(copy / manifest.MANIFEST, (copy / manifest.MANIFEST).read_bytes()).files) == 7
 
 
 def test_the_largest_of_everything_is_taken_and_no_more(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def saved_by_torch() -> bytes:
     ids=lambda raw: repr(raw[:12]),
 )
 def test_what_is_no_manifest_is_refused_by_name(raw: bytes, copy: Path) -> None:
-    (copy / manifest.NAME).write_bytes(raw)
-    refused(copy, str(copy / manifest.NAME))
+    (copy / manifest.MANIFEST).write_bytes(raw)
+    refused(copy, str(copy / manifest.MANIFEST))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_is_no_manifest_is_refused_by_name(raw: bytes, copy: Path) -> None:
     ],
 )
 def test_a_manifest_says_everything_once_and_as_it_was_written(old: bytes, new: bytes, word: str, copy: Path) -> None:
-    path = copy / manifest.NAME
+    path = copy / manifest.MANIFEST
     raw = path.read_bytes()
     assert old in raw
     path.write_bytes(raw.replace(old, new, 1))
@@ -219,18 +219,18 @@ def test_a_manifest_says_everything_once_and_as_it_was_written(old: bytes, new: 
 
 
 def test_nesting_of_any_depth_is_refused_in_the_same_way(copy: Path) -> None:
-    path = copy / manifest.NAME
+    path = copy / manifest.MANIFEST
     start, end = path.read_bytes().split(b'"layout":{')
     for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
         for depth in range(100, 1100, 50):
             nested = opening * depth + b"0" + closing * depth
             with pytest.raises(CheckpointError, match=r"manifest\.json"):
-                manifest.parse(path, start + b'"layout":{"x":' + nested + b"," + end)
+                manifest.parse_manifest(path, start + b'"layout":{"x":' + nested + b"," + end)
 
 
 def test_a_vast_manifest_is_not_even_read(copy: Path) -> None:
-    os.truncate(copy / manifest.NAME, manifest.MAX_BYTES + 1)
-    refused(copy, str(copy / manifest.NAME), "at most 1,073,741,824 are read")
+    os.truncate(copy / manifest.MANIFEST, manifest.MAX_BYTES + 1)
+    refused(copy, str(copy / manifest.MANIFEST), "at most 1,073,741,824 are read")
 
 
 def sparse(directory: Path, name: str, size: int, ends: list[int]) -> None:

@@ -24,7 +24,7 @@ from tests.support.stored_cases import (
     write,
 )
 from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
-from zeromesh.checkpoint.format.safetensors_layout import TensorSpec, plan_files
+from zeromesh.checkpoint.format import TensorSpec, plan_files
 from zeromesh.checkpoint.io import writer
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.writer import bytes_for_others

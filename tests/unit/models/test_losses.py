@@ -15,8 +15,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
-from zeromesh.kernels import chunked_cross_entropy as chunked
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunked_cross_entropy
+from zeromesh.kernels import chunked_head as chunked
+from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import examine

@@ -18,9 +18,8 @@ from zeromesh.kernels.tiles import run_in_tiles
 from zeromesh.options import ZeroOptions
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.losses.losses import make_loss
-from zeromesh.trainer.models.prepare import enable_activation_checkpointing, prepare_model
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing, find_token_wise, prepare_model, use_tiles
 from zeromesh.trainer.models.small_copy import whole_passes_in_float64
-from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
 from zeromesh.trainer.planning.tracing.trace import trace_microbatch
 
 KV = {"num_key_value_heads": 2, "head_dim": 8}

@@ -12,9 +12,9 @@ from torch.nn import functional
 from tests.support.tensor_sizes import LargestTensor
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError, PhaseError
-from zeromesh.kernels import chunked_cross_entropy as cross_entropy
+from zeromesh.kernels import chunked_head as cross_entropy
 from zeromesh.kernels import cpu_matmul
-from zeromesh.kernels.chunked_cross_entropy import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
+from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, chunk_for, chunked_cross_entropy
 
 Leaves = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 

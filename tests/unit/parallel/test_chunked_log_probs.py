@@ -13,9 +13,8 @@ from torch.nn import functional
 from tests.support.tensor_sizes import LargestTensor
 from zeromesh.comm.activation_collectives import Exchange
 from zeromesh.errors import DataError, LayoutError
-from zeromesh.kernels import chunked_cross_entropy as cross_entropy
-from zeromesh.kernels import chunked_log_probs
-from zeromesh.kernels.chunked_cross_entropy import LogitChange
+from zeromesh.kernels import chunked_head
+from zeromesh.kernels.chunked_head import LogitChange
 from zeromesh.losses import TokenScores, token_scores
 
 Case = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -44,7 +43,7 @@ def case(
 def scores_of(one: Case, *, chunk: int = 256, temperature: float = 1.0, **keys: Any) -> TokenScores:
     hidden, weight, targets, bias = one
     ranks = {name: keys.pop(name) for name in ("exchange", "sizes") if name in keys}
-    with patch.object(chunked_log_probs, "_CHUNK_TOKENS", chunk):
+    with patch.object(chunked_head, "_CHUNK_TOKENS", chunk):
         rows = hidden.reshape(-1, hidden.shape[-1])
         how = {"temperature": temperature, "change": LogitChange(**keys), **ranks}
         found = token_scores(rows, weight, bias, targets.reshape(-1), **how)  # type: ignore[arg-type]
@@ -107,7 +106,7 @@ def test_equals_whole_logits_in_float64(
 
 
 def test_blocks_of_rows_and_what_is_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "_ROW_ELEMENTS", 30)  # two rows of logits
+    monkeypatch.setattr(chunked_head, "_ROW_ELEMENTS", 30)  # two rows of logits
     for frozen in range(4):
         one = case((3, 5), 4, 11)
         if frozen in (0, 1, 3):
@@ -132,7 +131,7 @@ def test_the_gradients_are_those_of_finite_differences() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("widened", [False, True])
 def test_is_as_precise_as_whole_logits(dtype: torch.dtype, widened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy, "product_dtype", lambda *_: torch.float32 if widened else dtype)
+    monkeypatch.setattr(chunked_head, "product_dtype", lambda *_: torch.float32 if widened else dtype)
     one = case((4, 16), 16, 300, dtype=dtype)
     exact: Case = tuple(  # type: ignore[assignment]
         each.detach().double().requires_grad_() if each is not None and each.is_floating_point() else each

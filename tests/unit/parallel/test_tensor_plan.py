@@ -16,9 +16,12 @@ from zeromesh.tensor.dropout_rng import ShardedRandomness
 from zeromesh.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
+    SequenceShares,
+    SharedInput,
     lookup_sharded_embedding,
     project_latent,
     run_sharded_experts,
+    sequence_dim,
 )
 from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.attention_split import (
@@ -30,9 +33,15 @@ from zeromesh.tensor.plan.attention_split import (
     intermediate_dims,
     is_transposed,
 )
-from zeromesh.tensor.plan.planner import LayerPlan, Style, TensorPlan, parts_of, plan_tensor
-from zeromesh.tensor.plan.recognition import divides_by_shape, recognise_styles
-from zeromesh.tensor.shared_input import SequenceShares, SharedInput, sequence_dim
+from zeromesh.tensor.plan.planner import (
+    LayerPlan,
+    Style,
+    TensorPlan,
+    divides_by_shape,
+    parts_of,
+    plan_tensor,
+    recognise_styles,
+)
 from zeromesh.trainer.planning.tracing.meter import TracedExchange
 
 

@@ -16,8 +16,7 @@ from tests.unit.planning.test_machine import MODEL
 from zeromesh.errors import ConfigError
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models import prepare
-from zeromesh.trainer.models.prepare import enable_activation_checkpointing
-from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
+from zeromesh.trainer.models.prepare import enable_activation_checkpointing, find_token_wise, use_tiles
 from zeromesh.trainer.planning.tracing.meter import AFTER, BEFORE, Work
 from zeromesh.trainer.planning.tracing.trace import trace_microbatch
 from zeromesh.units.plan import block_modules

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from tests.distributed.checkpoint.test_save import tokenizer_in
 from tests.support.trainer_cases import LLAMA, Pictures, gpt2, llama, pictures, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import Manifest
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import Manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader
 
 NARROW = {"compute": "float32", "master": "float32", "reduce": "float32"}
@@ -80,7 +80,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    files = [path for path in directory.rglob("*") if path.is_file() and path.name != manifests.NAME]
+    files = [path for path in directory.rglob("*") if path.is_file() and path.name != formats.MANIFEST]
     return {path.relative_to(directory).as_posix(): path.read_bytes() for path in files}
 
 
@@ -100,7 +100,7 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    (directory / manifests.NAME).write_bytes(manifest.to_json())
+    (directory / formats.MANIFEST).write_bytes(manifest.to_json())
 
 
 def rewritten(directory: Path, name: str, value: float) -> None:
@@ -113,5 +113,5 @@ def rewritten(directory: Path, name: str, value: float) -> None:
         file.write(np.array([value], "<f4").tobytes())
     record = manifest.files[tensor.path]
     data = path.read_bytes()
-    pieces = tuple(replace(p, checksum=manifests.checksum(data[p.begin : p.end])) for p in record.pieces)
+    pieces = tuple(replace(p, checksum=formats.checksum(data[p.begin : p.end])) for p in record.pieces)
     write_manifest(directory, replace(manifest, files={**manifest.files, tensor.path: replace(record, pieces=pieces)}))

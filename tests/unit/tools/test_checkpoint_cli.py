@@ -15,7 +15,7 @@ import torch
 
 from tests.support.commands import ended
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, write_manifest
-from zeromesh.checkpoint.format import manifest as manifests
+from zeromesh.checkpoint import format as formats
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.checkpoint import reading
@@ -222,7 +222,7 @@ def test_verify_reads_headers_as_other_programs_do(copied: Copied, capsys: pytes
     path.write_bytes(path.read_bytes().replace(b'"model.norm.weight":', b'"model.norm.heavys":', 1))
     manifest = CheckpointReader(directory).manifest
     pieces = tuple(
-        replace(piece, checksum=manifests.checksum(path.read_bytes()[piece.begin : piece.end]))
+        replace(piece, checksum=formats.checksum(path.read_bytes()[piece.begin : piece.end]))
         for piece in manifest.files[path.name].pieces
     )
     record = replace(manifest.files[path.name], pieces=pieces)

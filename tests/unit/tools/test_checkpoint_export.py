@@ -15,9 +15,9 @@ from tests.support.commands import ended
 from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
+from zeromesh.checkpoint import format as formats
 from zeromesh.checkpoint import store
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import FileRecord
+from zeromesh.checkpoint.format import FileRecord
 from zeromesh.checkpoint.io.file_slices import PlacedValues
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.offload import TieredTensor
@@ -99,7 +99,7 @@ def test_exports_in_other_dtypes(trained: Trained, tmp_path: Path, dtype: str) -
 
 
 def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.checkpoint.format.safetensors_layout._LARGEST_FILE", 30000)
+    monkeypatch.setattr("zeromesh.checkpoint.format._LARGEST_FILE", 30000)
     monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", 4096)
     for name in ("llama", "mixtral"):
         out = tmp_path / name
@@ -156,7 +156,7 @@ def test_every_name_of_the_dtype_in_a_configuration_is_the_new_one(trained: Trai
     (directory / "config.json").write_bytes(text)
     manifest = CheckpointReader(directory, checked=False).manifest
     record = manifest.files["config.json"]
-    piece = replace(record.pieces[0], begin=0, end=len(text), checksum=manifests.checksum(text))
+    piece = replace(record.pieces[0], begin=0, end=len(text), checksum=formats.checksum(text))
     files = {**manifest.files, "config.json": replace(record, nbytes=len(text), pieces=(piece,))}
     write_manifest(directory, replace(manifest, files=files))
     assert main(["checkpoint", "export", str(directory), str(tmp_path / "out"), "--dtype", "float16"]) == 0

@@ -13,7 +13,7 @@ from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.trainer.data.sampler import BatchPlan
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.plan_check import PlanCheck, comparison_lines
-from zeromesh.trainer.monitoring.rank_waits import blames, read_ranks, recent, sentences, verdicts
+from zeromesh.trainer.monitoring.rank_records import blames, read_ranks, recent, sentences, verdicts
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, now, process_began, sentence
 from zeromesh.trainer.monitoring.step_stats import Balance, StepResult, Stragglers
 

@@ -12,7 +12,7 @@ import pytest
 from zeromesh.errors import StorageError
 from zeromesh.telemetry import status_board as codes
 from zeromesh.telemetry.status_board import STEP_SHIFT, UNIT_BITS, Activity, EventRing, read_ring
-from zeromesh.trainer.monitoring.trace_file import RankRing, read_rings, trace_content, trace_of
+from zeromesh.trainer.monitoring.rank_records import RankRing, read_rings, trace_content, trace_of
 
 NAMES = ("", "data", "agreement over world", "gather of b/0")
 MS = 1_000_000

@@ -19,7 +19,7 @@ from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
-from zeromesh.kernels import chunked_cross_entropy
+from zeromesh.kernels import chunked_head
 from zeromesh.overrides import override, replaced
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.zero.hooks import on_gradient_of
@@ -174,7 +174,7 @@ def kernels_of(device: str) -> Iterator[None]:
     """Inside the block, force fused attention wherever the device would choose it, which PyTorch cannot tell without values, and
     the device's chunk size of the loss. The CPU's kernel represents those of accelerators, with equal memory and work. A patch is
     used because recomputation may run in autograd's thread, where no dispatch mode of this thread is active."""
-    own = chunked_cross_entropy
+    own = chunked_head
     with ExitStack() as undo:
         if device != "cpu":
             undo.callback(override(own, "_ROW_ELEMENTS", own._ROW_ELEMENTS_ACCELERATOR))

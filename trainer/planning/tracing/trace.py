@@ -26,8 +26,8 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.attention.packed_attention import PackedAttention
 from zeromesh.trainer.losses.losses import Loss
-from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing, keep_attributes
-from zeromesh.trainer.models.tiles import find_token_wise, use_tiles
+from zeromesh.trainer.models import prepare
+from zeromesh.trainer.models.prepare import Mode
 from zeromesh.trainer.planning.tracing.meter import AFTER, Meter, Segment, TracedExchange, Work, kernels_of
 from zeromesh.units.plan import ModelCuts, UnitPlan, block_modules, plan_model
 from zeromesh.zero.hooks import hook_before
@@ -64,8 +64,8 @@ class Tracer:
         """`loss` is the whole model's; parameters get the dtype `compute`. `device` is a kind, `rules` are styles by pattern."""
         self.model, self.loss, self._compute, self._device, self._rules = model, loss, compute, device, rules or None
         self._undo = ExitStack()
-        self._undo.callback(keep_attributes(model))
-        self._token_wise = cache(partial(find_token_wise, model))
+        self._undo.callback(prepare.keep_attributes(model))
+        self._token_wise = cache(partial(prepare.find_token_wise, model))
         _remove_values(model, compute, self._undo)
         self._blocks = _remove_equal_blocks(model, self._undo)
 
@@ -87,11 +87,11 @@ class Tracer:
         and `LayoutError` for one that is indivisible."""
         exchange = TracedExchange(tensor)
         with ExitStack() as undo:
-            undo.callback(keep_attributes(self.model))
+            undo.callback(prepare.keep_attributes(self.model))
             try:
                 self._divide(exchange, sequence, undo)
                 if tiles:
-                    use_tiles(self.model, tiles, self._token_wise())
+                    prepare.use_tiles(self.model, tiles, self._token_wise())
                 meter = self._run(batch, exchange, recompute, context, undo)
             except ZeromeshError:
                 raise
@@ -133,7 +133,7 @@ class Tracer:
         known = set(block_modules(model))
         blocks = {name: block for name, block in model.named_modules() if block in known}
         if recompute != "none":
-            enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
+            prepare.enable_activation_checkpointing(model, recompute, blocks=block_modules(model))
         meter = exchange.meter = Meter(self._device)
         for name, block in blocks.items():
             undo.callback(override(block, "forward", partial(meter.run, name, block.forward)))

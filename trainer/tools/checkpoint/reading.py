@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format.manifest import NAME, Manifest
-from zeromesh.checkpoint.format.safetensors_layout import DTYPE_NAMES, TensorSpec
+from zeromesh.checkpoint.format import DTYPE_NAMES, MANIFEST, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
@@ -36,14 +35,14 @@ def store_at(path: Path) -> CheckpointStore:
     for store in stores_at(path):
         if store.steps() or store.leftovers():
             return store
-    hint = "; it is one: `inspect` shows it" if (path / NAME).exists() else ""
+    hint = "; it is one: `inspect` shows it" if (path / MANIFEST).exists() else ""
     raise ConfigError(f"{path} holds no checkpoints: neither step-* nor {FOLDER}/step-*{hint}")
 
 
 def checkpoints_at(path: Path) -> list[Path]:
     """Return the checkpoint at a path, or all of a run, newest first. Raises `ConfigError` where there is none."""
     path = path.expanduser()
-    if (path / NAME).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
+    if (path / MANIFEST).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
         return [path]
     store = store_at(path)
     steps = store.steps()
@@ -139,7 +138,7 @@ def summary_of(store: CheckpointStore, step: int) -> dict[str, Any]:
 
 def _date(directory: Path) -> str:
     """Return the time of the manifest, which is written last, in UTC."""
-    path = directory / NAME
+    path = directory / MANIFEST
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime((path if path.is_file() else directory).stat().st_mtime))
 
 

@@ -16,7 +16,7 @@ from zeromesh.trainer.config.messages import quote
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
 from zeromesh.trainer.monitoring.plan_check import PlanTable, comparison_table
-from zeromesh.trainer.monitoring.rank_waits import read_ranks
+from zeromesh.trainer.monitoring.rank_records import read_ranks
 from zeromesh.trainer.monitoring.step_metrics import CONFIG, EVALUATIONS, METRICS, RANKS, STARTS, leaves, read_metrics
 
 CHECKPOINTS, STEP_MEMORY = "checkpoints", "step_memory.json"

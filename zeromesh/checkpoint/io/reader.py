@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format import manifest as manifests
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, FileRecord, Manifest, checksum
-from zeromesh.checkpoint.format.safetensors_layout import INDEX, SINGLE, TensorSpec, parse_json, read_header
+from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.format import INDEX, SINGLE, ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, elements_of, overlapping
 from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some
 from zeromesh.files import read_whole
@@ -61,7 +60,7 @@ class CheckpointReader:
     def path_of(self, path: str) -> Path:
         """Return the path of a file of the manifest: in the checkpoint, or in the source of the frozen weights."""
         away = self.manifest.is_elsewhere(path)  # Links are resolved, since the Hub's cache has links to its files.
-        return (self.source / path.removeprefix(manifests.SOURCE)).resolve() if away else self.directory / path
+        return (self.source / path.removeprefix(formats.SOURCE)).resolve() if away else self.directory / path
 
     def pieces(self) -> list[ChecksumPiece]:
         """List every piece of every file, in order within each file."""
@@ -81,7 +80,7 @@ class CheckpointReader:
 
     def document(self, path: str) -> dict[str, Any]:
         """Read a JSON object from a file, verified. Raises `CheckpointError`."""
-        return parse_json(self.directory / path, self.content(path))
+        return formats.parse_json(self.directory / path, self.content(path))
 
     def read(self, targets: Iterable[PlacedValues], on_progress: Callable[[], None] = lambda: None) -> None:
         """Fill all targets with verified bytes. `on_progress` is called after every piece. Raises as `stream`."""
@@ -154,7 +153,7 @@ class CheckpointReader:
         problem = _problem(path, self.manifest.files[piece.path].nbytes, "there") if away else ""
         if not problem:
             file.result().read(data, piece.begin)
-            found = checksum(data)
+            found = formats.checksum(data)
             if found == piece.checksum:
                 return
             wrote = "was there" if away else f"rank {piece.rank} wrote"
@@ -183,7 +182,7 @@ class CheckpointReader:
         if foreign:
             yield (
                 foreign[0],
-                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {manifests.NAME} does not name; "
+                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {formats.MANIFEST} does not name; "
                 "move what is not of this checkpoint elsewhere",
             )
 
@@ -224,12 +223,12 @@ def copy_file(
 
 def manifest_of(directory: Path) -> tuple[str, Manifest]:
     """Read a directory's manifest, with a checksum that identifies it."""
-    path = directory / manifests.NAME
+    path = directory / formats.MANIFEST
     try:
-        raw = read_whole(path, manifests.MAX_BYTES)
-        return checksum(raw), manifests.parse(path, raw)
+        raw = read_whole(path, formats.MAX_BYTES)
+        return formats.checksum(raw), formats.parse_manifest(path, raw)
     except FileNotFoundError:
-        raise CheckpointError(f"{directory} has no {manifests.NAME}: it is no whole checkpoint") from None
+        raise CheckpointError(f"{directory} has no {formats.MANIFEST}: it is no whole checkpoint") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -336,7 +335,7 @@ def manifest_of_files(directory: Path) -> Manifest:
         if (directory / INDEX).is_file():
             found = _read_indexed(directory)
         elif (directory / SINGLE).is_file():
-            found = read_header(directory / SINGLE)
+            found = formats.read_header(directory / SINGLE)
         else:
             pickled = sorted(path.name for path in directory.glob("*.bin"))
             cure = "save it as safetensors (`model.save_pretrained(DIR)` of transformers does)"
@@ -354,7 +353,7 @@ def _read_indexed(directory: Path) -> dict[str, TensorSpec]:
     index = directory / INDEX
     if index.stat().st_size > MAX_INDEX_BYTES:
         raise CheckpointError(f"{index} is larger than {MAX_INDEX_BYTES} bytes")
-    names = parse_json(index, index.read_bytes()).get("weight_map")
+    names = formats.parse_json(index, index.read_bytes()).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         raise CheckpointError(f"{index} has no `weight_map` of names to files")
     files = sorted(set(names.values()))
@@ -363,7 +362,7 @@ def _read_indexed(directory: Path) -> dict[str, TensorSpec]:
             raise CheckpointError(f"{index} names the file {file!r}, which is not a plain name in the same directory")
     problems = [f"{file} is in {INDEX} and not in {directory}" for file in files if not (directory / file).is_file()]
     if not problems:
-        headers = {file: read_header(directory / file) for file in files}
+        headers = {file: formats.read_header(directory / file) for file in files}
         missing = [name for name, file in names.items() if name not in headers[file]]
         problems = [f"{name} is not in {names[name]}, where {INDEX} says it is" for name in missing[:20]]
     if problems:
@@ -410,7 +409,7 @@ def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
     """Return the differences between a sound file's header, which other programs read, and the manifest."""
     path = reader.directory / name
     try:
-        found = {each.name: (each.dtype, each.shape, each.begin) for each in read_header(path).values()}
+        found = {each.name: (each.dtype, each.shape, each.begin) for each in formats.read_header(path).values()}
     except (ZeromeshError, OSError) as error:
         return [str(error)]
     tensors = {t.name: (t.dtype, t.shape, t.begin) for t in reader.manifest.tensors if t.path == name}

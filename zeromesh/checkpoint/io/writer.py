@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.format.manifest import ChecksumPiece, checksum
-from zeromesh.checkpoint.format.safetensors_layout import FileLayout
+from zeromesh.checkpoint.format import ChecksumPiece, FileLayout, checksum
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, merged, overlapping
 from zeromesh.errors import CheckpointError, StorageError

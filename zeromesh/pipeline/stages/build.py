@@ -22,7 +22,7 @@ from zeromesh.settings.keys import Balance
 from zeromesh.units.plan import names_by_parameter, without_adapters
 
 if TYPE_CHECKING:
-    from zeromesh.tensor.shared_input import SequenceShares
+    from zeromesh.tensor.layers import SequenceShares
 
 
 BALANCE = "load_balancing_loss_func"
@@ -250,7 +250,7 @@ class Stages:
 
 
 if TYPE_CHECKING:
-    from zeromesh.tensor.shared_input import SequenceShares
+    from zeromesh.tensor.layers import SequenceShares
 
 
 @dataclass(slots=True)
