@@ -75,7 +75,7 @@ CHANGES = {
     ],
     "a data type of files, of which a byte is the number of sixteenths": [
         (
-            "zeromesh/checkpoint/format.py",
+            "zeromesh/checkpoint/io/format.py",
             "DTYPES = {\n",
             '    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,\n',
         ),

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.support.stored_cases import small_units, split, values_of, verify, write
-from zeromesh.checkpoint import format as manifest
-from zeromesh.checkpoint.format import TensorSpec, checksum
+from zeromesh.checkpoint.io import format as manifest
 from zeromesh.checkpoint.io.file_slices import GRID
+from zeromesh.checkpoint.io.format import TensorSpec, checksum
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def made(root: Path, step: int, seed: int) -> Path:
         "tokenizer.json": b"",
     }
     with small_units(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zeromesh.checkpoint.format._LEAST_FILE", MB)
+        patch.setattr("zeromesh.checkpoint.io.format._LEAST_FILE", MB)
         return write(root, step, split(values_of(SPECS, seed), 2, random.Random(seed)), documents).directory
 
 

@@ -29,7 +29,7 @@ from tests.support.doc_blocks import ROOT, Block, Script, blocks_of, links, scri
 from tests.support.doc_commands import PLACEHOLDER, Reader, commands
 from tests.support.programs import Programs
 from tests.support.workers import Workers
-from zeromesh.checkpoint import format as manifest
+from zeromesh.checkpoint.io import format as manifest
 from zeromesh.environment import kept_environment
 from zeromesh.launch.ssh import read_hosts
 from zeromesh.mesh.process_mesh import Mesh

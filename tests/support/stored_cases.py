@@ -17,8 +17,10 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from zeromesh.checkpoint import format as safetensors_layout
-from zeromesh.checkpoint.format import (
+from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io import format as safetensors_layout
+from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
+from zeromesh.checkpoint.io.format import (
     DTYPES,
     ChecksumPiece,
     FileLayout,
@@ -28,8 +30,6 @@ from zeromesh.checkpoint.format import (
     index_files,
     plan_files,
 )
-from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.writer import Runs, ShardWriter, bytes_for_others, columns_to_rows, plan_pieces, plan_runs
 from zeromesh.checkpoint.loader import places_of

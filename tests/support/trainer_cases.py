@@ -475,7 +475,7 @@ def saved(mesh: Mesh, folder: str, kind: str, compute: str, largest: int) -> Non
     if compute == "bfloat16":
         model = seeded(lambda: type(model)._from_config(model.config, dtype=torch.bfloat16))
     with (
-        patch("zeromesh.checkpoint.format._LARGEST_FILE", largest),
+        patch("zeromesh.checkpoint.io.format._LARGEST_FILE", largest),
         Trainer(model, settings(folder, precision=precision), data, callbacks=[after_steps(save)]) as trainer,
     ):
         trainer.save(root / "before")

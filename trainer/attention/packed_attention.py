@@ -273,9 +273,7 @@ def _attend(
         query, key, value = map(shares.to_heads, (query, key, value))
         out, _ = _attend(own, module, query, key, value, mask.whole(), **named)
         return shares.to_shares(out.transpose(1, 2)).transpose(1, 2), None
-    beyond = named.get("position_bias") is not None or any(
-        named.get(name) for name in ("softcap", "dropout", "output_attentions")
-    )
+    beyond = named.get("position_bias") is not None or any(map(named.get, ("softcap", "dropout", "output_attentions")))
     if beyond or mask.pattern is None:
         if shares is not None:
             key, value = (shares.gather_with_gradient(each, 2) for each in (key, value))

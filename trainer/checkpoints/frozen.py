@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import SOURCE, Manifest, TensorSpec, is_path
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard, record_of
+from zeromesh.checkpoint.io.format import SOURCE, Manifest, TensorSpec, is_path
 from zeromesh.checkpoint.io.reader import CheckpointReader, manifest_of_files
 from zeromesh.checkpoint.loader import places_of
 from zeromesh.errors import CheckpointError, ConfigError, some

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zeromesh import __version__, errors
-from zeromesh.checkpoint.format import Manifest, TensorSpec
+from zeromesh.checkpoint.io.format import Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver

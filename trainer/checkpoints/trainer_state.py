@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
-from zeromesh.checkpoint.format import check_plain
+from zeromesh.checkpoint.io.format import check_plain
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
 from zeromesh.trainer.config.sections.schedule import default_warmup

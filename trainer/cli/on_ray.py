@@ -36,10 +36,8 @@ class RayLauncher:
             return run_starts(arguments, others, requests, notify, processes=processes)
 
 
-def launch_on_ray(
-    arguments: Sequence[str], processes: int, nodes: Nodes, variables: Mapping[str, str], notify: Notify
-) -> Result:
-    """Run `python ARGUMENTS` as `processes` ranks on each of `nodes.most` nodes of a Ray cluster, with `variables`, and go on while
+def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mapping[str, str], notify: Notify) -> Result:
+    """Run `python ARGUMENTS` as `processes` ranks on each of `nodes.most` nodes of a Ray cluster, with `env`, and go on while
     `nodes.least` of them are left, if that is less, or one. Returns as `launch_workers` does. Raises `ConfigError` without Ray, and
     on a client outside of the cluster, which the nodes cannot reach."""
     missing = "--on ray needs one more package: pip install 'zeromesh[ray]' ("
@@ -64,7 +62,7 @@ def launch_on_ray(
     ray.get([each.__ray_ready__.remote() for each in actors])
     export({SECRET: setting(SECRET) or secrets.token_hex(16)})
     # Ray has set the number of threads to that of the actor's CPUs, which its ranks divide.
-    sent = {"OMP_NUM_THREADS": "", **variables, SECRET: setting(SECRET)}
+    sent = {"OMP_NUM_THREADS": "", **env, SECRET: setting(SECRET)}
     host = ray.util.get_node_ip_address()
     with listen(host, 0) as free_port:
         endpoint = f"{host}:{free_port.getsockname()[1]}"
@@ -73,7 +71,7 @@ def launch_on_ray(
     theirs = Nodes(endpoint=endpoint, silence_seconds=nodes.silence_seconds)
 
     def ask(each: Any) -> Any:
-        return each.run.remote((arguments, processes, theirs), os.getcwd(), sent, notify)
+        return each.run.remote((argv, processes, theirs), os.getcwd(), sent, notify)
 
     def stopped() -> bool:
         """Pass signals on, and look after the actors; returns True if a signal has come and the ranks of all nodes have ended."""

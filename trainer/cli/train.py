@@ -17,17 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from zeromesh import environment
-from zeromesh.errors import (
-    ConfigError,
-    DataError,
-    LayoutError,
-    ZeromeshError,
-    counted,
-    errors_as,
-    printable,
-    printable_lines,
-)
+from zeromesh import environment, errors
+from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, counted, errors_as
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
@@ -249,9 +240,8 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or --nproc, and True if this process starts them, as one task may."""
     launch, nproc = environment.read_environment(), options.nproc
     if nproc is not None and nproc > (most := max(64, 8 * environment.available_cores())):
-        raise ConfigError(
-            f"--nproc {nproc}: this host has {environment.available_cores()} cores; allowed are up to {most} ranks"
-        )
+        cores = environment.available_cores()
+        raise ConfigError(f"--nproc {nproc}: this host has {cores} cores; allowed are up to {most} ranks")
     if launch.launcher != "torchrun" and launch.world_size == 1:
         return nproc or 1, not options.worker and (nproc or 1) > 1
     if nproc and launch.launcher == "slurm" and launch.local_world_size == 1 and options.command in ("train", "run"):
@@ -271,9 +261,8 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
 def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> WorkersFailed | int:
     least, most = options.nnodes
     if options.on and (options.node_rank is not None or options.rdzv_endpoint):
-        raise ConfigError(
-            f"--on {options.on} numbers the nodes and meets by itself; leave --node-rank and --rdzv-endpoint out"
-        )
+        cure = "leave --node-rank and --rdzv-endpoint out"
+        raise ConfigError(f"--on {options.on} numbers the nodes and meets by itself; {cure}")
     if most > 1 and not options.on and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
     if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
@@ -285,14 +274,7 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least or bool(options.on))
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
-    where = Nodes(
-        least=least,
-        most=most,
-        max_restarts=restarts,
-        rank=options.node_rank,
-        **meeting,
-        **nodes,
-    )
+    where = Nodes(least=least, most=most, max_restarts=restarts, rank=options.node_rank, **meeting, **nodes)
     if options.on:
         from zeromesh.trainer.cli.on_ray import launch_on_ray
 
@@ -415,7 +397,7 @@ def print_config(options: argparse.Namespace) -> int:
         from zeromesh.trainer.models.build import check_model
 
         check_model(config.model)
-    sys.stdout.writelines(f"# {printable(note)}\n" for note in config.notes)
+    sys.stdout.writelines(f"# {errors.printable(note)}\n" for note in config.notes)
     sys.stdout.write(config.to_yaml())
     return 0
 
@@ -427,7 +409,9 @@ def exit_code_of(error: BaseException) -> int:
 
 def say(message: str) -> None:
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    sys.stderr.writelines(f"{line}\n" for line in wrapped(f"zeromesh: {printable_lines(message)}".split("\n"), width))
+    sys.stderr.writelines(
+        f"{line}\n" for line in wrapped(f"zeromesh: {errors.printable_lines(message)}".split("\n"), width)
+    )
 
 
 def _hint(message: str) -> None:

@@ -19,7 +19,7 @@ import xxhash
 from transformers import GenerationConfig
 
 from zeromesh import errors
-from zeromesh.checkpoint.format import MANIFEST
+from zeromesh.checkpoint.io.format import MANIFEST
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CollectiveError, ConfigError, DataError, PhaseError, StorageError, counted, some
 from zeromesh.mesh.process_mesh import Mesh

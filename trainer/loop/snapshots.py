@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.format import DTYPE_NAMES, DTYPES, ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard, cut_at_grid
+from zeromesh.checkpoint.io.format import DTYPE_NAMES, DTYPES, ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import PartsReader, fill_shards
 from zeromesh.environment import number_of_start

@@ -20,6 +20,7 @@ from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.models.adapters import output_layer
 
+_Compute = Callable[..., Tensor]
 Route = Literal["loss_function", "logits"]
 """The place where the model's logits end: in its replaced `loss_function`, or in the output of a call without labels."""
 
@@ -31,7 +32,7 @@ _PROBES = (_TINY, _HUGE, -7.0, -0.5, 0.3, 1.0, 4.0, 40.0)
 @dataclass(kw_only=True, slots=True)
 class _HeadCall:
     targets: Tensor  # [tokens]
-    compute: Callable[..., Tensor]
+    compute: _Compute
     """Takes what `chunked_cross_entropy` takes, but for the seed and the count; returns a tensor of any shape."""
     result: Tensor | None = None
 
@@ -46,7 +47,7 @@ class ChunkedHead:
     route: Route
     chunk_tokens: int | None = None
     change: LogitChange = UNCHANGED
-    kernel: Callable[..., Tensor] = chunked_cross_entropy
+    kernel: _Compute = chunked_cross_entropy
     vocabulary: int = field(init=False)
     found: LogitChange | None = field(default=None, init=False)
     """The transformation of the logits that the first run has measured."""
@@ -75,9 +76,7 @@ class ChunkedHead:
         log_probs, entropy, *others = self._run(model, inputs, targets, kernel)[0].view(-1, *targets.shape)
         return TokenScores(log_probs, entropy, *(each.detach() for each in others))
 
-    def _run(
-        self, model: Any, inputs: dict[str, Any], targets: Tensor, compute: Callable[..., Tensor]
-    ) -> tuple[Tensor, Any]:
+    def _run(self, model: Any, inputs: dict[str, Any], targets: Tensor, compute: _Compute) -> tuple[Tensor, Any]:
         """Return what `compute` has returned to the head, as the head's hooks have passed it on, and the model's outputs."""
         current = _HeadCall(targets=targets.reshape(-1), compute=compute)
         with ExitStack() as undone:

@@ -5,7 +5,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,12 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.func import functional_call
 
-from zeromesh.checkpoint.format import parse_json
+from zeromesh.checkpoint.io.format import parse_json
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError, counted, library_errors, some
 from zeromesh.files import read_whole
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.options import EncodedWeights
+from zeromesh.trainer.config.sections.base import nearest_of
 from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSection
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.unread_weights import unread_weights
@@ -164,8 +164,7 @@ def _check_settings(kind: Any, wanted: Mapping[str, Any], where: str) -> None:
     types |= {"lora_alpha": float} if "lora_alpha" in types else {}  # PEFT multiplies by it.
     for name, value in wanted.items():
         if name not in types:
-            near = get_close_matches(name, types)
-            problems.append(f"{name} is not a field of {kind.__name__}{f'; nearest: {some(near)}' if near else ''}")
+            problems.append(f"{name} is not a field of {kind.__name__}{nearest_of(name, types)}")
             continue
         try:  # Files have lists where PEFT has tuples.
             TypeAdapter(types[name]).validate_json(json.dumps(value), strict=True)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +19,13 @@ from transformers import AutoConfig, GenerationConfig
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-from zeromesh.checkpoint.format import MANIFEST
+from zeromesh.checkpoint.io.format import MANIFEST
 from zeromesh.errors import ConfigError, library_errors
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.memory.ledger import machine_bytes
 from zeromesh.settings.keys import int_if_whole
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.trainer.config.sections.base import REPOSITORY
+from zeromesh.trainer.config.sections.base import REPOSITORY, nearest_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSection, WeightsSection
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
@@ -301,9 +300,8 @@ def _from_fields(settings: dict[str, Any], tokenizer: Tokenizer | None) -> Any:
     if kind is None:
         raise ConfigError("model_type is missing, and model.source gives no config.json", where=where)
     if kind not in transformers.CONFIG_MAPPING:
-        near = get_close_matches(str(kind), known, cutoff=0.5)
-        hint = f"nearest: {', '.join(near)}" if near else f"there are {len(known)}, such as llama, gpt2, bert"
-        raise ConfigError(f"model_type: {kind!r} is not known to transformers ({hint})", where=where)
+        hint = nearest_of(kind, known, cutoff=0.5) or f"; there are {len(known)}, such as llama, gpt2, bert"
+        raise ConfigError(f"model_type: {kind!r} is not known to transformers{hint}", where=where)
     cls = transformers.CONFIG_MAPPING[kind]
     _check_fields(cls, settings)
     if tokenizer is not None and "vocab_size" in _fields(cls) and settings.get("vocab_size") is None:
@@ -360,9 +358,7 @@ def _check_fields(cls: type, settings: dict[str, Any], stored: Container[str] = 
     known = declared.keys() | {name for name in reads if not callable(getattr(cls, name, None))}
     for name, value in settings.items():
         if name not in known and name not in stored:
-            near = get_close_matches(name, sorted(known))
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problems.append(f"{name} is not a field of {cls.__name__}{hint}")
+            problems.append(f"{name} is not a field of {cls.__name__}{nearest_of(name, known)}")
         elif declared.get(name) in (int, int | None):
             settings[name] = int_if_whole(value)
     if (labels := settings.get("num_labels")) is not None:
@@ -397,7 +393,7 @@ def _check_values(made: Any) -> None:
     for name in ("hidden_act", "activation_function"):
         value = getattr(text, name, None)
         if isinstance(value, str) and value not in ACT2FN:
-            near = get_close_matches(value, ACT2FN, cutoff=0.5) or ["gelu", "relu", "silu"]
-            problems.append(f"{name} {value!r} is not known to transformers; nearest: {', '.join(near)}")
+            near = nearest_of(value, ACT2FN, ("gelu", "relu", "silu"), cutoff=0.5)
+            problems.append(f"{name} {value!r} is not known to transformers{near}")
     if problems:
         raise ConfigError(problems, where="model.config")

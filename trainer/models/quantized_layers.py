@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zeromesh.checkpoint.format import spec_of
+from zeromesh.checkpoint.io.format import spec_of
 from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.flat.codec import Codec, EncodedParameter
 from zeromesh.options import EncodedWeights

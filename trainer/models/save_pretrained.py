@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeromesh.checkpoint.format import INDEX, SINGLE, TensorSpec, spec_of
+from zeromesh.checkpoint.io.format import INDEX, SINGLE, TensorSpec, spec_of
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CollectiveError, StorageError
 from zeromesh.mesh.process_mesh import Mesh

@@ -226,15 +226,11 @@ def trace_content(trace: Mapping[str, Any], *, packed: bool) -> bytes:
     return gzip.compress(content, 6, mtime=0) if packed else content
 
 
-def trace_of(
-    rings: Sequence[RankRing], metrics: Sequence[Mapping[str, Any]] = (), steps: range | None = None
-) -> dict[str, Any]:
+def trace_of(rings: Sequence[RankRing], metrics: Sequence[Row] = (), steps: range | None = None) -> dict[str, Any]:
     """Return the trace of rings, optionally of some `steps` alone. `metrics` are lines of `metrics.jsonl`, for rank 0's memory."""
-    sliced = {ring.rank: _slices(ring, rings[0]) for ring in rings}
-    arrows = list(_arrows({ring.rank: ring.axes for ring in rings}, sliced))
-    kept = {
-        rank: [one for one in own if steps is None or one.facts.get("step") in steps] for rank, own in sliced.items()
-    }
+    made = {ring.rank: _slices(ring, rings[0]) for ring in rings}
+    arrows = list(_arrows({ring.rank: ring.axes for ring in rings}, made))
+    kept = {rank: [one for one in own if steps is None or one.facts.get("step") in steps] for rank, own in made.items()}
     zero = min((each.begin for slices in kept.values() for each in slices), default=0)
     memory = {line.get("step"): line.get("memory") for line in metrics}
     events: list[dict[str, Any]] = []

@@ -132,7 +132,7 @@ def build_run(
     console.status("reading the data")
     data = _prepare_data(config, inputs, mesh, console)
     console.note(*data.notes, *map(Detail, workers.notes(data.train)), f"data     {data.row()}")
-    config, plan = _with_data_size(config, plan, data, console)
+    config, plan = _sized(config, plan, data, console)
     plan = _with_shares(plan, config, data, mesh, console)
     made = inputs.lr_scheduler
     schedule: LRSchedule | TorchSchedule = (
@@ -221,9 +221,7 @@ def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str
     mesh.world.require_same(values, ConfigError, advice=advice)
 
 
-def _with_data_size(
-    config: TrainerConfig, plan: BatchPlan, data: RunData, console: Console
-) -> tuple[TrainerConfig, BatchPlan]:
+def _sized(config: TrainerConfig, plan: BatchPlan, data: RunData, console: Console) -> tuple[TrainerConfig, BatchPlan]:
     """Return the configuration with the classes and steps of the data, and the plan with its epochs. Raises `ConfigError` for a
     warm-up that outlasts the run, and for epochs without a step."""
     train, given = data.train, config.model.config or {}

@@ -229,7 +229,7 @@ def _loss_and_feeds(
             length_multiple=length_multiple,
         ),
     )
-    return loss, feeds, [*loss.notes, *_check_first_batches(feeds, config, forward, loss, inputs)]
+    return loss, feeds, [*loss.notes, *_check_first(feeds, config, forward, loss, inputs)]
 
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
@@ -397,21 +397,19 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
     return built
 
 
-def _check_first_batches(
-    feeds: Feeds, config: TrainerConfig, forward: ForwardInputs, loss: Loss, inputs: UserInputs
-) -> list[str]:
+def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, loss: Loss, user: UserInputs) -> list[str]:
     """Check settings and each dataset's first batch before anything large is allocated; returns notes."""
-    if inputs.compute_loss is not None:
-        late = "needs the number of targets before forward, and compute_loss counts them after it"
+    if user.compute_loss is not None:
+        late = "needs the number of targets before inputs, and compute_loss counts them after it"
         if config.optimizer.in_backward:
             raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
         if config.batch.average == "samples":
             raise ConfigError(f"batch.average: samples {late}; set it to tokens")
     if feeds.data.tokenizer is not None:
-        forward.check_length(config.data.sequence_length, "lower data.sequence_length")
+        inputs.check_length(config.data.sequence_length, "lower data.sequence_length")
         labelled = any(each.label for each in config.data.formats)
-        if inputs.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
-            why = f"{forward.model} does not predict the next token, so plain text has no labels for it"
+        if user.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
+            why = f"{inputs.model} does not predict the next token, so plain text has no labels for it"
             cure = "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             raise ConfigError(f"{why}; {cure}")
     notes, train = [], feeds.data.train
@@ -430,13 +428,13 @@ def _check_first_batches(
         first = feed.dataset[feed.order.dataset_index(0)]
         sample = first if isinstance(first, Mapping) else {}
         if unseen := [field for field in sample if field not in feed.rules.drop_fields(sample)]:
-            away = f"which {forward.model}.forward does not take (data.remove_unused: false keeps them)"
+            away = f"which {inputs.model}.forward does not take (data.remove_unused: false keeps them)"
             notes.append(f"{name}: left out before the data_collator {', '.join(unseen)}, {away}")
-        forward.check(batch)
+        inputs.check(batch)
         check_sequence_shards(config, batch)
         loss.count(batch)
         if left_out := [name for name in batch if name not in feed.rules.accepted(batch)]:
-            notes.append(f"{name}: left out {', '.join(left_out)}, which {forward.model}.forward does not take")
+            notes.append(f"{name}: left out {', '.join(left_out)}, which {inputs.model}.forward does not take")
     return notes
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import xxhash
 
-from zeromesh.checkpoint.format import DTYPES, are_valid_sizes
+from zeromesh.checkpoint.io.format import DTYPES, are_valid_sizes
 from zeromesh.errors import ConfigError, TransferError, errors_as, printable
 from zeromesh.files import json_object
 from zeromesh.mesh.network_interfaces import is_loopback

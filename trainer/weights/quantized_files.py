@@ -13,7 +13,7 @@ import torch
 import xxhash
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer, HfQuantizer
 
-from zeromesh.checkpoint.format import Manifest, TensorSpec
+from zeromesh.checkpoint.io.format import Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, StorageError, library_errors
 from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter, EncodedPlace

@@ -24,7 +24,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging
 
-from zeromesh.checkpoint.format import FileRecord, Manifest, TensorSpec, read_header
+from zeromesh.checkpoint.io.format import FileRecord, Manifest, TensorSpec, read_header
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.environment import setting
 from zeromesh.errors import (

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import ChecksumPiece, FileRecord, Manifest, TensorSpec
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.file_slices import PlacedValues, TensorShard
+from zeromesh.checkpoint.io.format import ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import CheckpointStore, write_directory
 from zeromesh.errors import CheckpointError, LayoutError, ZeromeshError, first_lines

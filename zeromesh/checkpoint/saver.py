@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import ChecksumPiece, FileLayout, FileRecord, Manifest, TensorSpec
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io import writer as writers
 from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.format import ChecksumPiece, FileLayout, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.files import disk_call, open_regular, refusals, write_whole

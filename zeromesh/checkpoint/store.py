@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import INDEX, SINGLE, FileLayout, FileRecord, Manifest, TensorSpec
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.file_slices import record_of
+from zeromesh.checkpoint.io.format import INDEX, SINGLE, FileLayout, FileRecord, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import manifest_of
 from zeromesh.checkpoint.io.writer import in_thread
 from zeromesh.errors import ConfigError, StorageError, counted

@@ -26,10 +26,8 @@ def run_in_tiles(forward: Callable[[Tensor], Tensor], params: Sequence[nn.Parame
 class _TiledPass:
     """One call of a module, with the state of the generators and of autocast that its backward needs too."""
 
-    def __init__(
-        self, call: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor
-    ) -> None:
-        self._forward, self._parameters, self._tokens = call, params, tokens
+    def __init__(self, run: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor) -> None:
+        self._forward, self._parameters, self._tokens = run, params, tokens
         self._random = GeneratorStates.now()
         kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

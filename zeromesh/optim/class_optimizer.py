@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeromesh.checkpoint.format import DTYPE_NAMES
+from zeromesh.checkpoint.io.format import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute

@@ -154,7 +154,7 @@ class Parallelized:
                 width = own.length * getattr(module, "head_dim", 0)
                 self._wrap(module, _with_narrow_input, self._sources[attention], width)
             for name in {"alibi", "position_bias"} & taken.keys():
-                self._wrap(module, _with_biases, list(taken), name, own, division.queries)
+                self._wrap(module, _biased, list(taken), name, own, division.queries)
 
     def _share_sequence(self, shares: SequenceShares) -> None:
         """Wrap the forwards of blocks, attentions and blocks of experts, which take hidden states [batch, sequence, hidden] first,
@@ -185,9 +185,7 @@ def _with_narrow_input(forward: _Forward, source: SharedInput, width: int, /, *a
     return forward(*args, **kwargs)
 
 
-def _with_biases(
-    forward: _Forward, names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any
-) -> Any:
+def _biased(run: _Forward, names: list[str], name: str, own: Interval, heads: int, /, *args: Any, **kwargs: Any) -> Any:
     """Run an attention on this rank's heads of its argument `name`: position biases, or a mask, of all heads, with or without a
     batch. Those made by an attention of this rank have only its heads already. `names` are its arguments in order."""
     kwargs |= dict(zip(names, args, strict=False))
@@ -197,7 +195,7 @@ def _with_biases(
         kwargs[name] = apart if biases.dim() == 4 else apart.flatten(0, 1)
         if mask is not None and mask.dim() == 4 and mask.shape[1] == heads > 1:
             kwargs["attention_mask"] = mask[:, own.start : own.end]
-    return forward(**kwargs)
+    return run(**kwargs)
 
 
 def _has_dropout(model: nn.Module) -> bool:

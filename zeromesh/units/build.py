@@ -300,9 +300,8 @@ class _BucketBuilder:
             filled = self.tiers.warm or slot.spec.fqn not in pieces
             for begin, data in () if filled else shard.stored(pieces[slot.spec.fqn], parameter):
                 encoded.write(begin, data).wait()
-        buffer = DecodingBuffer(
-            gathered, [EncodedShard.of(layout, each, tables) for each in parts], dtype, transport.spare_pages
-        )
+        shards = [EncodedShard.of(layout, each, tables) for each in parts]
+        buffer = DecodingBuffer(gathered, shards, dtype, transport.spare_pages)
         return buffer, (EncodedTensor(dtype, EncodedShard.of(layout, interval, tables), encoded), None)
 
     def runs_in_files(self, layout: BucketLayout) -> _Runs:

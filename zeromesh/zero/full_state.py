@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import nn
 
-from zeromesh.checkpoint.format import TensorSpec, spec_of
 from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.format import TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of

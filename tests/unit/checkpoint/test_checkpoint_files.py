@@ -30,11 +30,11 @@ from tests.support.stored_cases import (
     verify,
     write,
 )
-from zeromesh.checkpoint import format as manifest
-from zeromesh.checkpoint.format import Manifest, TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io import file_slices
+from zeromesh.checkpoint.io import format as manifest
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.format import Manifest, TensorSpec, index_files, plan_files, read_header
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.io.writer import ShardWriter, WritePiece, bytes_for_others, plan_pieces
 from zeromesh.checkpoint.store import CheckpointStore

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.stored_cases import spec, split, write
-from zeromesh.checkpoint.format import TensorSpec
 from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.format import TensorSpec
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint, places_of
 from zeromesh.checkpoint.saver import SaveContent, Saver, SharedStorage
 from zeromesh.checkpoint.store import CheckpointStore, Remover

@@ -16,7 +16,7 @@ import torch
 
 from tests.support.stored_cases import SOME, bits, manifest_of, read, spec, split, values_of, verify, write, written
 from zeromesh.checkpoint import store as stores
-from zeromesh.checkpoint.format import Manifest, plan_files
+from zeromesh.checkpoint.io.format import Manifest, plan_files
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore, Remover, publish, write_directory
 from zeromesh.errors import CheckpointError, ConfigError, StorageError

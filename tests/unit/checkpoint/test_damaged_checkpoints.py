@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.damage_cases import FILE, MOMENTS, SPECS, STATE, Payload, files_in, made, refused, replace, resign
 from tests.support.stored_cases import bits, read, values_of, verify
-from zeromesh.checkpoint import format as manifest
+from zeromesh.checkpoint.io import format as manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.errors import CheckpointError
 

@@ -16,10 +16,10 @@ import torch
 
 from tests.support.damage_cases import FILE, SPECS, STATE, Json, refused, replace, resign
 from tests.support.stored_cases import split, targets_of, tell, values_of, verify
-from zeromesh.checkpoint import format as manifest
-from zeromesh.checkpoint.format import check_names, check_plain, read_header
+from zeromesh.checkpoint.io import format as manifest
 from zeromesh.checkpoint.io import reader as readers
 from zeromesh.checkpoint.io.file_slices import GRID
+from zeromesh.checkpoint.io.format import check_names, check_plain, read_header
 from zeromesh.checkpoint.io.reader import CheckpointReader, Damage, TensorFiles, find_damage
 from zeromesh.errors import CheckpointError, ConfigError
 from zeromesh.offload.io.direct_io import BLOCK

@@ -24,9 +24,9 @@ from tests.support.stored_cases import (
     write,
 )
 from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
-from zeromesh.checkpoint.format import TensorSpec, plan_files
 from zeromesh.checkpoint.io import writer
 from zeromesh.checkpoint.io.file_slices import TensorShard
+from zeromesh.checkpoint.io.format import TensorSpec, plan_files
 from zeromesh.checkpoint.io.writer import bytes_for_others
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import Region

@@ -12,7 +12,7 @@ import transformers as tf
 import yaml
 
 from zeromesh import Trainer
-from zeromesh.checkpoint.format import Manifest
+from zeromesh.checkpoint.io.format import Manifest
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.cli.generate import _stream
 from zeromesh.trainer.data.tokenizer import ByteTokenizer

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.plain import after_steps
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.checkpoint.format import read_header
+from zeromesh.checkpoint.io.format import read_header
 from zeromesh.errors import StorageError
 from zeromesh.flat.codec import Codec
 from zeromesh.flat.encoded_shard import EncodedTensor

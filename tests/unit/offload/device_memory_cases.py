@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 
 from tests.simulated import device as sim
-from zeromesh.checkpoint.format import TensorSpec, plan_files
 from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.format import TensorSpec, plan_files
 from zeromesh.checkpoint.io.writer import ShardWriter, plan_pieces
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.mesh.process_mesh import Mesh

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from tests.distributed.checkpoint.test_save import tokenizer_in
 from tests.support.trainer_cases import LLAMA, Pictures, gpt2, llama, pictures, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import Manifest
+from zeromesh.checkpoint.io import format as formats
+from zeromesh.checkpoint.io.format import Manifest
 from zeromesh.checkpoint.io.reader import CheckpointReader
 
 NARROW = {"compute": "float32", "master": "float32", "reduce": "float32"}

@@ -15,7 +15,7 @@ import torch
 
 from tests.support.commands import ended
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, write_manifest
-from zeromesh.checkpoint import format as formats
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.tools.checkpoint import reading

@@ -15,10 +15,10 @@ from tests.support.commands import ended
 from tests.support.doc_blocks import script
 from tests.support.trainer_cases import LLAMA
 from tests.unit.tools.checkpoint_runs import Copied, Trained, contents, flip, rewritten, same, weights, write_manifest
-from zeromesh.checkpoint import format as formats
 from zeromesh.checkpoint import store
-from zeromesh.checkpoint.format import FileRecord
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.file_slices import PlacedValues
+from zeromesh.checkpoint.io.format import FileRecord
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.cli.main import main
@@ -99,7 +99,7 @@ def test_exports_in_other_dtypes(trained: Trained, tmp_path: Path, dtype: str) -
 
 
 def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zeromesh.checkpoint.format._LARGEST_FILE", 30000)
+    monkeypatch.setattr("zeromesh.checkpoint.io.format._LARGEST_FILE", 30000)
     monkeypatch.setattr("zeromesh.trainer.tools.checkpoint.reading.WINDOW_BYTES", 4096)
     for name in ("llama", "mixtral"):
         out = tmp_path / name

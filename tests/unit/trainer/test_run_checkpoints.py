@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.format import TensorSpec
+from zeromesh.checkpoint.io.format import TensorSpec
 from zeromesh.checkpoint.saver import Saved
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
 from zeromesh.trainer.checkpoints import manager

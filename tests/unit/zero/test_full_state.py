@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeromesh.checkpoint.format import TensorSpec
+from zeromesh.checkpoint.io.format import TensorSpec
 from zeromesh.environment import read_environment
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError
 from zeromesh.flat.layout import Region

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +55,7 @@ def find_object(name: str, where: str, folders: Sequence[str] = ()) -> Any:
         text = f"{name}: {module} cannot be imported ({summary(error)}"
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             names = [each.stem for place in places for each in Path(place).glob("*.py")]
-            text += f"); it was looked for in {', '.join(places)} and on the import path{_suggestion(str(error.name), names)}"
+            text += f"); it was looked for in {', '.join(places)} and on the import path{nearest_of(str(error.name), names)}"
         else:
             *_, last = traceback.extract_tb(error.__traceback__)
             text += ")" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno})"
@@ -68,11 +68,15 @@ def find_object(name: str, where: str, folders: Sequence[str] = ()) -> Any:
         if not hasattr(found, part):
             file = getattr(sys.modules[module], "__file__", "built in")
             own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(f"{name}: {module} ({file}) has no {part}{_suggestion(part, own)}", where=where)
+            raise ConfigError(
+                f"{name}: {module} ({file}) has no {part}{nearest_of(part, own, sorted(own)[:8], cutoff=0.5)}",
+                where=where,
+            )
         found = getattr(found, part)
     return found
 
 
-def _suggestion(name: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5) or sorted(known)[:8]
+def nearest_of(name: object, known: Iterable[str], otherwise: Sequence[str] = (), *, cutoff: float = 0.6) -> str:
+    """Return the end of a message with the names nearest to an unknown one, or with those `otherwise`; empty without either."""
+    near = difflib.get_close_matches(str(name), sorted(known), cutoff=cutoff) or otherwise
     return f"; nearest: {', '.join(near)}" if near else ""

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.pytorch_utils import Conv1D
 
-from zeromesh.checkpoint.format import TensorSpec, parse_json, spec_of
+from zeromesh.checkpoint.io.format import TensorSpec, parse_json, spec_of
 from zeromesh.checkpoint.io.reader import CheckpointReader, copy_file
 from zeromesh.checkpoint.store import write_directory, write_weights
 from zeromesh.errors import CheckpointError, ConfigError, counted

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint.format import DTYPE_NAMES, MANIFEST, Manifest, TensorSpec
 from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
+from zeromesh.checkpoint.io.format import DTYPE_NAMES, MANIFEST, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, first_lines, ranks_text

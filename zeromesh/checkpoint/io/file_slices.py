@@ -8,7 +8,7 @@ from typing import BinaryIO, TypeVar
 
 import torch
 
-from zeromesh.checkpoint.format import ChecksumPiece, FileRecord, TensorSpec, checksum
+from zeromesh.checkpoint.io.format import ChecksumPiece, FileRecord, TensorSpec, checksum
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, round_up
 from zeromesh.offload import TieredTensor

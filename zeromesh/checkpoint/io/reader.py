@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from zeromesh.checkpoint import format as formats
-from zeromesh.checkpoint.format import INDEX, SINGLE, ChecksumPiece, FileRecord, Manifest, TensorSpec
+from zeromesh.checkpoint.io import format as formats
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, elements_of, overlapping
+from zeromesh.checkpoint.io.format import INDEX, SINGLE, ChecksumPiece, FileRecord, Manifest, TensorSpec
 from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, some
 from zeromesh.files import read_whole
 from zeromesh.flat.layout import StridedRows

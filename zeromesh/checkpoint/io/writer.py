@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeromesh.checkpoint.format import ChecksumPiece, FileLayout, checksum
 from zeromesh.checkpoint.io import file_slices
 from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, merged, overlapping
+from zeromesh.checkpoint.io.format import ChecksumPiece, FileLayout, checksum
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import Region, StridedRows
 from zeromesh.intervals import Interval, grouped

@@ -29,7 +29,7 @@ from torch import nn
 from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced, grouped
-from zeromesh.tensor.plan import attention_split
+from zeromesh.tensor.plan import attention_split, layer_plan
 from zeromesh.tensor.plan.attention_split import (
     AttentionDivision,
     count_heads,
@@ -38,16 +38,7 @@ from zeromesh.tensor.plan.attention_split import (
     is_transposed,
     linear_sizes,
 )
-from zeromesh.tensor.plan.layer_plan import (
-    WHOLE,
-    LayerPlan,
-    Style,
-    TensorPlan,
-    base_modules,
-    inside,
-    is_wrapped,
-    with_adapters,
-)
+from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.units.plan import block_modules, without_adapters
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
@@ -91,14 +82,14 @@ def plan_tensor(model: nn.Module, size: int, rules: Mapping[str, str] | None = N
     planner.parameters_of_attentions()
     planner.other_layers()
     planner.check_ties()
-    return with_adapters(planner.plan(), base, prefix)
+    return layer_plan.with_adapters(planner.plan(), base, prefix)
 
 
 class _Planner:
     """Builds a `TensorPlan` step by step; `styles` has the style of each module that is not in `layers` yet, by FQN."""
 
     def __init__(self, model: nn.Module, size: int) -> None:
-        self.model, self.size, self.modules = model, size, base_modules(model)
+        self.model, self.size, self.modules = model, size, layer_plan.base_modules(model)
         self.names = {id(module): name for name, module in model.named_modules() if name in self.modules}
         """The name of each module, and of PEFT's layer around one."""
         self.styles: dict[str, str] = {}
@@ -165,7 +156,7 @@ class _Planner:
             if found is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
             target: Any = self.modules[name]
-            if is_wrapped(found):
+            if layer_plan.is_wrapped(found):
                 self.notes.append(f"{name} is whole on all tensor ranks, as it has adapters")
             elif _divisible_embedding(target) or is_transposed(target) is False:
                 self._divide(name, style, target.weight.shape[0])
@@ -474,27 +465,27 @@ def _block_styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
                 yield f"{prefix}.{inside}{leaf}", "embedding_heads"
         for name in columns:
             left.pop(name, None)
-    yield from ((f"{prefix}.{name}", style) for name, style in _mlp_styles(modules, left, width))
+    yield from ((f"{prefix}.{name}", style) for name, style in _mlps(modules, left, width))
 
 
-def _mlp_styles(
-    modules: Mapping[str, nn.Module], linear: Mapping[str, tuple[int, int]], width: int
+def _mlps(
+    parts: Mapping[str, nn.Module], sizes: Mapping[str, tuple[int, int]], width: int
 ) -> Iterator[tuple[str, str]]:
     """Yield the layers of MLPs: those that widen the hidden states of a block, and the following one that narrows them again."""
 
     def is_plain(name: str) -> bool:
         # Recurrent and convolutional mixers have other matrices beside the layers.
         parent = name.rpartition(".")[0]
-        held = [each for each in modules[parent].children() if is_transposed(each) is None and not [*each.children()]]
+        held = [each for each in parts[parent].children() if is_transposed(each) is None and not [*each.children()]]
         matrices = any(parameter.dim() > 1 for each in held for parameter in each.parameters())
-        return not parent or not (matrices or [*modules[parent].parameters(recurse=False)])
+        return not parent or not (matrices or [*parts[parent].parameters(recurse=False)])
 
     ups: list[str] = []
-    for name, (outputs, inputs) in linear.items():
-        wide = [up for up in ups if linear[up][0] in (inputs, 2 * inputs) and linear[up][1] == outputs]
+    for name, (outputs, inputs) in sizes.items():
+        wide = [up for up in ups if sizes[up][0] in (inputs, 2 * inputs) and sizes[up][1] == outputs]
         if wide and all(map(is_plain, (*wide, name))):
             for up in wide:
-                yield up, "colwise" if linear[up][0] == inputs else "packed_colwise"
+                yield up, "colwise" if sizes[up][0] == inputs else "packed_colwise"
             yield name, "rowwise"
             ups = []
         elif not width or inputs == width:
