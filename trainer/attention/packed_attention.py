@@ -51,8 +51,7 @@ class DocumentMask(Tensor):
     ) -> Any:
         """Make the mask, of the dtype and on the device that `kind` has."""
         queries = documents.length if shares is None else shares.share_of(documents.length)
-        sizes = documents.rows, 1, queries, documents.length
-        found = torch.Tensor._make_wrapper_subclass(cls, sizes, **kind)
+        found = torch.Tensor._make_wrapper_subclass(cls, (documents.rows, 1, queries, documents.length), **kind)
         found.documents, found.pattern, found.make, found.shares = documents, pattern, cache(make), shares
         return found
 
@@ -191,8 +190,7 @@ class PackedAttention:
         numbers, places = documents.tokens(device)
         if (pattern := _pattern(function)) is not None:
             function = masking_utils.remap_positions_for_packed_sequence(function, places)
-        apart = masking_utils.packed_sequence_mask_function(numbers)
-        call["mask_function"] = masking_utils.and_masks(apart, function)
+        call["mask_function"] = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(numbers), function)
         make = partial(own, attention_mask=attention_mask, **call)
         if not ours:
             pattern = None
@@ -279,8 +277,7 @@ def _attend(
             key, value = (shares.gather_with_gradient(each, 2) for each in (key, value))
             attention_mask = mask.make()
         return own(module, query, key, value, attention_mask, **named)
-    found = mask.attend(query, key, value, scale=named.get("scaling"), sinks=sinks)
-    return found.transpose(1, 2).contiguous(), None
+    return mask.attend(query, key, value, scale=named.get("scaling"), sinks=sinks).transpose(1, 2).contiguous(), None
 
 
 def padded_batch(batch: _Batch, multiple: int) -> dict[str, Any]:
@@ -305,8 +302,7 @@ def padded_batch(batch: _Batch, multiple: int) -> dict[str, Any]:
                 "(parallel.context); leave the field out, or set parallel.context: 1"
             )
         if name == "position_ids":  # Padding is a document of its own, so that no position is beyond what a model has.
-            more_of_them = torch.arange(more, dtype=value.dtype).expand(*value.shape[:-1], more)
-            found[name] = torch.cat([value, more_of_them], -1)
+            found[name] = torch.cat([value, torch.arange(more, dtype=value.dtype).expand(*value.shape[:-1], more)], -1)
         else:
             ends = (0, 0) * (value.dim() - 1 - dim) + (0, more)
             found[name] = pad(value, ends, value=IGNORED_LABEL if name in ("labels", "shift_labels") else 0)

@@ -162,8 +162,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
         if self._section.every_steps:
             away = {each.name for each in self._frozen.referenced().tensors}
-            tensors = self._engine.checkpoint_state.tensors()
-            self.saver.require_room([each for each in tensors if each.name not in away])
+            self.saver.require_room([each for each in self._engine.checkpoint_state.tensors() if each.name not in away])
 
     def try_small_files(self, state: Callable[[], TrainerState]) -> None:
         """Write the small files of a checkpoint into a temporary folder. Raises `StorageError` on all ranks if one is refused."""

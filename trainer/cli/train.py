@@ -266,9 +266,8 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
     if most > 1 and not options.on and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
     if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
-        raise ConfigError(
-            f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX), and --rdzv-endpoint HOST:PORT"
-        )
+        why = f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX)"
+        raise ConfigError(f"{why}, and --rdzv-endpoint HOST:PORT")
     _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.rendezvous import Nodes, launch_workers
 
@@ -357,11 +356,8 @@ def _require_no_script(run: Path) -> None:
     """Raise `ConfigError` for a run whose script has passed objects that the configuration lacks."""
     starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
     if given := [name for name in (starts or [{}])[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]:
-        raise ConfigError(
-            f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds; only that "
-            "script can evaluate it: call trainer.evaluate() there",
-            where=str(run),
-        )
+        why = f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds"
+        raise ConfigError(f"{why}; only that script can evaluate it: call trainer.evaluate() there", where=str(run))
 
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:

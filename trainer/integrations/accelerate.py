@@ -248,9 +248,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             if not given & trained.keys():
                 continue
             if norm_type != 2 or given - trained.keys() or any(trained[each] for each in trained.keys() - given):
-                raise ConfigError(
-                    "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2: gradients are divided among ranks"
-                )
+                why = "clip_grad_norm_ needs all parameters of one prepared model and norm_type=2"
+                raise ConfigError(f"{why}: gradients are divided among ranks")
             norm: Tensor = optimizer.clip_grad_norm_(max_norm).to(self.device, torch.float32)
             return norm
         raise ConfigError("clip_grad_norm_ got parameters of no prepared model that is trained")

@@ -34,11 +34,10 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     """Return the arguments of TRL's configuration class for `ranks` ranks. Raises `ConfigError` with all keys that it lacks."""
     given = config.model_dump(exclude_unset=True)
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
-    known = (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS)
     problems = [
         f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
         for key in keys
-        if key not in known and key.partition(".")[0] not in _SECTIONS
+        if key not in (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS) and key.partition(".")[0] not in _SECTIONS
     ]
     arguments = training_arguments(keys)
     if "model.activation_checkpointing" in keys:

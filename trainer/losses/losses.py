@@ -194,8 +194,7 @@ def _label_loss(
                 logits, labels = logits[..., :-1, :], labels[..., 1:]
             # Logits are widened to 32 bits at least, as in the model's own loss.
             wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-            total = cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing)
-            return total, outputs, found, {}
+            return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), outputs, found, {}
         if targets is not None:
             inputs["num_items_in_batch"] = max(1, found)  # The mean over targets of all ranks.
         elif not found:

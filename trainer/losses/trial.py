@@ -150,8 +150,7 @@ _SEPARATE: WeakSet[nn.Module] = WeakSet()  # Models whose documents were found t
 def packed_batch(small: Any) -> dict[str, torch.Tensor]:
     """Return token ids and positions of the packed documents of trials, `[2, tokens]`."""
     vocabulary = small.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=generator)
+    ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
     return {"input_ids": ids, "position_ids": positions}
 

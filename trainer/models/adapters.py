@@ -83,8 +83,7 @@ def require_adapters_fit(model: Any, stages: int) -> None:
     """Raise `ConfigError` for adapters whose layers share what one of several pipeline stages would have."""
     if stages == 1 or not is_adapted(model):
         return
-    methods = {str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()}
-    if shared := sorted(methods & _SHARED):
+    if shared := sorted({str(each.peft_type).rpartition(".")[2] for each in model.peft_config.values()} & _SHARED):
         why = f"the layers of {some(shared)} share tensors, and each stage has but its own"
         raise ConfigError(f"{why}; set it to 1, or use LORA", where="parallel.pipeline")
 

@@ -382,8 +382,7 @@ def find_token_wise(model: nn.Module) -> TokenWise | str:
                 outcome, least = _tiled_outcome(small)
             except small_copy.ERRORS:
                 continue
-        saves = most - least >= _LEAST_SAVED * most
-        if saves and small_copy.differing_gradient(outcome, wanted, _TOLERANCE) is None:
+        if most - least >= _LEAST_SAVED * most and small_copy.differing_gradient(outcome, wanted, _TOLERANCE) is None:
             found[key] = modules[0]
     if any(each.dim() > 1 for module in found.values() for each in module.parameters()):
         return found

@@ -108,8 +108,7 @@ def example_inputs(small: Any) -> Iterator[tuple[str, Any]]:
     main = getattr(small, "main_input_name", "input_ids")
     text = text_part(config)
     vision = getattr(config, "vision_config", None) or getattr(config, "encoder", None) or config
-    most = positive(text, "vocab_size") or 2 * _FIRST_ID
-    ids = torch.randint(_FIRST_ID, most, (2, _TOKENS), generator=generator)
+    ids = torch.randint(_FIRST_ID, positive(text, "vocab_size") or 2 * _FIRST_ID, (2, _TOKENS), generator=generator)
     ids[:, -1] = integer(text, "eos_token_id") or ids[0, -1]
     if main == "input_ids" or (config.model_type.startswith(("clip", "siglip", "metaclip")) and "input_ids" in names):
         yield "input_ids", ids

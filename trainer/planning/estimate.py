@@ -282,13 +282,12 @@ class _LayoutCosts:
         distinct = {id(memory): memory for memory in self._memory}.values()
         data = [self._data_seconds(memory, compute) for memory in distinct]
         optimizer, offload = max(map(self._update_seconds, distinct), key=sum)
-        away = max(self._offload_seconds(memory, compute) for memory in distinct)
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
             StepPhase.COMMUNICATION: exchanges + max(data) + length - busiest,
             StepPhase.OPTIMIZER: optimizer,
-            StepPhase.OFFLOAD_WAIT: offload + away,
+            StepPhase.OFFLOAD_WAIT: offload + max(self._offload_seconds(memory, compute) for memory in distinct),
         }
         bubble = 1 - busiest / length if length else 0.0
         return {phase: seconds for phase, seconds in phases.items() if seconds > 0}, max(0.0, bubble)
@@ -355,8 +354,7 @@ class _LayoutCosts:
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.
-        least = total / (number * count)
-        return max(total - compute, min(total, least))
+        return max(total - compute, min(total, total / (number * count)))
 
     def _offload_seconds(self, memory: MemoryModel, compute: float) -> float:
         """Return the seconds of transfers of parameters and activations from and to tiers that are not hidden behind computing."""
@@ -396,8 +394,7 @@ class _LayoutCosts:
         states = away * width * (1 + moments)
         on_host = machine.update_seconds(away, moments=moments, on="host", ranks_on_host=ranks)
         if machine.is_cpu:
-            streamed = machine.disk_seconds(states, states, ranks_on_host=ranks)
-            return here + norm + on_host, max(0.0, streamed - on_host)
+            return here + norm + on_host, max(0.0, machine.disk_seconds(states, states, ranks_on_host=ranks) - on_host)
         through = machine.copy_seconds(away * width) + machine.copy_seconds(away * 2, to="device") + on_host
         on_device = machine.update_seconds(away, moments=moments, ranks_on_host=ranks)
         moved = min(through, machine.copy_seconds(2 * states) + on_device)

@@ -257,7 +257,6 @@ def _machine_of_card(name: str, devices: int) -> Machine:
     """Return the machine of a row of the table, with `devices` cards per host; other fields are those of `every` in the table."""
     row, every = cards.card_table()["cards"][name], cards.card_table()["every"]
     products = {dtype: part * row[dtype] for dtype, part in every["parts_of_peak"].items() if dtype in row}
-    copies = {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]}
     return Machine.model_validate(
         {
             "name": row["name"],
@@ -267,7 +266,7 @@ def _machine_of_card(name: str, devices: int) -> Machine:
                 "memory_bytes": row["memory"],
                 "memory_bandwidth": row["bandwidth"],
                 "products": products,
-                "copies": copies,
+                "copies": {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]},
             },
             "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
             "links": {

@@ -176,8 +176,7 @@ class Planner:
         shard, replicas = self._fixed.get("shard", "auto"), self._fixed.get("replicate")
         if replicas is None and shard == "auto":
             inside = max(1, self._host // inner)
-            sizes = {data // size for size in (inside, 8 * inside) if data % size == 0 and size < data}
-            return sorted(sizes | {1})
+            return sorted({data // size for size in (inside, 8 * inside) if data % size == 0 and size < data} | {1})
         replicas = replicas or data // shard
         return [replicas] if replicas and data % replicas == 0 and shard in ("auto", data // replicas) else []
 

@@ -298,8 +298,7 @@ def divide_model(
     `LayoutError` for one that cannot be divided."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
-        base = pretrained_of(model) or model
-        require_equal_when_divided(base, parallel.plan or {}, sequence=parallel.sequence)
+        require_equal_when_divided(pretrained_of(model) or model, parallel.plan or {}, sequence=parallel.sequence)
     divided = divide(model, mesh, parallel, example)
     if divided.context is not None:
         require_divisible_sequences(model, loss_of, mesh, divided.context)

@@ -119,8 +119,7 @@ class CheckpointStore:
         with refusals(directory, "written"):
             if name in manifest.files:
                 self.put_manifest(directory, replace(manifest, files=others))
-            files = {**others, name: _write_small(directory, name, data)}
-            self.put_manifest(directory, replace(manifest, files=files))
+            self.put_manifest(directory, replace(manifest, files={**others, name: _write_small(directory, name, data)}))
 
     @staticmethod
     def put_manifest(directory: Path, manifest: Manifest) -> None:

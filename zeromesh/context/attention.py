@@ -92,8 +92,7 @@ class _Attention(torch.autograd.Function):
                 seen = slice(part.begin, part.end)
                 keys, values = key[own, :, seen], value[own, :, seen]
                 inputs = *of_queries[:2], keys, values, *of_queries[2:]
-                mask = _mask(block, part, query)
-                found = _backward(*inputs, 0.0, part.causal, attn_mask=mask, scale=ctx.scale)
+                found = _backward(*inputs, 0.0, part.causal, attn_mask=_mask(block, part, query), scale=ctx.scale)
                 for total, each, tokens in zip(totals, found, (asked, seen, seen), strict=True):
                     total[own, :, tokens] += each
         to_sinks = None

@@ -173,8 +173,7 @@ class Region:
         """Yield the boxes of the region, each as slices of the local tensor and of the logical one."""
         pairs: list[list[tuple[slice, slice]]] = []
         for intervals in self.dims:
-            ends = itertools.accumulate(each.length for each in intervals)
-            placed = zip(intervals, ends, strict=True)
+            placed = zip(intervals, itertools.accumulate(each.length for each in intervals), strict=True)
             pairs.append([(slice(end - each.length, end), slice(each.start, each.end)) for each, end in placed])
         for box in itertools.product(*pairs):
             yield tuple(here for here, _ in box), tuple(there for _, there in box)
@@ -347,10 +346,8 @@ class BucketLayout:
         for slot in self.slots:
             spec, where = slot.spec, slot.where
             if where.start < end or where.start % self.alignment or where.length != spec.numel:
-                raise LayoutError(
-                    f"bucket {self.name}: {spec.fqn} with {spec.numel} elements lies at [{where.start}, {where.end}), "
-                    f"which overlaps, is not aligned to {self.alignment} or has another length"
-                )
+                why = f"bucket {self.name}: {spec.fqn} with {spec.numel} elements lies at [{where.start}, {where.end})"
+                raise LayoutError(f"{why}, which overlaps, is not aligned to {self.alignment} or has another length")
             end = where.end
         padded = round_up(end, self.parts * self.alignment)  # Aligned shards of equal length fill it.
         object.__setattr__(self, "padded", padded)

@@ -316,8 +316,7 @@ class HeadPass:
         for number, block in enumerate(self.blocks):
             part = dlogits[:, block].to(self.matmul_dtype)
             if wide is not None:
-                weight = self.weight[block].to(self.matmul_dtype)
-                wide.addmm_(part, weight, beta=float(number > 0), alpha=self.seed)
+                wide.addmm_(part, self.weight[block].to(self.matmul_dtype), beta=float(number > 0), alpha=self.seed)
             if self.grad_weight is not None:
                 out, factor = self.grad_weight[block], part.t()
                 if out.dtype == factor.dtype:
@@ -456,8 +455,7 @@ class _ScoresPass(HeadPass):
         largest, total, log_probs = normalized(everyone)
         apart = everyone[:, 0] - largest
         factor = apart.exp()
-        weighted = ((everyone[:, 3] + apart * everyone[:, 1]) * factor).sum(dim=0)
-        entropy = total.log() - weighted / total
+        entropy = total.log() - ((everyone[:, 3] + apart * everyone[:, 1]) * factor).sum(dim=0) / total
         squares = (everyone[:, 4] * factor.square()).sum(dim=0).log() - 2 * total.log()
         top = everyone[:, 6].gather(0, everyone[:, :1].argmax(dim=0)).squeeze(0)
         mean, is_top = everyone[:, 5].sum(dim=0) / vocabulary, (top == self.targets).to(self.loss_dtype)
@@ -472,8 +470,7 @@ class _ScoresPass(HeadPass):
 class _ChunkedScores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, settings: dict[str, Any], exchange: Exchange | None, vocab: int, *inputs: Any) -> TokenScores:
-        head = _ScoresPass(*inputs, **settings, exchange=exchange, trained=(False,) * 3)
-        scores, normal = head.scores(vocab)
+        scores, normal = _ScoresPass(*inputs, **settings, exchange=exchange, trained=(False,) * 3).scores(vocab)
         ctx.settings, ctx.exchange = settings, exchange
         ctx.save_for_backward(*inputs, normal)
         ctx.set_materialize_grads(False)

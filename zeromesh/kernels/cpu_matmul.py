@@ -164,5 +164,4 @@ def linear_grad_bias(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _is_widened(x: torch.Tensor, other: torch.Tensor) -> bool:
-    narrow = x.dtype == other.dtype and x.dim() > 1 and x.numel() > 0
-    return narrow and product_dtype(x.dtype, x.device.type) != x.dtype
+    return x.dtype == other.dtype and x.dim() > 1 and x.numel() > 0 and product_dtype(x.dtype, x.device.type) != x.dtype

@@ -61,8 +61,7 @@ class Executor:
         signatures = [runner.signature(number) for number in range(schedule.microbatches)]
         # If only some ranks knew the shapes from an earlier step, the others would wait for specs that nobody sends.
         passed = {"schedule": f"{schedule.name} {schedule.chunks}", "shapes of microbatches": signatures}
-        advice = "Every rank of a pipeline must be given the same data"
-        self.group.require_same(passed, CollectiveError, advice=advice)
+        self.group.require_same(passed, CollectiveError, advice="Every rank of a pipeline must be given the same data")
         run = _Run(schedule, rank, deque(messages), ends, runner, signatures, self._channels)
         marks = [now(self._channels.device)]
         for action in schedule.actions[rank]:

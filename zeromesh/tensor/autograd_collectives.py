@@ -87,5 +87,4 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
-        moved = ctx.move(grad)
-        return moved, linear_grad_bias(grad) if ctx.needs_input_grad[1] else None, None, None
+        return ctx.move(grad), linear_grad_bias(grad) if ctx.needs_input_grad[1] else None, None, None

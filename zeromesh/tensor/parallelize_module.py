@@ -168,8 +168,7 @@ class Parallelized:
             reader = self._model.get_submodule(name)
             # Such as linear attention, whose outputs are all gathered.
             gathered = name not in self.plan.attentions and not any(inside(row, (name,)) for row in rows)
-            source = None if gathered else self._sources[name]
-            self._wrap(reader, _run_on_whole_sequence, shares, source)
+            self._wrap(reader, _run_on_whole_sequence, shares, None if gathered else self._sources[name])
         for layer in self.plan.layers:
             if layer.style is Style.EXPERTS:
                 module = self._model.get_submodule(layer.parent)

@@ -172,8 +172,7 @@ class WriteLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if written and isinstance(arg, torch.Tensor) and arg.is_meta:
                 plain = repr([a for a in args if not isinstance(a, torch.Tensor)])
                 self._alive.append(arg.untyped_storage())
-                entry = (name, plain, arg.numel(), int(arg.storage_offset()))
-                self._writes.setdefault(_address(arg), []).append(entry)
+                self._writes.setdefault(_address(arg), []).append((name, plain, arg.numel(), int(arg.storage_offset())))
         return result
 
     def writes_to(self, tensor: torch.Tensor) -> tuple[Write, ...]:

@@ -40,8 +40,7 @@ class BatchSection(Section):
         if isinstance(data, Mapping) and "shares" in data and "balance" not in data:  # The other spelling of the key.
             given = "speed" if data["shares"] == "measured" else data["shares"]
             data = {"balance": given, **{name: each for name, each in data.items() if name != "shares"}}
-        budgeted = isinstance(data, Mapping) and data.get("tokens") is not None
-        return {"micro_size": 1, **data} if budgeted else data
+        return {"micro_size": 1, **data} if isinstance(data, Mapping) and data.get("tokens") is not None else data
 
 
 DataFormat = Literal[*FORMATS]  # type: ignore[valid-type]
@@ -156,8 +155,7 @@ class DataSection(Section):
     def _move_python_to_train(cls, data: Any) -> Any:
         if not isinstance(data, dict) or "python" not in data or "train" in data:
             return data
-        rest = {name: each for name, each in data.items() if name != "python"}
-        return {**rest, "train": {"python": data["python"]}}
+        return {**{name: each for name, each in data.items() if name != "python"}, "train": {"python": data["python"]}}
 
     def parts(self) -> dict[str, "DataSection"]:
         """Return a section for each part of the mixture by name, or this section as `train` without a mixture."""

@@ -90,9 +90,8 @@ class HttpServer:
 
     def __init__(self, inbox: Inbox, options: ServerOptions) -> None:
         if not is_loopback(options.host) and not options.token:
-            raise ConfigError(
-                f"--host {options.host} can be reached by others: set ZEROMESH_SERVE_TOKEN (clients' API key), or leave --host out"
-            )
+            why = f"--host {options.host} can be reached by others"
+            raise ConfigError(f"{why}: set ZEROMESH_SERVE_TOKEN (clients' API key), or leave --host out")
         self._socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
         with _address_errors(options, self._socket):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

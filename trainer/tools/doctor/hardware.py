@@ -185,5 +185,4 @@ def measure(directory: Path) -> DiskTimes:
         while done < nbytes and time.perf_counter() - began < _MOST_SECONDS:
             file.read(piece, done)
             done += _PIECE
-        read = done / (time.perf_counter() - began)
-        return DiskTimes(written, read, sorted(syncs)[_SYNCS // 2], file.direct, locks)
+        return DiskTimes(written, done / (time.perf_counter() - began), sorted(syncs)[_SYNCS // 2], file.direct, locks)

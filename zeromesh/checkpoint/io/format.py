@@ -368,10 +368,8 @@ def _file_record(path: Path, name: str, value: Any, *, whole: bool) -> FileRecor
         if not are_valid_sizes(begin, stop, rank) or not (isinstance(digest, str) and _CHECKSUM.fullmatch(digest)):
             raise CheckpointError(f"{path}: {name} has a piece that is no [begin, end, checksum, rank]")
         if begin < end or stop <= begin or stop > nbytes or (whole and begin != end):
-            raise CheckpointError(
-                f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}: pieces overlap, leave a gap "
-                "or end beyond the file"
-            )
+            why = f"{path}: {name} has the piece [{begin}, {stop}) after byte {end} of {nbytes}"
+            raise CheckpointError(f"{why}: pieces overlap, leave a gap or end beyond the file")
         found.append(ChecksumPiece(path=name, begin=begin, end=stop, checksum=digest, rank=rank))
         end = stop
     if whole and end != nbytes:

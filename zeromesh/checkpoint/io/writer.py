@@ -255,10 +255,8 @@ class ShardWriter:
             source.fill(data[first : first + source.nbytes])
             filled += source.nbytes
         if filled != piece.where.length:
-            raise CheckpointError(
-                f"{piece.path}: {filled} of the bytes [{piece.where.start}, {piece.where.end}) belong to some rank; the ranks' "
-                "parts do not make whole tensors"
-            )
+            why = f"{piece.path}: {filled} of the bytes [{piece.where.start}, {piece.where.end}) belong to some rank"
+            raise CheckpointError(f"{why}; the ranks' parts do not make whole tensors")
         with self._changed:
             for owner in piece.owners:
                 self._not_copied[owner] -= 1

@@ -303,8 +303,7 @@ class _Planner:
     def check_ties(self) -> None:
         """Check that modules with a tied parameter divide it alike; otherwise embeddings stay whole."""
         own = ((name, module.parameters(recurse=False)) for name, module in self.modules.items())
-        owners = grouped((id(parameter), name) for name, parameters in own for parameter in parameters)
-        for names in owners.values():
+        for names in grouped((id(parameter), name) for name, parameters in own for parameter in parameters).values():
             planned = [self.layers.get(name) for name in names]
             shares = {layer.shares for layer in planned if layer is not None}
             bearers = [n for n in names if n in self.layers or not any(other.startswith(f"{n}.") for other in names)]
