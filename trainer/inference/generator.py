@@ -421,11 +421,8 @@ def layout_of(
     by_file = isinstance(config, str | PathLike) and not any(foreign_code(sections))
     consent = Consent.COMMAND_LINE if by_file else Consent.GIVEN
     layout = load_config(merged, [*overrides, *_FLOAT64_ROLES], consent=consent)
-    problems = [
-        f"{key} is for {what}, and nothing is trained here; leave it out"
-        for key, what in _TRAINING_ONLY_KEYS.items()
-        if attrgetter(key)(layout) is not None
-    ]
+    given = [(key, what) for key, what in _TRAINING_ONLY_KEYS.items() if attrgetter(key)(layout) is not None]
+    problems = [f"{key} is for {what}, and nothing is trained here; leave it out" for key, what in given]
     problems += [
         f"model.adapters.{name} has settings of a new adapter, and nothing is trained here; give the directory of a saved one"
         for name, each in (layout.model.adapters or {}).items()

@@ -146,10 +146,8 @@ class HubForm:
         for layer in self._counts:
             base = _base_of(self._layers[layer])
             plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
-        self._tensors = {
-            name: torch.empty(each.shape, dtype=each.dtype, device="meta")
-            for name, each in self._in_files(iter(plain.items()))
-        }
+        stored = self._in_files(iter(plain.items()))
+        self._tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stored}
 
     def convert(self, weights: Named, dtype: torch.dtype, failure: type[ZeromeshError] = ConfigError) -> Named:
         """Yield the Hub form of `weights`, `(name, tensor)` of each parameter and persistent buffer; floating-point tensors in

@@ -108,10 +108,8 @@ def _choose_tensors(reader: CheckpointReader, dtype: str, *, ema: bool) -> _Chos
     if not found:
         raise CheckpointError(f"{reader.directory} holds no model")
     wanted = _DTYPES.get(dtype)
-    return {
-        t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name])
-        for t in sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
-    }
+    stored = sorted(found.values(), key=lambda tensor: (tensor.path, tensor.begin))
+    return {t.name: (t, wanted if wanted is not None and t.dtype.is_floating_point else kept[t.name]) for t in stored}
 
 
 def _in_four_bits(
