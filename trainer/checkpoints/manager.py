@@ -47,11 +47,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         linked: bool = False,
     ) -> None:
         self.store = CheckpointStore(directory / FOLDER)
-        self._section = config.checkpoint
-        self._mesh = engine.mesh
-        self._engine = engine
-        self._processing_class = processing_class
-        self._note = note
+        self._section, self._mesh, self._engine = config.checkpoint, engine.mesh, engine
+        self._processing_class, self._note = processing_class, note
         self._metric_sign = 1.0 if goal_of(config.run.metric, config.run.metric_goal) == "lowest" else -1.0
         self._keep_best = max(int(config.run.load_best), config.checkpoint.keep_best)
         self.saver = Saver(self.store, self._mesh, engine.ledger)

@@ -144,10 +144,8 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
         if "label" in columns and not labelled:
-            _hint(
-                f"the column label is not read: {model} is no classifier (for one: data.format=labels "
-                "model.head=sequence_classification)"
-            )
+            why = "the column label is not read"
+            _hint(f"{why}: {model} is no classifier (for one: data.format=labels model.head=sequence_classification)")
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
     limit = sizes.get("max_position_embeddings", sizes.get("n_positions"))
     keys: dict[str, Any] = {

@@ -75,8 +75,7 @@ class Saver:
 
     def __init__(self, store: CheckpointStore, mesh: Mesh, ledger: Ledger | None = None) -> None:
         """`ledger` counts the copies in host memory that a save of tensor ranks holds (`columns_to_rows`) until it ends."""
-        self.store = store
-        self._mesh = mesh
+        self.store, self._mesh = store, mesh
         self._ledger = ledger or Ledger()
         self._copied = 0
         self.in_flight: int | None = None  # the step whose checkpoint is being written

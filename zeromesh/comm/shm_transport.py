@@ -138,8 +138,7 @@ class RingSlot:
     """A mapped segment of one slot, which holds message `sequence` of its rank, viewed as tensors."""
 
     def __init__(self, segment: SharedSegment, serial: int) -> None:
-        self.segment = segment
-        self.serial = serial
+        self.segment, self.serial = segment, serial
         self.sequence = -1
         self.raw = raw = segment.tensor(0, segment.nbytes, torch.uint8)
 

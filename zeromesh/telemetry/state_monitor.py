@@ -31,9 +31,7 @@ class StateMonitor:
     PERIOD_SECONDS = 1.0
 
     def __init__(self, watch: Watchdog, ranks: Sequence[int], path: Path, *, clean: Callable[[str], str]) -> None:
-        self._watch = watch
-        self._path = path
-        self._clean = clean
+        self._watch, self._path, self._clean = watch, path, clean
         self._progress = dict.fromkeys(ranks, (-1, time.monotonic()))
         self._totals = {rank: deque[tuple[int, ...]](maxlen=64) for rank in ranks}
         self._seen_request = self._request()

@@ -241,9 +241,7 @@ class StatusBoard:
 
 def process_runs(pid: int) -> bool:
     """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since the rank has not published."""
-    if pid == 0:
-        return True
-    return process_state(pid) not in ("", "Z", "X")
+    return pid == 0 or process_state(pid) not in ("", "Z", "X")
 
 
 class Store(Protocol):
@@ -261,9 +259,7 @@ class StoreBoard(StatusBoard):
 
     def __init__(self, store: Store, publisher: Store, rank: int, stale_seconds: float) -> None:
         super().__init__({rank: new_row()}, rank)
-        self._row = self._published
-        self._store = store
-        self._publisher = publisher
+        self._row, self._store, self._publisher = self._published, store, publisher
         self._stale_seconds = stale_seconds
         self._publishing = threading.Lock()
         self._last_changes: dict[int, tuple[int, float]] = {}

@@ -63,8 +63,7 @@ class StepRecorder:
         self.profiling = False
         self.ring = EventRing()
         """The latest events of this rank, including all measured spans, by the host's clock."""
-        self._mark = mark
-        self._between = between
+        self._mark, self._between = mark, between
         self._waits = WaitTime()
         self._waited_before = 0.0
         self._intervals: deque[tuple[StepPhase, Any, Any, float]] = deque()

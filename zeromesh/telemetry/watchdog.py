@@ -54,9 +54,7 @@ class Watchdog:
     ) -> None:
         """`compare_events`: compare all events, since reading is free. `one_order`: gathers and reductions share one order, as on
         devices; on CPUs, reductions start as gradients arrive, between any gathers."""
-        self.board = board
-        self._rank = rank
-        self.timeout_seconds = timeout_seconds
+        self.board, self._rank, self.timeout_seconds = board, rank, timeout_seconds
         self._compare_events = compare_events
         self._reductions = _GATHERS if one_order else _REDUCTIONS
         self.unit_names: dict[int, Sequence[str]] = {}  # the names of unit numbers in messages, by rank

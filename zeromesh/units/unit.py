@@ -259,9 +259,7 @@ class Unit:
         self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
     ) -> None:
         """`share` is the fraction of gathered memory that counts for this process."""
-        self.index = index
-        self.name = name
-        self.module = module
+        self.index, self.name, self.module = index, name, module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
         for bucket in self.buckets:

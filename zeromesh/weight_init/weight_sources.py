@@ -187,10 +187,9 @@ class LostValuesError(LayoutError):
     """The values of `names`, computed only by `__init__`, were lost by building on the meta device."""
 
     def __init__(self, names: tuple[str, ...], reason: str) -> None:
-        super().__init__(
-            f"initial values of {some(names, 8)} are not known after building on the meta device ({reason}); "
-            "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
-        )
+        why = f"initial values of {some(names, 8)} are not known after building on the meta device ({reason})"
+        cure = "build the model on CPU, or set them in `reset_parameters` (Hugging Face: `_init_weights`)"
+        super().__init__(f"{why}; {cure}")
 
 
 class ParameterSource(Protocol):

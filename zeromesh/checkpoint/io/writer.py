@@ -175,8 +175,7 @@ class ShardWriter:
     """Writes a rank's `pieces` in order, in a thread: `start`, `wait_until_copied` before the update of an owner, then `join`."""
 
     def __init__(self, directory: Path, pieces: Sequence[WritePiece], rank: int, device: torch.device = CPU) -> None:
-        self._directory = directory
-        self._device = device
+        self._directory, self._device = directory, device
         self._pieces = deque(pieces)
         self._rank = rank
         self._not_copied = Counter(owner for piece in pieces for owner in piece.owners)

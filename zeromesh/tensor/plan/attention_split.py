@@ -71,9 +71,7 @@ def intermediate_dims(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int
     up, down = shapes["gate_up_proj"], shapes["down_proj"]
     if (up[1], up[2]) == (2 * down[2], down[1]):
         return {"gate_up_proj": 1, "down_proj": 2}
-    if (up[2], up[1]) == (2 * down[1], down[2]):
-        return {"gate_up_proj": 2, "down_proj": 1}
-    return None
+    return {"gate_up_proj": 2, "down_proj": 1} if (up[2], up[1]) == (2 * down[1], down[2]) else None
 
 
 def forward_source(module: nn.Module) -> str:
