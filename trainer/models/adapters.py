@@ -252,11 +252,8 @@ def add_adapters(
 
 def _complete(configs: Mapping[str, Any], base: Any, head: Head) -> list[str]:
     """Complete PEFT's configurations: the task, a head that is trained whole, and layers without adapters, which are returned."""
-    heads = [
-        name
-        for name, each in base.named_children()
-        if name != base.base_model_prefix and not is_pretrained_model(each) and [*each.parameters()]
-    ]
+    children = [(name, each) for name, each in base.named_children() if name != base.base_model_prefix]
+    heads = [name for name, each in children if not is_pretrained_model(each) and [*each.parameters()]]
     left_out: list[str] = []
     for each in configs.values():
         each.task_type = each.task_type or _TASKS.get(head)
@@ -383,11 +380,8 @@ def _excluded_modules(base: nn.Module) -> list[str]:
     computation, and modules with children that share the last part of a linear layer's name."""
     linear = {name for name, each in base.named_modules() if isinstance(each, nn.Linear)}
     leaves = {name.rpartition(".")[2] for name in linear}
-    return [
-        name
-        for name, each in base.named_modules()
-        if name.rpartition(".")[2] in leaves and (not _maps_last_dim(each) if name in linear else [*each.children()])
-    ]
+    alike = [(name, each) for name, each in base.named_modules() if name.rpartition(".")[2] in leaves]
+    return [name for name, each in alike if (not _maps_last_dim(each) if name in linear else [*each.children()])]
 
 
 def _maps_last_dim(layer: nn.Module) -> bool:

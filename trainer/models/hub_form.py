@@ -134,11 +134,8 @@ class HubForm:
                 if around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
-        self._outside = {
-            first: name
-            for name, first in firsts
-            if ".original_module." in first and self._layers.keys().isdisjoint(_parents(name))
-        }
+        replaced = [(first, name) for name, first in firsts if ".original_module." in first]
+        self._outside = {first: name for first, name in replaced if self._layers.keys().isdisjoint(_parents(name))}
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
         self._counts = Counter(self.layer_of.values())
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}

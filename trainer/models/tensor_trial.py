@@ -209,14 +209,11 @@ def _difference_when_divided(
             part = parts.get(name)
             summed = part.holders if part is not None and part.partial else (index,)
             partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
-            if _differ(partial_sums, gradient if part is None else part_of(gradient, part.region)):
+            wanted = gradient if part is None else part_of(gradient, part.region)
+            if not small_copy.deviation(partial_sums, wanted, 1.0) <= _TOLERANCE:
                 module, _, leaf = name.rpartition(".")
                 return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"
     return ""
-
-
-def _differ(found: Tensor, wanted: Tensor) -> bool:
-    return not small_copy.deviation(found, wanted, 1.0) <= _TOLERANCE
 
 
 def _module_error(error: Exception, model: nn.Module) -> str:

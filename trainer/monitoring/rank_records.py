@@ -154,13 +154,10 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
     link = next(iter(parts.values()))["link"]
     if link >= least:
         text = f"the link takes {1e3 * link:,.0f} ms of a step of {1e3 * step:,.0f} ms, when all ranks communicate"
-        rows_of_traffic = [
-            (row["seconds"], axis, name, row["bytes"])
-            for axis, found in (traffic or {}).items()
-            for name, row in found.items()
-        ]
-        if rows_of_traffic:
-            seconds, axis, name, nbytes = max(rows_of_traffic)
+        axes = (traffic or {}).items()
+        kinds = [(row["seconds"], axis, name, row["bytes"]) for axis, found in axes for name, row in found.items()]
+        if kinds:
+            seconds, axis, name, nbytes = max(kinds)
             text += f", on rank 0 most in {name} over {axis} ({1e3 * seconds:,.0f} ms, {nbytes / 2**20:,.1f} MiB)"
         lines.append(text)
     return lines or [f"no rank is late: a step takes {1e3 * step:,.0f} ms, of which the link has {1e3 * link:,.0f} ms"]

@@ -123,8 +123,7 @@ def build_run(
     recovery: Recovery | None = None,
 ) -> RunContext:
     """Build the parts of a run; all ranks call it. `recovery` has memory for states that outlives this process. Checks that need
-    neither data nor a model come first. Raises a `ZeromeshError` for a run that cannot train, before anything large is
-    allocated."""
+    neither data nor a model come first. Raises `ZeromeshError` for a run that cannot train, before it allocates anything large."""
     require_same_settings(mesh, config, {**inputs.names(), "callbacks": "some" if events else "none"})
     config, workers, plan, options = _plan_settings(config, mesh, inputs, console)
 

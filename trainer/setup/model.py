@@ -326,11 +326,8 @@ def fill_engine(
     away, prepared = prepare_model(model, config.model, options, tiers, built.compile)
     console.note(*divided.notes, *prepared, *built.notes)
     # The statistics of SyncBatchNorm cover all ranks.
-    local = [
-        name or type(model).__name__
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, nn.SyncBatchNorm) and module.training
-    ]
+    norms = [(name, each) for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.training]
+    local = [name or type(model).__name__ for name, each in norms if not isinstance(each, nn.SyncBatchNorm)]
     if local and feeds is not None:
         console.note(
             f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "

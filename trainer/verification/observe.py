@@ -83,11 +83,8 @@ class Observer(Recorder):
         super().on_train_begin(trainer)
         self._compare_masters(trainer, self.plain.initial, "initial", 0)
         # Modules that this rank computes with all their submodules, of which none is in another pipeline stage.
-        whole = [
-            (name, module)
-            for name, module in trainer.model.named_modules()
-            if name and not any(isinstance(each, Stub) for each in module.modules())
-        ]
+        named = [(name, module) for name, module in trainer.model.named_modules() if name]
+        whole = [pair for pair in named if not any(isinstance(each, Stub) for each in pair[1].modules())]
         self.cleanup.callback(watch_outputs(whole, self._keep_outputs))
         loss = trainer.run.model.loss
         compute_loss = loss.compute

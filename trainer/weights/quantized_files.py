@@ -116,11 +116,8 @@ class QuantizedTensors(ABC):
         if len(codecs) != 1:
             return None
         (codec,) = codecs
-        skip = tuple(
-            f"*{name.removesuffix('weight')}*weight"
-            for name, spec in self.entries.items()
-            if len(spec.shape) == 2 and name.endswith(".weight") and name not in self._encoded
-        )
+        whole = [name for name, each in self.entries.items() if len(each.shape) == 2 and name not in self._encoded]
+        skip = tuple(f"*{name.removesuffix('weight')}*weight" for name in whole if name.endswith(".weight"))
         return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
 
 

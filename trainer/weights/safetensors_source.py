@@ -50,7 +50,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles, stored_form
 from zeromesh.units.plan import encoded_names
 from zeromesh.weight_init import weight_sources
-from zeromesh.weight_init.weight_sources import BuiltModel
+from zeromesh.weight_init.weight_sources import BuiltModel, ParameterSource
 
 _SHOWN = 20
 _UNFIT = "model.source: the files do not fit the model"
@@ -218,15 +218,13 @@ def quiet_library() -> Iterator[None]:
 _COMPARED_ELEMENTS = 16384
 
 
-class SafetensorsSource(weight_sources.ParameterSource):
+class SafetensorsSource(ParameterSource):
     """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
     `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
     the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
     `LostValuesError` for values that neither the files nor `fallback` have."""
 
-    def __init__(
-        self, files: TensorFiles, model: Any, fallback: weight_sources.ParameterSource, quantizer: Any = None
-    ) -> None:
+    def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files
         self._matched = matched = match(model, files.entries, quantizer)
         self._skeleton = weight_sources.Skeleton(model)

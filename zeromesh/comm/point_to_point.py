@@ -192,9 +192,9 @@ def write_header(specs: _Specs) -> torch.Tensor:
 
 
 def read_header(header: torch.Tensor) -> list[MessageSpec]:
+    rows = json.loads(bytes(header.tolist()))
     return [
-        MessageSpec(shape=tuple(shape), dtype=getattr(torch, dtype), differentiable=differentiable)
-        for dtype, shape, differentiable in json.loads(bytes(header.tolist()))
+        MessageSpec(shape=tuple(shape), dtype=getattr(torch, kind), differentiable=grad) for kind, shape, grad in rows
     ]
 
 

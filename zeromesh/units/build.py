@@ -62,10 +62,8 @@ class BuiltUnits:
 
 
 def plan_layouts(plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT) -> list[list[BucketLayout]]:
-    return [
-        [build_layout(f"{unit.name}/{n}", specs, parts, alignment) for n, specs in enumerate(unit.buckets())]
-        for unit in plan
-    ]
+    build = partial(build_layout, parts=parts, alignment=alignment)
+    return [[build(f"{unit.name}/{n}", specs) for n, specs in enumerate(unit.buckets())] for unit in plan]
 
 
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:

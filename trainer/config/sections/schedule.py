@@ -82,11 +82,8 @@ class LRSchedule(ScheduleSection):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         allowed = SCHEDULES[self.name].keys() | (_WARMUP_OPTIONS if self.name != "constant" else ())
-        problems = [
-            f"schedule.{option} has no effect on {self.name}; remove it"
-            for option in list(ScheduleSection.model_fields)[3:]
-            if option not in allowed and getattr(self, option) is not None
-        ]
+        given = [each for each in list(ScheduleSection.model_fields)[3:] if getattr(self, each) is not None]
+        problems = [f"schedule.{each} has no effect on {self.name}; remove it" for each in given if each not in allowed]
         if self.name.endswith("_with_min_lr") and self.min_ratio is None:
             problems.append(f"schedule.min_ratio is missing; {self.name} needs the fraction it falls to")
         room = max(0, self.total_steps - self.warmup_steps)

@@ -233,10 +233,7 @@ def _block_key(block: nn.Module) -> object:
     for name, module in block.named_modules():
         parameters = module.named_parameters(recurse=False)
         sizes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in parameters]
-        settings = [
-            (key, repr(value))
-            for key, value in vars(module).items()
-            if isinstance(value, bool | int | float | str) and not _INDEX_ATTRIBUTES.search(key)
-        ]
+        plain = [pair for pair in vars(module).items() if isinstance(pair[1], bool | int | float | str)]
+        settings = [(key, repr(value)) for key, value in plain if not _INDEX_ATTRIBUTES.search(key)]
         found.append((name, type(module), tuple(sizes), tuple(sorted(settings))))
     return tuple(found)
