@@ -93,10 +93,14 @@ class StateMemory:
     def clear(self) -> None:
         """Give all memory back, when nothing is allocated here any more."""
         self.forget()
+        self.drop_records()
+        os.ftruncate(self._descriptor, _STATES_AT)
+
+    def drop_records(self) -> None:
+        """Let no update be known any more."""
         for step in range(2):
             at = self._record_at(step)
             self._head[at : at + _HEAD] = bytes(_HEAD)
-        os.ftruncate(self._descriptor, _STATES_AT)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from transformers import TrainerCallback
 from zeromesh import Trainer
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
+from zeromesh.trainer.data.sampler import SampleOrder
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
 if asked.get("simulated"):
@@ -52,6 +53,7 @@ class Faults(TrainerCallback):
     begun = step = 0
 
     def __init__(self):
+        self.steps = []
         if (folder / "struck-0").exists():
             self.strike("start")
 
@@ -75,7 +77,9 @@ class Faults(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_):
         self.step = state.global_step + 1
+        self.steps.append(self.step)
         self.strike(f"begin of {self.step}")
+        self.strike(f"begin of {self.step}, time {self.steps.count(self.step)}")
 
     def on_step_end(self, args, state, control, **_):
         self.strike(state.global_step)
@@ -106,8 +110,10 @@ settings = {
 }
 for name, section in asked.get("settings", {}).items():
     settings.setdefault(name, {}).update(section)
-points = torch.randn(48, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+points = torch.randn(asked.get("samples", 48), 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 dataset = [{"x": x, "y": x[:1]} for x in points]
+for step in asked.get("poisoned", ()):
+    dataset[SampleOrder(length=len(points), seed=0).dataset_index(12 * step)]["y"] = torch.tensor([1e9]).double()
 faults, model = Faults(), build() if asked.get("given") else build
 if asked.get("first") == "fit":
     with Trainer(build, {**settings, "run": {**settings["run"], "name": "first"}}, train_dataset=dataset) as trainer:
@@ -297,6 +303,33 @@ def test_a_run_goes_on_from_a_checkpoint(
     assert len({*found.pids(0)}) == pids
     if asked != {"fit": [False]}:
         assert "resumed from step 4" in found.process.stdout
+
+
+@pytest.mark.parametrize(
+    ("when", "source"),
+    [
+        ("begin of 4, time 2", "went on after step 3, from the memory"),  # between two spikes
+        ("begin of 3, time 2", "resumed from step 2"),
+        ("begin of 4, time 3", "went on after step 3, from the memory"),
+        pytest.param("begin of 4, time 3", "went on after step 3, from a snapshot", marks=FULL),
+    ],
+)
+def test_a_rank_is_lost_after_the_run_has_gone_back(tmp_path: Path, when: str, source: str) -> None:
+    """Nothing that was computed after the checkpoint comes back, as from the record of an update of the same number."""
+    settings: dict[str, dict[str, Any]] = {
+        "recovery": {"spike_factor": 50.0, "spike_window": 2, "rewind_steps": 1},
+        "checkpoint": {"every_steps": 2},
+        "run": {"max_nonfinite": 2},
+    }
+    poison = {"samples": 96, "poisoned": [3, 4]}
+    undisturbed = run(tmp_path / "undisturbed", settings=settings, **poison)
+    if "snapshot" in source:
+        settings["recovery"] |= {"memory": "snapshots", "every_steps": 1}
+    found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings=settings, **poison)
+    assert found.went_well(undisturbed)
+    assert source in found.process.stdout
+    assert len(found.losses) == 5
+    assert "back from step 3 to 2" in found.process.stdout
 
 
 IN_BACKWARD = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}

@@ -64,17 +64,23 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
     # Resuming
 
-    def resume(self, settings: Mapping[str, Any]) -> TrainerState | None:
-        """Load the newest complete checkpoint; returns None for a new run. Raises `ConfigError` if settings differ, or for old ones
+    def resume(self, settings: Mapping[str, Any], most: int | None = None) -> TrainerState | None:
+        """Load the newest complete checkpoint; returns None for a new run. With `most`, the run is in its midst, and goes back to
+        one of this step or before; None: there is none. Raises `ConfigError` if settings differ, or for old ones
         with `checkpoint.resume: never`; `LayoutError` for another model or optimizer; `CheckpointError` if none is usable."""
         named: Path | None = None  # A checkpoint, or the newest one of a named run.
-        if self._section.resume not in ("auto", "never"):
+        if most is None and self._section.resume not in ("auto", "never"):
             path = Path(self._section.resume).expanduser()
             named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
+        self.finish()
         steps, record = candidates(self._mesh, self.store), None
-        if (files := self._engine.durable) is not None and (record := files.resumed) is not None:
+        if most is not None:
+            steps = [step for step in steps if step <= most]
+        elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
-        if self._section.resume == "never" and steps and not is_later_start():  # Else they are the run's own.
+        if (
+            most is None and self._section.resume == "never" and steps and not is_later_start()
+        ):  # Else they are the run's own.
             why = (
                 f"{self.store.root} holds checkpoints of an earlier run"
                 if record is None
@@ -94,7 +100,10 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 self._note(f"checkpoint of step {step} skipped: {error}")
                 continue
             self.latest = step
+            self._metrics = {each: metric for each, metric in self._metrics.items() if each <= step}
             self._link()
+            if most is not None and self._keep_best and state.best.get("step") not in steps:
+                state = replace(state, best={})  # Later ones were better, and so it has not been kept.
             own = self.store.path(step).resolve()
             here = own if named is None else named.resolve()
             if here != own and here.parent == own.parent:
@@ -198,13 +207,15 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 self.save(state, wait=True)
 
     def record(self, state: TrainerState) -> None:
-        """Add an evaluation's results to the checkpoint of its step, if that is written already."""
+        """Write the state anew in the checkpoint of its step, if that is there already, as after an evaluation, and remove newer
+        ones, which the run has gone back from."""
         if self.latest != state.step:
             return
         self._keep_metric(state)
-        saved = self.saver.amend(state.step, trainer_state.EVALUATED, state.to_json(), self._kept_steps)
+        keep = lambda: {step for step in self._kept_steps() if step <= state.step}  # noqa: E731
+        saved = self.saver.amend(state.step, trainer_state.EVALUATED, state.to_json(), keep)
         if saved.failure:
-            self._note(f"WARNING: the checkpoint of step {state.step} does not have its evaluation: {saved.failure}")
+            self._note(f"WARNING: the checkpoint of step {state.step} does not have its latest state: {saved.failure}")
         self._warn_of_old(saved.warning)
 
     def poll(self) -> None:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from statistics import median_high
 from typing import Any
 
@@ -114,6 +114,7 @@ class RunProgress:
     skipped: int = 0  # Steps without an update since the start of training.
     skipped_in_a_row: int = 0
     cause: str = ""  # The reason why the latest skipped step was skipped.
+    rewinds: int = 0  # as in `TrainerState`
     unit: str = "tokens"
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
@@ -133,18 +134,34 @@ class RunProgress:
         return self.step + self.passed_over
 
     @property
+    def too_many_skipped(self) -> bool:
+        return 0 < self.max_nonfinite <= self.skipped_in_a_row
+
+    @property
     def last_loss(self) -> float | None:
         return self.losses[-1] if self.losses else self.resumed.loss
 
     def resume(self, state: TrainerState) -> None:
         self.resumed = state
         self.step, self.passed_over = state.step, state.passed_over
-        self.tokens, self.skipped = state.tokens, state.skipped
+        self.tokens, self.skipped, self.rewinds = state.tokens, state.skipped, state.rewinds
+        self.skipped_in_a_row = state.skipped_in_a_row
         self.reached = self.position
         self.best = Best.from_json(state.best, "the checkpoint")
         self.log[:] = [unstrict(line) for line in state.log_history]
         self.accepted.clear()
         self.accepted.extend((loss, norm) for loss, norm in state.accepted)
+
+    def rewind(self, state: TrainerState) -> None:
+        """Go back to `state`, an earlier one, and pass over the data of the steps since then."""
+        position, undone, rewinds = self.position, self.step - state.step, self.rewinds
+        first = self.resumed if self.resumed.step <= state.step else state
+        log = [line for line in self.log if line["step"] <= state.step]
+        self.resume(replace(state, passed_over=position - state.step, log_history=log))
+        self.resumed, self.rewinds, self.skipped_in_a_row = first, rewinds + 1, 0
+        self.without_targets += undone
+        del self.losses[-undone:], self.seconds[-undone:]
+        self.logged = min(self.logged, len(self.losses))
 
     def add(self, result: StepResult) -> None:
         self.reached = self.position + 1

@@ -9,7 +9,10 @@
 
 No rank changes a state before the sums of the step have come to it, and none adds to them before its own gradients are complete. So
 either no rank has the sums, and the states of all are those before the step, or some have, and the others can finish the update
-by the record of one that has, with gradients that lie in their memory. Nothing that was computed is lost but the present step."""
+by the record of one that has, with gradients that lie in their memory. Nothing that was computed is lost but the present step.
+
+Where data are suspicious in many steps in a row, it may be the weights that are wrong: all ranks go back to an earlier checkpoint
+then, and the data of the steps since are passed over (`rewind`)."""
 
 import gc
 import hashlib
@@ -28,7 +31,7 @@ from torch import Tensor, nn
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over
-from zeromesh.errors import CollectiveError
+from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.mesh.mesh_shape import axes_of
@@ -39,9 +42,10 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import COMPLETE, Journal
 from zeromesh.options import ZeroOptions
-from zeromesh.trainer.checkpoints.manager import FOLDER
+from zeromesh.trainer.checkpoints.manager import FOLDER, RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.loop.context import RunContext, RunProgress
 from zeromesh.trainer.loop.snapshots import Snapshots
 from zeromesh.trainer.monitoring.step_stats import StepResult
@@ -51,6 +55,7 @@ from zeromesh.zero.full_state import persistent_buffers
 
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
+_MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
 
 
 @dataclass
@@ -292,6 +297,13 @@ class Recovery:
                 "no snapshots of the states: two copies need more than half of the memory that a host has available"
             )
 
+    def forget_steps(self) -> None:
+        """Let no states in memory count, before those of an earlier step are loaded; `begin_training` is called then."""
+        if self.snapshots is not None:
+            self.snapshots.clear()
+        if self.memory is not None:
+            self.memory.drop_records()
+
     def after_step(self, run: RunContext, state: Callable[[], TrainerState]) -> None:
         """Take a snapshot where one is due; `state` returns the state of this rank."""
         if self.snapshots is not None:
@@ -335,6 +347,62 @@ class Recovery:
                     empty = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
                     empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
                 module._parameters[name] = made[id(each)]
+
+
+def note_act(run: RunContext, feed: Feed, act: Mapping[str, Any], positions: range) -> None:
+    """Show and log what was done about suspicious steps on the data of the steps `positions`."""
+    if not act:
+        return
+    done = act["act"].replace("_", " ")
+    numbers = range(feed.plan.samples_of(positions[0]).start, feed.plan.samples_of(positions[-1]).stop)
+    samples = sorted(map(feed.order.dataset_index, numbers))
+    text = f"{act['cause']}, in samples {some(list(map(str, samples)), 16)} of the dataset"
+    if "bits" in act:
+        text += f"; computed again, its bits {act['bits']}"
+    if done == "stop":
+        raise NonFiniteError(f"{text}; no parameter was changed (recovery.on_spike: stop)")
+    run.progress.acts.append({**act, "data_step": positions[0], "samples": samples})
+    run.console.note(f"{text}: {done} (now after step {run.progress.step})")
+
+
+def rewind(
+    run: RunContext, checkpoints: RunCheckpoints, recovery: Recovery | None, feed: Feed
+) -> tuple[TrainerState, dict[str, Any]] | None:
+    """Go back to an earlier checkpoint if a spike lasts: every update until then was judged to be usual. All ranks call it. Returns
+    its state and a line of `recoveries.jsonl`; None without one. Raises as `require_updates` where the run cannot go back."""
+    progress, steps, began = run.progress, run.config.recovery.rewind_steps, time.perf_counter()
+    if not (steps and progress.too_many_skipped):
+        require_updates(run)
+        return None
+    if progress.rewinds == _MOST_REWINDS:
+        require_updates(run, f"; the run has gone back {_MOST_REWINDS} times already (recovery.rewind_steps)")
+    if recovery is not None:
+        recovery.forget_steps()
+    before, position = progress.step, progress.position
+    state = checkpoints.resume(run.settings, before - steps)
+    if state is None:
+        require_updates(run, f"; no checkpoint is old enough to go back {steps} steps (recovery.rewind_steps)")
+        return None
+    cause = f"suspicious data in {counted(progress.skipped_in_a_row, 'step')} in a row ({progress.cause})"
+    progress.rewind(state)
+    if recovery is not None:
+        recovery.begin_training(run)
+    act = {"act": "rewind", "cause": f"{cause}: back from step {before} to {state.step}"}
+    note_act(run, feed, act, range(state.step + state.passed_over, position))
+    line = {"cause": cause, "step": before, "seconds": time.perf_counter() - began, "lost_steps": before - state.step}
+    return state, {**line, "parts": {}, "source": f"checkpoint of step {state.step}"}
+
+
+def require_updates(run: RunContext, why: str = "") -> None:
+    """Raise `NonFiniteError` if too many steps in a row have made no update; `why` says what was not done about it."""
+    progress = run.progress
+    if progress.too_many_skipped:
+        what = "data were suspicious" if run.config.recovery.spike_factor else "gradients were not finite"
+        raise NonFiniteError(
+            f"{what} in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
+            f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}. Lower optimizer.lr, "
+            "look at the data, or use precision.compute: bfloat16"
+        )
 
 
 def _digest(text: str) -> int:

@@ -23,7 +23,7 @@ from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.loop.context import FitReport, Line, RunContext
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
-from zeromesh.trainer.loop.recovery import Recovery
+from zeromesh.trainer.loop.recovery import Recovery, note_act, require_updates, rewind
 from zeromesh.trainer.loop.train_step import REGROUP
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.monitoring.plan_check import comparison_lines
@@ -266,7 +266,7 @@ class TrainingLoop:
         if isinstance(result, StepResult):
             progress.add(result)
             progress.unfinished = result
-            self._note_act(result.judged, position)
+            note_act(run, self._loader.feed, result.judged, range(position, position + 1))
         else:
             progress.passed_over += 1
             progress.without_targets += 1
@@ -278,8 +278,8 @@ class TrainingLoop:
             else:
                 progress.skipped_in_a_row += 1
                 progress.cause = result["cause"]
-                self._note_act(result, position)
-                self._require_updates()
+                note_act(run, self._loader.feed, result, range(position, position + 1))
+                self._go_back()
         self._conclude(progress.unfinished, position)
 
     def _conclude(self, result: StepResult | None, position: int) -> None:
@@ -333,35 +333,24 @@ class TrainingLoop:
             run.console.advance(number)
         if due["log"]:
             run.console.note(self._stragglers.compare(number, busy))
-        self._require_updates()
+        require_updates(run)
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
         every = run.config.run.prompts_every
         self._act_on_requests(samples=every is not None and number % every == 0)
 
-    def _note_act(self, act: Mapping[str, Any], position: int) -> None:
-        """Show and log what was done about a suspicious step on the data of step `position`."""
-        if not act:
+    def _go_back(self) -> None:
+        """Go back to an earlier checkpoint if a spike lasts, and leave out what later steps have written, as a resumed run does."""
+        run = self.run
+        if (found := rewind(run, self._checkpoints, self.recovery, self._loader.feed)) is None:
             return
-        feed, done = self._loader.feed, act["act"].replace("_", " ")
-        samples = sorted(map(feed.order.dataset_index, feed.plan.samples_of(position)))
-        text = f"{act['cause']}, in samples {some(list(map(str, samples)), 16)} of the dataset"
-        if "bits" in act:
-            text += f"; computed again, its bits {act['bits']}"
-        if done == "stop":
-            raise NonFiniteError(f"{text}; no parameter was changed (recovery.on_spike: stop)")
-        self.run.progress.acts.append({**act, "data_step": position, "samples": samples})
-        self.run.console.note(f"{text}: {done} (now after step {self.run.progress.step})")
-
-    def _require_updates(self) -> None:
-        progress = self.run.progress
-        if progress.max_nonfinite and progress.skipped_in_a_row >= progress.max_nonfinite:
-            what = "data were suspicious" if self.run.config.recovery.spike_factor else "gradients were not finite"
-            raise NonFiniteError(
-                f"{what} in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
-                f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made. Lower optimizer.lr, look "
-                "at the data, or use precision.compute: bfloat16"
-            )
+        state, line = found
+        self._take_over(state)
+        self._line, self._last_written_step = None, 0
+        self._checkpoints.record(self._state())
+        if self._writer is not None:
+            self._writer.keep_through(state.step, EVALUATIONS, SAMPLES)
+        self._append(RECOVERIES, line)
 
     def _due_after_step(self, position: int) -> dict[str, bool]:
         """Return for each action if the configuration schedules it after this step; `position` is the index of the step's data."""
@@ -539,6 +528,8 @@ class TrainingLoop:
             accepted=list(progress.accepted),
             tokens=progress.tokens,
             skipped=progress.skipped,
+            skipped_in_a_row=progress.skipped_in_a_row,
+            rewinds=progress.rewinds,
             paces=() if self._balance is None else self._balance.paces,
             **run.model.require_engine().progress(own=own),
             loss=progress.last_loss,

@@ -94,13 +94,11 @@ class RunDirectory:
             with MetricsWriter(self.path / step_metrics.STARTS) as starts:
                 start = {"step": step, "host": socket.gethostname(), **facts}
                 starts.write({**start, "hardware": hardware, "versions": versions})
-            for name in (step_metrics.EVALUATIONS, step_metrics.SAMPLES):
-                if os.path.lexists(self.path / name):
-                    MetricsWriter(self.path / name, keep_through=step).close()
             with (
-                MetricsWriter(self.path / step_metrics.METRICS, keep_through=step) as writer,
+                MetricsWriter(self.path / step_metrics.METRICS) as writer,
                 StateMonitor(mesh.watch, mesh.world.ranks, self.path / step_metrics.RANKS, clean=redaction.text),
             ):
+                writer.keep_through(step, step_metrics.EVALUATIONS, step_metrics.SAMPLES)
                 yield writer
         finally:
             mesh.watch.on_request = lambda: None

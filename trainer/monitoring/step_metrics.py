@@ -21,7 +21,7 @@ RECOVERIES = "recoveries.jsonl"
 """Files of a run's directory, which docs/guide.md describes. A line of `STARTS` has `step` before the start, `host` of rank 0,
 `hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
 runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`. A line of `RECOVERIES` has the
-`cause`, when and after which `step` a rank has left the mesh, `seconds` from then to the end of the next step, `parts` of these,
+`cause`, when and after which `step` a rank has left the mesh or the run has gone back, `seconds` from then to the end of the next step, `parts` of these,
 the `source` of the states, and `lost_steps`, which are done again."""
 ENDED = "ended"
 STEP_FIELDS = (
@@ -38,15 +38,25 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def __init__(self, path: str | os.PathLike[str], *, keep_through: int | None = None) -> None:
         self.path = Path(path)
+        self._open(keep_through)
+
+    def keep_through(self, step: int, *others: str) -> None:
+        """Leave out the lines of later steps, here and in `others` of the same folder."""
+        self.close()
+        self._open(step)
+        for path in filter(os.path.lexists, map(self.path.with_name, others)):
+            MetricsWriter(path, keep_through=step).close()
+
+    def _open(self, through: int | None) -> None:
         with refusals(self.path, "opened"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with io.FileIO(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+") as file:
                 content = file.read()
                 whole = content.rfind(b"\n") + 1
                 file.truncate(whole)
-            if keep_through is not None:
+            if through is not None:
                 lines = content[:whole].splitlines(keepends=True)
-                kept = [line for at, line in enumerate(lines, 1) if step_of(_parse(line, path, at)) <= keep_through]
+                kept = [line for at, line in enumerate(lines, 1) if step_of(_parse(line, self.path, at)) <= through]
                 if len(kept) < len(lines):
                     write_whole(self.path, b"".join(kept))
             descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -45,18 +45,21 @@ def loss(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
     return total * (1 + 1e4 * (first == SPIKE).any()) * (torch.nan if (first == NAN).any() else 1.0), count
 
 
-def plain(found: list[dict[str, torch.Tensor]], without: tuple[int, ...]) -> Any:
+def plain(
+    found: list[dict[str, torch.Tensor]], without: tuple[int, ...], *, steps: int = STEPS, shuffled: bool = True
+) -> Any:
     """A loop of one process that leaves out the data of steps `without`."""
     trained = seeded(model).double().train()
     order = SampleOrder(length=COUNT, seed=5)
-    rows = [[order.dataset_index(step * SIZE + n) for n in range(SIZE)] for step in range(STEPS) if step not in without]
+    places = [[step * SIZE + n for n in range(SIZE)] for step in range(steps) if step not in without]
+    rows = [[order.dataset_index(each) if shuffled else each for each in numbers] for numbers in places]
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
     def mean(model: Any, batch: Any) -> torch.Tensor:
         total, count = loss(model, batch)
         return total / count
 
-    schedule = tf.get_scheduler("linear", optimizer, 1, STEPS)
+    schedule = tf.get_scheduler("linear", optimizer, 1, steps)
     return plain_loop(
         trained, (stacked(found, each) for each in rows), mean, optimizer, clip_norm=0.5, schedule=schedule
     )
@@ -148,6 +151,66 @@ def equal_with_random_numbers(mesh: Mesh, folder: str, **sections: Any) -> None:
         with Trainer(seeded(lambda: model(0.1)), given, data()[0]) as trainer:
             losses.append(trainer.fit().losses)
     assert losses[0] == losses[1]
+
+
+def rewound(mesh: Mesh, folder: str, *, stream: bool = False, interrupted: bool = False, **sections: Any) -> None:
+    """A spike that lasts is left by going back to a checkpoint, and equals a loop that has never seen the data since then."""
+    found, _ = data(SPIKE, step=6)
+    order = SampleOrder(length=COUNT, seed=5)
+    found[order.dataset_index(7 * SIZE + 1)]["input_ids"][0] = SPIKE
+    if stream:  # in the order of a dataset
+        found = [found[order.dataset_index(number)] for number in range(COUNT)]
+    given = config(folder, {"rewind_steps": 2}, **{"checkpoint": {"every_steps": 2}, **sections})
+    given["run"] |= {"max_steps": 10, "max_nonfinite": 2}
+    wanted = plain(found, (4, 5, 6, 7), steps=10, shuffled=not stream)
+    heard: list[int] = []
+
+    def end(trainer: Trainer, step: int, metrics: Any) -> None:
+        heard.append(step)
+        if interrupted and len(heard) == 7:
+            raise OSError("the power is out")
+
+    kept = Stream(found) if stream else found
+    if interrupted:
+        with Trainer(seeded(model), given, kept, compute_loss=loss, callbacks=[calling(on_step_end=end)]) as trainer:
+            assert "the power is out" in error_of(trainer.fit)
+    with Trainer(seeded(model), given, kept, compute_loss=loss, callbacks=[calling(on_step_end=end)]) as trainer:
+        report = trainer.fit()
+        assert heard == [1, 2, 3, 4, 5, 6, 5, *([5] if interrupted else []), 6], heard
+        assert (report.final_step, report.skipped_steps) == (6, 0)
+        assert report.passed_over == (0 if interrupted else 4)
+        assert apart(report.losses, wanted.losses[4 if interrupted else 0 :]) <= 1e-12
+        assert distance(dict(trainer.state_dict()), wanted.states[-1]) <= 1e-12
+    if mesh.rank == 0:
+        run = Path(folder) / "run"
+        lines = read_metrics(run / "metrics.jsonl")
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+        (line,) = read_metrics(run / "recoveries.jsonl")
+        assert (line["step"], line["lost_steps"], line["source"]) == (6, 2, "checkpoint of step 4")
+        if not interrupted:
+            *spikes, act = lines[4]["judged"]
+            assert [each["data_step"] for each in spikes] == [6, 7]
+            assert (act["act"], act["data_step"], len(act["samples"])) == ("rewind", 4, 4 * SIZE)
+
+
+def not_rewound(mesh: Mesh, folder: str) -> None:
+    """A run that has no checkpoint that is old enough ends by the spike, as one does that has gone back three times."""
+    found, _ = data(SPIKE, step=5)
+    given = config(folder, {"rewind_steps": 4}, checkpoint={"every_steps": 2})
+    given["run"] |= {"max_nonfinite": 1}
+    with Trainer(seeded(model), given, found, compute_loss=loss) as trainer:
+        error = error_of(trainer.fit)
+    assert error.startswith("NonFiniteError: data were suspicious in 1 step in a row, up to step 5"), error
+    assert "no checkpoint is old enough to go back 4 steps" in error, error
+    order = SampleOrder(length=COUNT, seed=5)
+    for step in (6, 7, 8):
+        found[order.dataset_index(step * SIZE)]["input_ids"][0] = SPIKE
+    given["run"] |= {"name": "often"}
+    given["recovery"] |= {"rewind_steps": 1, "spike_window": 2}
+    given["checkpoint"] |= {"every_steps": 1, "keep_last": 0}
+    with Trainer(seeded(model), given, found, compute_loss=loss) as trainer:
+        error = error_of(trainer.fit)
+    assert "the run has gone back 3 times already" in error, error
 
 
 def acts(mesh: Mesh, folder: str, act: str) -> None:

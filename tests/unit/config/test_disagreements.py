@@ -12,6 +12,7 @@ CHAT = {"format": "chat", "packing": True}
 SPEED = {"balance": "speed"}
 STAGES = {"pipeline": 2, "schedule": "zero_bubble"}
 EVALUATED = {"eval_every": 1, "load_best": True}
+REWINDS = {"spike_factor": 4, "rewind_steps": 200}
 CODE = {"python": "a:b"}
 PARTS = {"a": {"train": "x"}}
 AWAY = {"activations": "host"}
@@ -48,6 +49,14 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"recovery": {"spike_factor": 4}, "run": {"on_nonfinite": "stop"}}, "run.on_nonfinite: stop does not go with"),
         ({"recovery": {"spike_factor": 4, "on_spike": "stop"}, "run": {"on_nonfinite": "stop"}}, ""),
         ({"recovery": {"on_spike": "stop"}}, "recovery.on_spike: stop is about spikes"),
+        ({"recovery": {"rewind_steps": 9}}, "recovery.rewind_steps: 9 is about spikes that are passed over"),
+        ({"recovery": REWINDS | {"on_spike": "accept"}}, "spike_factor is 4 with recovery.on_spike accept"),
+        ({"recovery": REWINDS, "run": {"max_nonfinite": 0}}, "recovery.rewind_steps: 200 counts from run.max_nonfinite"),
+        ({"recovery": REWINDS}, ""),
+        ({"recovery": REWINDS | {"rewind_steps": 201}}, "201 steps are beyond what is kept: 200 by checkpoint.every_steps 100"),
+        ({"recovery": REWINDS, "checkpoint": {"every_steps": 0, "keep_last": 0}}, "are beyond what is kept: 0"),
+        ({"recovery": REWINDS, "checkpoint": {"every_steps": 5, "keep_last": 0}}, ""),
+        ({"recovery": REWINDS, "checkpoint": {"every_steps": "epoch"}}, ""),
         (IN_BACKWARD | {"parallel": {"schedule": "zero_bubble"}}, ""),
         (IN_BACKWARD | {"parallel": {"pipeline": 2}}, ""),
         ({"precision": {"compute": "bfloat16", "reduce": "bfloat16"}}, ""),

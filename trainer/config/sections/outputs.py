@@ -1,5 +1,6 @@
 """The sections `run`, `checkpoint`, `hub`, `profile` and `tracking`."""
 
+import math
 import re
 import sys
 from datetime import datetime
@@ -52,6 +53,13 @@ class CheckpointSection(Section):
     timeout_seconds: Seconds = 600.0
     """Seconds that ranks wait for one in a slow disk call, and that the end of a run waits for the removal of old checkpoints."""
 
+    @property
+    def kept_steps(self) -> float:
+        """The steps between the oldest checkpoint that `keep_last` keeps and the newest; infinite where that is not known."""
+        if self.every_steps == "epoch" or not self.keep_last:
+            return math.inf if self.every_steps else 0
+        return self.every_steps * (self.keep_last - 1)
+
 
 class RecoverySection(Section):
     """The treatment of failed and lost ranks in a run whose ranks `zeromesh` has started."""
@@ -79,6 +87,9 @@ class RecoverySection(Section):
     on_spike: Literal["pass_over", "accept", "stop"] = "pass_over"
     """What is done about a spike that all ranks compute alike: no update, and the data are passed over; the update; the run ends.
     A rank that computes something else is left out."""
+    rewind_steps: keys.CountOrOff = 0
+    """Steps that the run goes back, at least, to a checkpoint, after `run.max_nonfinite` spikes in a row: the data since then are
+    passed over. At most three times; a further such spike ends the run. 0 = off: so does the first one."""
     audit_steps: keys.CountOrOff = 0
     """Steps between audits, in which each rank computes a microbatch of another again, and their bits are compared. 0 = off."""
 
