@@ -21,8 +21,8 @@ RECOVERIES = "recoveries.jsonl"
 """Files of a run's directory, which docs/guide.md describes. A line of `STARTS` has `step` before the start, `host` of rank 0,
 `hardware`, `parameters` of the model, arguments that a script has `given`, and `versions`. `LOCK` names rank 0's process while it
 runs and after a kill; after any other end it has the outcome of the run, which begins with `ENDED`. A line of `RECOVERIES` has the
-`cause`, when and after which `step` a rank has left the mesh or the run has gone back, `seconds` from then to the end of the next step, `parts` of these,
-the `source` of the states, and `lost_steps`, which are done again."""
+`cause`, when and after which `step` a rank has left the mesh or the run has gone back, `seconds` from then to the end of the next
+step, `parts` of these, the `source` of the states, and `lost_steps`, which are done again."""
 ENDED = "ended"
 STEP_FIELDS = (
     *("step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "step_seconds", "peak_memory_bytes"),
