@@ -58,9 +58,9 @@ def layouts_of(config: str, ranks: int, machine: Path) -> list[tuple[Layout, flo
     plan, *_ = plan_config(read, _GIVEN, device=str(machine), ranks=ranks, host=ranks)
     micros: dict[object, tuple[Layout, float]] = {}
     kinds: dict[object, tuple[Layout, float]] = {}
-    first = plan.rows[0].estimate.layout
+    first = plan.rows[0].layout
     for row in (row for row in plan.rows if row.fits):
-        layout, found = row.estimate.layout, (row.estimate.layout, row.estimate.seconds)
+        layout, found = row.layout, (row.layout, row.seconds)
         kind = (layout.pipeline, layout.tensor, layout.replicate, layout.stage)
         if kind == (first.pipeline, first.tensor, first.replicate, first.stage):
             micros.setdefault(layout.micro, found)

@@ -149,7 +149,7 @@ class Result:
     def beaten(self) -> bool:
         """True where the layout by hand fits, and is faster than all of the plan."""
         best = self.plan.best
-        return not self.why_not and (best is None or best.estimate.seconds > self.seconds * 1.001)
+        return not self.why_not and (best is None or best.seconds > self.seconds * 1.001)
 
 
 def tried(bar: Bar) -> Result:
@@ -171,9 +171,9 @@ def _row(result: Result) -> tuple[str, ...]:
         f"{bar.layout.ranks} x {bar.device}",
         str(bar.placed()),
         human_seconds(result.seconds) if not result.why_not else "too large",
-        human_seconds(best.estimate.seconds) if best else "nothing",
-        human_bytes(best.estimate.device_bytes) if best else "",
-        str(best.estimate.layout) if best else "",
+        human_seconds(best.seconds) if best else "nothing",
+        human_bytes(best.device_bytes) if best else "",
+        str(best.layout) if best else "",
         "BEATEN" if result.beaten else "",
     )
 

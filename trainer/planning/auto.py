@@ -94,10 +94,10 @@ def set_auto(config: TrainerConfig, inputs: UserInputs, launch: LaunchEnvironmen
         if plan.best is not None:
             break
     if plan.best is None:
-        why = f"the least is {plan.least.estimate.layout}: {plan.least.why_not}"
+        why = f"the least is {plan.least.layout}: {plan.least.why_not}"
         cure = f"{why}; leave given keys to the plan too, or take more ranks"
         raise ConfigError(f"no layout fits on {counted(ranks, 'rank')}; {cure}", where=", ".join(config.parallel.auto))
-    best = plan.best.estimate
+    best = plan.best
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
     return with_layout(config, best.layout, free).with_notes((*config.notes, note), config.folders), best
 

@@ -42,6 +42,11 @@ class Estimate:
     phases: Mapping[StepPhase, float] = field(default_factory=dict)
     """Seconds of a step by phase. Idle time of pipeline stages counts as communication."""
     bubble: float = 0.0  # The pipeline bubble as a fraction of the step.
+    why_not: str = ""  # The reason why it does not fit into memory; empty if it fits.
+
+    @property
+    def fits(self) -> bool:
+        return not self.why_not
 
     @property
     def device_bytes(self) -> int:

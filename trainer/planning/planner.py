@@ -53,18 +53,6 @@ def why_not(estimate: Estimate, room: MemoryBytes) -> str:
     return f"{human_bytes(estimate.disk)} of disk, of {human_bytes(room.disk)}" if short else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlanRow:
-    """A layout of a plan. `why_not` is the reason why it does not fit into memory; empty if it fits."""
-
-    estimate: Estimate
-    why_not: str = ""
-
-    @property
-    def fits(self) -> bool:
-        return not self.why_not
-
-
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The layouts of a subject on a machine: those that fit, the fastest first, then the others."""
@@ -74,17 +62,17 @@ class Plan:
     machine: str
     ranks: int
     room: MemoryBytes
-    rows: Sequence[PlanRow]
+    rows: Sequence[Estimate]
     refused: Mapping[str, str] = field(default_factory=dict)
     """The first refused layout by the reason why a run refuses such layouts."""
 
     @cached_property
-    def least(self) -> PlanRow:
+    def least(self) -> Estimate:
         """The row with the fewest device bytes, of those that fit or, where none fits, of all."""
-        return min([row for row in self.rows if row.fits] or self.rows, key=lambda row: row.estimate.device_bytes)
+        return min([row for row in self.rows if row.fits] or self.rows, key=lambda row: row.device_bytes)
 
     @property
-    def best(self) -> PlanRow | None:
+    def best(self) -> Estimate | None:
         return self.rows[0] if self.rows and self.rows[0].fits else None
 
 
@@ -116,8 +104,8 @@ class Planner:
             raise ConfigError(f"no layout has {counted(ranks, 'rank')}{why}")
         rows += self._offloaded(rows, room)
         fitting = sorted((row for row in rows if row.fits), key=_sort_key)
-        first = [replace(row, estimate=self._estimator.estimate(row.estimate.layout)) for row in fitting[:_SIMULATED]]
-        others = sorted((row for row in rows if not row.fits), key=lambda row: row.estimate.device_bytes)
+        first = [self._estimator.estimate(row.layout) for row in fitting[:_SIMULATED]]
+        others = sorted((row for row in rows if not row.fits), key=lambda row: row.device_bytes)
         return Plan(
             subject=self._subject.model_name,
             parameters=self._subject.parameters,
@@ -210,7 +198,7 @@ class Planner:
             self._refused.setdefault(reason, kind)
         return not reason
 
-    def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[PlanRow]:
+    def _rows(self, layouts: Iterable[Layout], room: MemoryBytes) -> Iterator[Estimate]:
         for layout in layouts:
             refused = self._subject.refusal(layout)
             try:
@@ -220,35 +208,35 @@ class Planner:
             if estimate is None:
                 self._refused.setdefault(refused, str(layout))
             else:
-                yield PlanRow(estimate=estimate, why_not=why_not(estimate, room))
+                yield replace(estimate, why_not=why_not(estimate, room))
 
-    def _offloaded(self, rows: Sequence[PlanRow], room: MemoryBytes) -> list[PlanRow]:
+    def _offloaded(self, rows: Sequence[Estimate], room: MemoryBytes) -> list[Estimate]:
         """Return the fastest fitting layouts with offload based on `rows`, and those that need the least memory. Layouts that fit
         need no offload, and a layout's time plus that of each kind of offload alone is a lower bound of any combination."""
         tiers: list[TierName] = [] if self._machine.is_cpu else ["host"]
         tiers += ["file"] if self._machine.disk else []
-        seconds = sorted(row.estimate.seconds for row in rows if row.fits)
+        seconds = sorted(row.seconds for row in rows if row.fits)
 
-        def size(row: PlanRow) -> tuple[int, bool, int]:
-            layout = row.estimate.layout
-            return layout.micro, layout.recompute != "block", row.estimate.device_bytes
+        def size(row: Estimate) -> tuple[int, bool, int]:
+            layout = row.layout
+            return layout.micro, layout.recompute != "block", row.device_bytes
 
         smallest = {id(row) for row in sorted(rows, key=size)[:_SIMULATED]}
-        found: list[PlanRow] = []
-        for row in sorted(rows, key=lambda row: row.estimate.seconds):
-            layout = row.estimate.layout
+        found: list[Estimate] = []
+        for row in sorted(rows, key=lambda row: row.seconds):
+            layout = row.layout
             bound = seconds[_ENOUGH_FITTING - 1] if len(seconds) >= _ENOUGH_FITTING else math.inf
-            wanted, lowest = not row.fits and row.estimate.seconds < bound, id(row) in smallest
+            wanted, lowest = not row.fits and row.seconds < bound, id(row) in smallest
             if not (wanted or lowest):
                 continue
             parts = list(self._offload_options(layout, tiers))
 
-            def made(chosen: Iterable[Mapping[str, Any]], layout: Layout = layout) -> PlanRow | None:
+            def made(chosen: Iterable[Mapping[str, Any]], layout: Layout = layout) -> Estimate | None:
                 return next(self._rows([replace(layout, **dict(ChainMap(*map(dict, chosen))))], room), None)
 
-            def added(change: Mapping[str, Any], before: float = row.estimate.seconds) -> float:
+            def added(change: Mapping[str, Any], before: float = row.seconds) -> float:
                 changed = made([change])
-                return math.inf if changed is None else max(0.0, changed.estimate.seconds - before)
+                return math.inf if changed is None else max(0.0, changed.seconds - before)
 
             def largest(part: Sequence[Mapping[str, Any]], tier: TierName) -> Mapping[str, Any]:
                 on = [change for change in part if any(getattr(value, "tier", "") == tier for value in change.values())]
@@ -256,15 +244,15 @@ class Planner:
 
             least = [made(largest(part, tier) for part in parts) for tier in tiers]
             found += [each for each in least if each is not None and lowest]
-            if not wanted or not any(each and each.estimate.device_bytes <= room.critical for each in least):
+            if not wanted or not any(each and each.device_bytes <= room.critical for each in least):
                 continue
             priced = [[(added(change), change) for change in part] for part in parts]
             for chosen in sorted(product(*priced), key=lambda chosen: sum(price for price, _ in chosen)):
-                if row.estimate.seconds + sum(price for price, _ in chosen) >= bound:
+                if row.seconds + sum(price for price, _ in chosen) >= bound:
                     break
                 if (fits := made(change for _, change in chosen)) is not None and fits.fits:
                     found.append(fits)
-                    insort(seconds, fits.estimate.seconds)
+                    insort(seconds, fits.seconds)
                     break
         return found
 
@@ -273,5 +261,5 @@ def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def _sort_key(row: PlanRow) -> tuple[float, int]:
-    return float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes
+def _sort_key(row: Estimate) -> tuple[float, int]:
+    return float(f"{row.seconds:.3g}"), row.device_bytes

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from zeromesh.errors import counted
 from zeromesh.intervals import grouped
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
-from zeromesh.trainer.planning.planner import GIB, Plan, PlanRow
+from zeromesh.trainer.planning.estimate import Estimate
+from zeromesh.trainer.planning.planner import GIB, Plan
 
 if TYPE_CHECKING:
     from zeromesh.trainer.tools.html_report.charts import Chart
@@ -25,7 +26,7 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     rest = [row for row in plan.rows if not row.fits]
     lines = [f"{plan.subject}, {human_count(plan.parameters)} parameters, on {ranks} of {plan.machine}", ""]
     # A plan is not accurate enough to tell rows apart that have equal milliseconds and equal first two digits.
-    alike = list(grouped((f"{round(row.estimate.seconds, 3):.2g}", row) for row in fitting).values())
+    alike = list(grouped((f"{round(row.seconds, 3):.2g}", row) for row in fitting).values())
     table = _table(plan, alike[:shown], width) if fitting else []
     if left := sum(map(len, alike[shown:])):
         table.append(f"... and {left:,} more that fit")
@@ -34,16 +35,16 @@ def plan_lines(plan: Plan, *, shown: int = SHOWN, more: Plan | None = None, widt
     after = [""]
     if rest:
         after += [f"{counted(len(rest), 'layout', ',')} do not fit; those that need least:"]
-        after += [f"  {row.estimate.layout}: {row.why_not}" for row in rest[:_REFUSALS]]
+        after += [f"  {row.layout}: {row.why_not}" for row in rest[:_REFUSALS]]
     after += [f"  {layout}: not possible: {reason}" for reason, layout in plan.refused.items()]
     after += [*([""] if len(after) > 1 else []), *_advice(plan, more)]
     return [*wrapped(lines, width), *table, *wrapped(after, width)]
 
 
-def _table(plan: Plan, rows: Sequence[Sequence[PlanRow]], width: int | None, title: str = "layout") -> list[str]:
+def _table(plan: Plan, rows: Sequence[Sequence[Estimate]], width: int | None, title: str = "layout") -> list[str]:
     columns = (title, "step", "memory", "of", "host", "disk", "longest", "as fast")
     cells = []
-    for estimate, *others in ([row.estimate for row in alike] for alike in rows):
+    for estimate, *others in rows:
         longest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
         least = min((each.device_bytes for each in others), default=0)
         cells.append(
@@ -67,13 +68,13 @@ def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
     best = plan.best
     if best is None:
         least = plan.least
-        yield f"nothing fits; the least is {human_bytes(least.estimate.device_bytes)} a rank: {least.estimate.layout}"
+        yield f"nothing fits; the least is {human_bytes(least.device_bytes)} a rank: {least.layout}"
     else:
-        settings = " ".join(f"{key}={_plain(value)}" for key, value in best.estimate.layout.values_by_key().items())
+        settings = " ".join(f"{key}={_plain(value)}" for key, value in best.layout.values_by_key().items())
         yield f"the keys of the first row: {settings}"
     if more is not None and more.best is not None:
-        after = more.best.estimate
-        gain = float("inf") if best is None else best.estimate.seconds / after.seconds
+        after = more.best
+        gain = float("inf") if best is None else best.seconds / after.seconds
         took = "" if best is None else f", {gain:.2f} times as fast"
         if gain > 1.03:  # A smaller gain is within the error of a plan.
             yield f"{counted(more.ranks, 'rank')}: {human_seconds(after.seconds)} a step{took}: {after.layout}"
@@ -95,10 +96,10 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
             "seconds": each.seconds,
             "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
             "bubble": each.bubble,
-            "fits": row.fits,
-            "why_not": row.why_not,
+            "fits": each.fits,
+            "why_not": each.why_not,
         }
-        for row, each in ((row, row.estimate) for row in plan.rows)
+        for each in plan.rows
     ]
 
 
@@ -107,7 +108,7 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
     from zeromesh.trainer.tools.html_report.page import Part, Table, document  # Importing plotly takes a while.
 
     charts = plan_charts(plan, shown=shown)
-    numbered = enumerate((row.estimate for row in plan.rows[:shown]), start=1)
+    numbered = enumerate(plan.rows[:shown], start=1)
     rows = [(at, str(row.layout), human_bytes(row.device_bytes), human_seconds(row.seconds)) for at, row in numbered]
     table: Part = ("", "table", Table(("row", "layout", "memory", "step"), rows, numbers=(0, 2, 3)))
     sections = {"Layouts, the fastest first": [table], "Memory and time": [("", "charts", charts)]}
@@ -119,7 +120,7 @@ def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
     """Return the charts of `plan_picture`: stacked bars of a row each."""
     from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, go
 
-    estimates = [row.estimate for row in plan.rows[:shown]]
+    estimates = plan.rows[:shown]
     memory = [{name: nbytes / GIB for name, nbytes in each.device.items()} for each in estimates]
     times = [{str(phase): seconds for phase, seconds in each.phases.items()} for each in estimates]
 

@@ -105,9 +105,9 @@ def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None
 
 def test_a_plan_has_the_fastest_layout_first(subject: Subject) -> None:
     plan = Planner(subject, MACHINE).plan(2)
-    places = [(float(f"{row.estimate.seconds:.3g}"), row.estimate.device_bytes) for row in plan.rows if row.fits]
+    places = [(float(f"{row.seconds:.3g}"), row.device_bytes) for row in plan.rows if row.fits]
     assert places[:40] == sorted(places)[:40]  # Schedules of later ones are not simulated.
-    layouts = [row.estimate.layout for row in plan.rows]
+    layouts = [row.layout for row in plan.rows]
     assert {(each.shard, each.tensor, each.pipeline) for each in layouts} == {(2, 1, 1), (1, 2, 1), (1, 1, 2)}
     assert {each.schedule for each in layouts} == {"1f1b", "zero_bubble", "interleaved"}
     assert all(each.ranks == 2 for each in layouts)
@@ -123,7 +123,7 @@ def test_a_budget_of_tokens_is_a_microbatch_of_as_many_full_samples() -> None:
     for keys in ((f"batch.tokens={4 * length + 1}",), ("batch.micro_size=4",)):
         with closing(subject_of(_config(*batch, *keys))) as subject:
             given = {"micro": 4} if "micro" in keys[0] else {}
-            best = Planner(subject, MACHINE, fixed=fixed | given).plan(2).rows[0].estimate
+            best = Planner(subject, MACHINE, fixed=fixed | given).plan(2).rows[0]
             found.append((best.layout.micro, best.layout.accumulation, best.device[ACTIVATIONS]))
     assert [each[:2] for each in found] == [(1, 4), (4, 4)]
     assert found[0][2] == pytest.approx(found[1][2], rel=0.02)
@@ -208,10 +208,10 @@ def test_given_keys_stay_as_they_are(subject: Subject) -> None:
     fixed = fixed_fields(config, ["parallel.pipeline=2", "zero.stage", "run.seed"])
     assert fixed == {"pipeline": 2, "stage": 1}
     plan = Planner(subject, MACHINE, fixed=fixed).plan(2)
-    assert {(row.estimate.layout.pipeline, row.estimate.layout.stage) for row in plan.rows} == {(2, 1)}
+    assert {(row.layout.pipeline, row.layout.stage) for row in plan.rows} == {(2, 1)}
     for shard, replicas in ((1, 2), (2, 1)):
         plan = Planner(subject, MACHINE, fixed={"shard": shard, "tensor": 1, "pipeline": 1, "micro": 1}).plan(2)
-        assert {row.estimate.layout.replicate for row in plan.rows} == {replicas}
+        assert {row.layout.replicate for row in plan.rows} == {replicas}
 
 
 def test_a_plan_holds_what_a_run_takes_alone() -> None:
@@ -219,7 +219,7 @@ def test_a_plan_holds_what_a_run_takes_alone() -> None:
 
     def values(field: str, keys: tuple[str, ...], ranks: int = 2, memory: int = 1 << 34) -> set[Any]:
         rows = Planner(_on_card(*keys), _card(memory), fixed={"micro": 1}).plan(ranks).rows
-        return {getattr(row.estimate.layout, field) for row in rows}
+        return {getattr(row.layout, field) for row in rows}
 
     assert {tier.tier for tier in values("activations", ("model.compile=true",), 1, 1 << 18)} == {"none"}
     inside = ("optimizer.in_backward=true", "run.clip_norm=0", "run.on_nonfinite=stop")
@@ -283,9 +283,9 @@ def test_states_and_parameters_leave_one_card_as_they_leave_many(on_card: Subjec
     needed = Planner(on_card, _card(1 << 40))._estimator.estimate(layout)
     plan = Planner(on_card, _card(needed.device_bytes / 0.95 + 64)).plan(ranks)
     assert plan.best is not None
-    assert plan.best.estimate.seconds <= needed.seconds
-    assert plan.least.estimate.device_bytes == min(row.estimate.device_bytes for row in plan.rows if row.fits)
-    assert str(plan.least.estimate.layout) in _lines(plan)
+    assert plan.best.seconds <= needed.seconds
+    assert plan.least.device_bytes == min(row.device_bytes for row in plan.rows if row.fits)
+    assert str(plan.least.layout) in _lines(plan)
 
 
 # Many ranks: traces, simulations and sums are counted, not timed.
@@ -332,10 +332,10 @@ def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed
     many = planner.plan(4096)
     assert calls["trace"] == 0
     assert many.best is not None
-    assert many.best.estimate.layout.ranks == 4096
+    assert many.best.layout.ranks == 4096
     assert len(many.rows) < 4096 / ranks * len(some.rows)
     # Few schedules are simulated, and what ranks and stages of many layouts have in common is worked out once.
-    layouts = [row.estimate.layout for row in many.rows]
+    layouts = [row.layout for row in many.rows]
     assert 0 < calls["simulate"] <= 48
     assert calls["MemoryModel"] < sum(min(each.pipeline, 5) for each in layouts) / 4
     assert calls["_chunk"] < sum(each.pipeline * each.chunks for each in layouts) / 50
@@ -345,7 +345,7 @@ def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed
 
 def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     plan = Planner(subject, MACHINE, fixed={"micro": 1}).plan(2)
-    best = plan.rows[0].estimate
+    best = plan.rows[0]
     memory, times = (chart.figure for chart in plan_charts(plan, shown=2))
     bars, seconds = ({each.name: each.x[0] for each in figure.data} for figure in (memory, times))
     assert sum(bars.values()) == pytest.approx(best.device_bytes / GIB)
@@ -355,7 +355,7 @@ def test_everything_drawn_is_in_the_plan(subject: Subject) -> None:
     # The layouts stand in a table, whole, however narrow the screen is, and the page loads nothing.
     page = plan_picture(plan, shown=3)
     for row in plan.rows[:3]:
-        assert f"<td>{row.estimate.layout}</td>" in page
+        assert f"<td>{row.layout}</td>" in page
     assert "default-src 'none'" in page
 
 
