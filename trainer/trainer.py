@@ -456,7 +456,7 @@ class Trainer(ModelOnMesh):
     @property
     def run_directory(self) -> Path:
         """The directory that the run writes to."""
-        return Path(self.config.run.output_dir).expanduser() / self.config.run.name
+        return self.config.run.directory
 
     @property
     def engine(self) -> ZeroEngine | None:

@@ -5,7 +5,6 @@ import json
 import shutil
 import sys
 from contextlib import closing
-from pathlib import Path
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError
@@ -81,7 +80,7 @@ def run_verify(options: argparse.Namespace) -> int:
     processes, starts = train.ranks_of(options)
     config = load_config(options.config, options.overrides, ranks=processes, consent=Consent.NEVER)
     train.check_mesh(config, processes)
-    out = options.out or Path(config.run.output_dir).expanduser() / config.run.name / "certificate.json"
+    out = options.out or config.run.directory / "certificate.json"
     if starts:
         with refusals(out, "written"):
             out.unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
 def train(config: TrainerConfig) -> None:
     """Train by TRL into the run's folder `model`, on all ranks. Raises `ConfigError` for unsupported settings, or without it."""
     arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
-    directory = Path(config.run.output_dir).expanduser() / config.run.name
+    directory = config.run.directory
     try:
         import trl
 

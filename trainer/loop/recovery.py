@@ -22,7 +22,6 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -333,7 +332,7 @@ class Recovery:
         return True
 
     def _store(self, run: RunContext) -> CheckpointStore:
-        return CheckpointStore(Path(run.config.run.output_dir).expanduser() / run.config.run.name / FOLDER)
+        return CheckpointStore(run.config.run.directory / FOLDER)
 
     def _empty(self, model: nn.Module) -> None:
         """Give a model parameters on meta, whose values come from memory or from a checkpoint."""

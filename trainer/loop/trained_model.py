@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -72,8 +71,8 @@ class TrainedModel(PlacedModel):
         if not is_out_of_memory(error):
             return error
         mesh, engine, step = self.mesh, self.engine, self.steps_made()
-        directory = Path(self.config.run.output_dir).expanduser() / self.config.run.name
-        path, what, purposes = directory / f"memory-rank-{mesh.rank}.json", summary(error), {}
+        directory, what, purposes = self.config.run.directory, summary(error), {}
+        path = directory / f"memory-rank-{mesh.rank}.json"
         process = {"resident": resident_bytes(), "resident_peak": peak_bytes(), "available": available_bytes()}
         on_device = is_accelerator(mesh.device)
         if on_device:

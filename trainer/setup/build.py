@@ -72,7 +72,7 @@ def connect(config: TrainerConfig) -> Mesh:
         device=device,
         timeout_seconds=parallel.timeout_seconds,
         order=parallel.order,
-        traces=Path(config.run.output_dir).expanduser() / config.run.name,
+        traces=config.run.directory,
     )
     if config.profile.allocations:
         accelerator.record_allocations(device)

@@ -5,7 +5,6 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -128,7 +127,7 @@ def build_trained_model(
 
 def _newest_checkpoint(mesh: Mesh, config: TrainerConfig) -> int:
     """Return the step of the run's newest checkpoint that any rank sees; -1 without one."""
-    store = CheckpointStore(Path(config.run.output_dir).expanduser() / config.run.name / FOLDER)
+    store = CheckpointStore(config.run.directory / FOLDER)
     return max(candidates(mesh, store), default=-1)
 
 
@@ -411,8 +410,7 @@ def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, los
     notes, train = [], feeds.data.train
     resumes = config.checkpoint.resume not in ("auto", "never")
     if isinstance(train, StreamedDataset):
-        run = Path(config.run.output_dir).expanduser() / config.run.name
-        resumes = resumes or bool(CheckpointStore(run / FOLDER).steps())
+        resumes = resumes or bool(CheckpointStore(config.run.directory / FOLDER).steps())
     size = feeds.plan.global_size
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"

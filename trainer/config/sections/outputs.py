@@ -189,6 +189,11 @@ class RunSection(Section, keys.StepKeys):  # type: ignore[misc]  # pydantic free
         return values | {"max_steps": None} if self.most_steps is None and "max_steps" in values else values
 
     @property
+    def directory(self) -> Path:
+        """The directory that the run writes to."""
+        return Path(self.output_dir).expanduser() / self.name
+
+    @property
     def most_steps(self) -> int | None:
         """The limit of the run's steps; None if the data alone decides."""
         return self.max_steps if self.epochs is None or "max_steps" in self.model_fields_set else None
