@@ -359,11 +359,9 @@ class Stepper:
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Any, seed: float) -> Tensor:
-            if outputs:
-                loss, model_outputs = self.loss.with_outputs(self.model, batch, targets=batch.targets)
-            else:
-                loss, model_outputs = self.loss(self.model, batch, seed=seed, targets=batch.targets), None
-            results.append((loss, self.loss.last_count, model_outputs))
+            own = None if outputs else seed
+            loss, found, count, _ = self.loss.run(self.model, batch, seed=own, targets=batch.targets)
+            results.append((loss, count, found if outputs else None))
             return loss
 
         work = [
@@ -380,8 +378,7 @@ class Stepper:
 
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
-        loss = self.loss(self.model, batch, seed=seed, targets=batch.targets)
-        count, scalars = self.loss.last_count, self.loss.last_scalars
+        loss, _, count, scalars = self.loss.run(self.model, batch, seed=seed, targets=batch.targets)
         logged = {
             # A value that is no number becomes None.
             name: (each.detach() if each.numel() == 1 else None) if isinstance(each, Tensor) else each

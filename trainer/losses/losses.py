@@ -1,7 +1,7 @@
 """Losses of models, as sums over targets with their number, never as means."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -30,8 +30,9 @@ _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = tuple(f"For{kind}Classification" for kind in ("Token", "Sequence", "Image", "Video", "Audio"))
 _LABELLED_CLASSES = ("ForMultipleChoice", "ForNextSentencePrediction")  # without `loss_type` in the library
 _POSITIONS = ("start_positions", "end_positions")
-_Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
-"""The sum of a batch's losses, the model's outputs (None if unknown), the number of targets, and scalars to log."""
+Computed = tuple[Tensor, Any, int | Tensor, Mapping[str, Any]]
+"""The sum of a batch's losses, the model's outputs (None if unknown), the number of targets (a device scalar, not yet read, if
+forward counted them there), and scalars to log."""
 
 
 @dataclass(kw_only=True)
@@ -39,7 +40,7 @@ class Loss:
     kind: Literal["labels", "answers", "transcripts", "examples", "user"]
     count: Callable[[Batch], int | None]
     """Count the targets of a batch from its labels; None if only forward counts them. Raises `DataError` without labels."""
-    compute: Callable[[Any, Batch, int, float | None], _Computed]
+    compute: Callable[[Any, Batch, int, float | None], Computed]
     """Compute the loss of a batch from the model, the batch, its number of targets (0 if only forward counts them) and the gradient
     of the sum from which backward starts; None computes the outputs too."""
     notes: tuple[str, ...] = ()
@@ -48,25 +49,20 @@ class Loss:
     auxiliary: bool = (
         False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
     )
-    last_count: int | Tensor = 0
-    """Targets of the last computed batch; a device scalar, not yet read, if forward counted them there."""
-    last_scalars: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
-        """Return the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients); 0,
-        with gradients of 0, without targets. `targets` is the batch's `count` before it went to a device; None counts here."""
-        counted = self.count(batch) if targets is None else targets
-        total, _, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, seed)
-        return total
+        """Return the sum of the losses alone, as `run` does."""
+        return self.run(model, batch, seed=seed, targets=targets)[0]
 
-    def with_outputs(self, model: nn.Module, batch: Batch, *, targets: int | None = None) -> tuple[Tensor, Any]:
-        """Return the sum of the losses, 0 for a batch without labels, and the model's outputs."""
-        if self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
-            self.last_count = 0
-            return torch.zeros(()), model(**batch)
+    def run(self, model: nn.Module, batch: Batch, *, seed: float | None, targets: int | None = None) -> Computed:
+        """Compute the sum of the losses, a scalar, whose backward will start with `seed` (0 for evaluation without gradients); 0,
+        with gradients of 0, without targets. None computes the outputs too, also of a batch without labels, whose loss is 0.
+        `targets` is the batch's `count` before it went to a device; None counts here."""
+        if seed is None and self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
+            return torch.zeros(()), model(**batch), 0, {}
         counted = self.count(batch) if targets is None else targets
-        total, outputs, self.last_count, self.last_scalars = self.compute(model, batch, counted or 0, None)
-        return total, model(**batch) if outputs is None else outputs
+        total, outputs, found, scalars = self.compute(model, batch, counted or 0, seed)
+        return total, model(**batch) if seed is None and outputs is None else outputs, found, scalars
 
 
 def make_loss(
@@ -177,7 +173,7 @@ def _label_loss(
             require_targets_in(labels[..., 1:] if causal else labels, head.vocabulary)
         return found
 
-    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> Computed:
         inputs, labels = {**fixed, **batch}, batch["labels"]
         targets = batch.get("shift_labels")  # Of a share of sequences, whose labels were shifted before they were cut.
         if head is not None and seed is not None:
@@ -219,7 +215,7 @@ def _answer_loss() -> Loss:
         found = [_tensor_of(batch, name, cure).reshape(-1) for name in _POSITIONS]
         return [each.clamp(min=0).masked_fill(each >= length, IGNORED_LABEL) for each in found]
 
-    def compute(model: Any, batch: Batch, count: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, count: int, seed: float | None) -> Computed:
         outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
         total = torch.zeros((), device=outputs.start_logits.device)
         for logits, targets in zip((outputs.start_logits, outputs.end_logits), answers(batch), strict=True):
@@ -239,7 +235,7 @@ def _transcript_loss(reduction: str) -> Loss:
     if reduction not in ("sum", "mean"):
         raise ConfigError(f"ctc_loss_reduction is {reduction!r}; give sum or mean", where="model.config")
 
-    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> _Computed:
+    def compute(model: Any, batch: Batch, found: int, seed: float | None) -> Computed:
         outputs = model(**batch)
         return outputs.loss * (1 if reduction == "sum" else found), outputs, found, {}
 
@@ -260,7 +256,7 @@ def _example_loss(what: str) -> Loss:
                 return value.shape[0]
         raise DataError(f"the batch holds no tensor with a batch dim; it has {_field_names(batch)}")
 
-    def compute(model: nn.Module, batch: Batch, count: int, seed: float | None) -> _Computed:
+    def compute(model: nn.Module, batch: Batch, count: int, seed: float | None) -> Computed:
         if isinstance(output := model(**batch), Mapping):
             found = output.get("loss")
         else:
@@ -278,7 +274,7 @@ def _example_loss(what: str) -> Loss:
 
 
 def _user_loss(compute_loss: ComputeLoss) -> Loss:
-    def compute(model: nn.Module, batch: Batch, _: int, seed: float | None) -> _Computed:
+    def compute(model: nn.Module, batch: Batch, _: int, seed: float | None) -> Computed:
         result: Any = compute_loss(model, batch)
         number = int | float | str | Tensor
         whole = isinstance(result, tuple) and len(result) in (2, 3)

@@ -18,9 +18,8 @@ from zeromesh.trainer.models.prepare import enable_activation_checkpointing, in_
 def test_scalars_of_a_users_loss_are_kept_beside_its_sum() -> None:
     own: Any = lambda model, batch: (torch.ones(1, 1), 2.0, {"a": 3})  # noqa: E731
     loss = make_loss(nn.Linear(1, 1), compute_loss=own)
-    total, outputs = loss.with_outputs(nn.Identity(), {"input": torch.ones(1)})
-    assert (total.shape, outputs.tolist()) == ((), [1.0])
-    assert (loss.last_count, loss.last_scalars) == (2, {"a": 3})
+    total, outputs, *others = loss.run(nn.Identity(), {"input": torch.ones(1)}, seed=None)
+    assert (total.shape, outputs.tolist(), others) == ((), [1.0], [2, {"a": 3}])
     assert [checked_count(count) for count in (0, 3, 2.0)] == [0, 3, 2]
     for count in (-1, 0.5, True, "1", None):
         with pytest.raises(ConfigError, match=r"whole number of 0 or more; got "):

@@ -147,9 +147,9 @@ def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkey
         if chunk is not None:
             monkeypatch.setattr(chunked, "chunk_for", lambda *sizes, **given: chunk)
         assert loss.count(batch) == count
-        ours = loss(model, batch, seed=seed)
+        ours, _, found, _ = loss.run(model, batch, seed=seed)
         torch.testing.assert_close(ours, own, rtol=1e-12, atol=0)
-        assert loss.last_count == count
+        assert found == count
         largest = max(float(gradient.norm()) for gradient in theirs.values())
         for parameter, gradient in gradients(model, ours, seed).items():
             error = float((gradient - theirs[parameter]).norm())
@@ -193,9 +193,9 @@ def test_evaluation_and_other_calls_are_as_before(monkeypatch: pytest.MonkeyPatc
         before = model(**batch)
         ids = model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False)
         loss = make_loss(model)
-        total = loss(model, batch, seed=0.0)
+        total, _, count, _ = loss.run(model, batch, seed=0.0)
         assert not total.requires_grad
-        torch.testing.assert_close(total, (before.loss * loss.last_count).double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(total, (before.loss * count).double(), rtol=1e-6, atol=0)
         assert torch.equal(model(**batch).logits, before.logits)
         assert torch.equal(model(**batch).loss, before.loss)
         assert torch.equal(model.generate(batch["input_ids"][:1], max_new_tokens=4, do_sample=False), ids)
@@ -352,8 +352,9 @@ def test_a_users_loss_gives_its_own_count() -> None:
     loss = make_loss(net, compute_loss=lambda model, b: (model.linear(b["x"]).sum(), torch.tensor(7)))
     assert loss.kind == "user"
     assert loss.count(batch) is None
-    torch.testing.assert_close(loss(net, batch, seed=1.0), net.linear(batch["x"]).sum())
-    assert loss.last_count == 7
+    total, _, count, _ = loss.run(net, batch, seed=1.0)
+    torch.testing.assert_close(total, net.linear(batch["x"]).sum())
+    assert count == 7
 
 
 @pytest.mark.parametrize(
