@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -179,7 +178,7 @@ class Trainer(ModelOnMesh):
             section = {"checkpoint": self.config.checkpoint.model_copy(update={"resume": named})}
             self.config = self.config.model_copy(update=section)
             if self._run is not None:
-                self._run = replace(self._run, config=self._run.config.model_copy(update=section))
+                self._run.config = self._run.config.model_copy(update=section)
         config = self.config
         first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
         recovery = Recovery.begin(config, self.inputs.model, stays=first)
@@ -504,7 +503,7 @@ class Trainer(ModelOnMesh):
                 Console(shown=mesh.rank == 0, verbose=self.config.run.verbose) as console,
             ):
                 run = build_run(self.config, mesh, self.inputs, self.events, console, self.start_times, self._recovery)
-                self._run = replace(run, planned=self._planned)
+                run.planned, self._run = self._planned, run
         self._run.model.require_sound()
         return self._run
 

@@ -196,9 +196,10 @@ class RunProgress:
         return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RunContext:
-    """The parts of one run. `config` has values derived from the data, such as the number of steps of an epoch."""
+    """The parts of one run. `config` has values derived from the data, such as the number of steps of an epoch. `model` and `stats`
+    are made of the other parts, and set when these are there."""
 
     config: TrainerConfig
     mesh: Mesh
@@ -211,8 +212,8 @@ class RunContext:
     data_description: Mapping[str, Any]
     """The description of the data that a resumed run must match; see `RunData.description`."""
     schedule: LRSchedule | TorchSchedule
-    model: TrainedModel
-    stats: StepStats
+    model: TrainedModel = field(init=False)
+    stats: StepStats = field(init=False)
     progress: RunProgress
     workers: Workers
     planned: PlanCheck | None = None

@@ -146,29 +146,31 @@ def build_run(
     times.end("data")
 
     # The model, and its measurements.
-    parts: dict[str, Any] = {"inputs": inputs, "console": console, "start_times": times, "plan": plan, "data": data}
     window = config.recovery.spike_window if config.recovery.spike_factor else 0
-    parts["progress"] = RunProgress(max_nonfinite=config.run.max_nonfinite, accepted=deque(maxlen=window))
-    model = build_trained_model(config, mesh, options, recovery=recovery, **parts)
-    try:
-        ledger = model.require_engine().ledger
-        stats = StepStats(model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
-        console.note(*map(Detail, stats.notes))
-        times.end("figures")
-    except BaseException:
-        model.close()
-        raise
-    return RunContext(
+    run = RunContext(
         config=config,
         mesh=mesh,
+        inputs=inputs,
         events=events,
+        console=console,
+        start_times=times,
+        plan=plan,
+        data=data,
         data_description=described,
         schedule=schedule,
-        model=model,
-        stats=stats,
+        progress=RunProgress(max_nonfinite=config.run.max_nonfinite, accepted=deque(maxlen=window)),
         workers=workers,
-        **parts,
     )
+    run.model = build_trained_model(run, options, recovery)
+    try:
+        ledger = run.model.require_engine().ledger
+        run.stats = StepStats(run.model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
+        console.note(*map(Detail, run.stats.notes))
+        times.end("figures")
+    except BaseException:
+        run.model.close()
+        raise
+    return run
 
 
 def _plan_settings(

@@ -28,13 +28,12 @@ from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules
-from zeromesh.trainer.data.feed import Feeds, RunData
-from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.data.streaming import StreamedDataset
 from zeromesh.trainer.data.tokenizer import ByteTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
 from zeromesh.trainer.generation.settings import add_end_tokens
-from zeromesh.trainer.loop.context import RunProgress, UserInputs
+from zeromesh.trainer.loop.context import RunContext, UserInputs
 from zeromesh.trainer.loop.judging import Judge
 from zeromesh.trainer.loop.recovery import Recovery
 from zeromesh.trainer.loop.train_step import Stepper
@@ -51,7 +50,6 @@ from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
-from zeromesh.trainer.monitoring.step_metrics import StartTimes
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.safetensors_source import keep_encoded
@@ -63,24 +61,13 @@ _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo",
 _MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
-def build_trained_model(
-    config: TrainerConfig,
-    mesh: Mesh,
-    options: ZeroOptions,
-    *,
-    inputs: UserInputs,
-    data: RunData,
-    plan: BatchPlan,
-    progress: RunProgress,
-    console: Console,
-    start_times: StartTimes,
-    recovery: Recovery | None = None,
-) -> TrainedModel:
-    """Build the model, check it and the data, and leave this rank its part of the model with initial values. Raises a
+def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recovery | None) -> TrainedModel:
+    """Build the model of a run, check it and the data, and leave this rank its part of the model with initial values. Raises a
     `ZeromeshError` for what cannot be trained before anything large is allocated."""
+    config, mesh, inputs, data, console = run.config, run.mesh, run.inputs, run.data, run.console
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
-    _adapt_to_data(model, config, data, console)
+    _adapt_to_data(model, run)
     options, described = options_for_model(options, config, model), description_of(model)
     with ExitStack() as undone:
         changes = undone.enter_context(ExitStack())
@@ -94,18 +81,18 @@ def build_trained_model(
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
         whole = _figures_of(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
-        start_times.end("model")
-        loss, feeds, notes = _loss_and_feeds(model, config, inputs, data, plan, console)
-        start_times.end("loss")
-        divided = divide_model(model, mesh, config, feeds.example, _loss_of(config, inputs))
+        run.start_times.end("model")
+        loss, feeds, notes = _loss_and_feeds(model, run)
+        run.start_times.end("loss")
+        divided = divide_model(model, mesh, config, feeds.example, _loss_of(run))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
-        judge = _judge_of(config, engine, data, progress)
+        judge = _judge_of(run, engine)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
         mesh=mesh,
         console=console,
-        steps_made=lambda: progress.step,
+        steps_made=partial(getattr, run.progress, "step"),
         processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         description=described,
@@ -121,7 +108,7 @@ def build_trained_model(
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
     console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
-    start_times.end("engine")
+    run.start_times.end("engine")
     return trained
 
 
@@ -131,11 +118,12 @@ def _newest_checkpoint(mesh: Mesh, config: TrainerConfig) -> int:
     return max(candidates(mesh, store), default=-1)
 
 
-def _judge_of(config: TrainerConfig, engine: ZeroEngine, data: RunData, progress: RunProgress) -> Judge | None:
-    if not (config.recovery.spike_factor or config.recovery.audit_steps):
+def _judge_of(run: RunContext, engine: ZeroEngine) -> Judge | None:
+    settings = run.config.recovery
+    if not (settings.spike_factor or settings.audit_steps):
         return None
-    streams, recent = isinstance(data.train, StreamedDataset), partial(getattr, progress, "accepted")
-    return Judge(settings=config.recovery, mesh=engine.mesh, engine=engine, streams=streams, accepted=recent)
+    streams, recent = isinstance(run.data.train, StreamedDataset), partial(getattr, run.progress, "accepted")
+    return Judge(settings=settings, mesh=engine.mesh, engine=engine, streams=streams, accepted=recent)
 
 
 def _figures_of(model: nn.Module) -> dict[str, Any]:
@@ -149,8 +137,9 @@ def _figures_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, console: Console) -> None:
+def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
     """Add the data's end tokens to the generation settings. Raises `ConfigError` for a model that the data cannot train."""
+    config, data = run.config, run.data
     learns = any(each.requires_grad and each.numel() for each in model.parameters())
     if data.train is not None and not learns and not config.model.trains_nothing:
         why = "has only frozen parameters (requires_grad is False)" if [*model.parameters()] else "has no parameters"
@@ -176,21 +165,20 @@ def _adapt_to_data(model: nn.Module, config: TrainerConfig, data: RunData, conso
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:
-        console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
+        run.console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
 
 
-def _loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], Loss]:
-    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
-    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
+def _loss_of(run: RunContext) -> Callable[[nn.Module], Loss]:
+    mode, smoothing = run.config.model.loss_mode, run.config.run.label_smoothing
+    return partial(make_loss, mode=mode, compute_loss=run.inputs.compute_loss, smoothing=smoothing)
 
 
-def _loss_and_feeds(
-    model: nn.Module, config: TrainerConfig, inputs: UserInputs, data: RunData, plan: BatchPlan, console: Console
-) -> tuple[Loss, Feeds, list[str]]:
+def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, list[str]]:
     """Try the loss on a small copy of the undivided model and check the first batches; returns notes too."""
-    console.status("trying the loss on a small copy")
+    config, inputs, data = run.config, run.inputs, run.data
+    run.console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    loss = _loss_of(config, inputs)(model)
+    loss = _loss_of(run)(model)
     normed = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
     if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or normed):
         raise ConfigError(
@@ -216,7 +204,7 @@ def _loss_and_feeds(
     feeds = Feeds(
         config=config,
         data=data,
-        plan=plan,
+        plan=run.plan,
         rules=BatchRules(
             collate=inputs.collate,
             vocab_size=forward.vocab_size,

@@ -75,8 +75,11 @@ def test_steps_are_counted_from_where_a_run_was_resumed() -> None:
 
 
 def context(progress: RunProgress, **given: Any) -> RunContext:
-    empty: dict[str, Any] = dict.fromkeys(each.name for each in fields(RunContext))
-    return RunContext(**{**empty, "progress": progress, **given})
+    empty: dict[str, Any] = dict.fromkeys(each.name for each in fields(RunContext) if each.init)
+    model = given.pop("model", None)
+    run = RunContext(**{**empty, "progress": progress, **given})
+    run.model = model
+    return run
 
 
 def test_figures_of_a_run_follow_from_its_counters(monkeypatch: pytest.MonkeyPatch) -> None:
