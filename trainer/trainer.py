@@ -17,14 +17,14 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers.trainer_utils import PredictionOutput
 
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import read_environment
 from zeromesh.errors import CollectiveError, ConfigError, PhaseError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.callbacks.callback import RunState
 from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
-from zeromesh.trainer.checkpoints.manager import FOLDER, load_weights, require_settings
+from zeromesh.trainer.checkpoints.manager import load_weights, require_settings
 from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
 from zeromesh.trainer.config.load import ARGUMENTS_ADVICE, ConfigSource, Consent, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig

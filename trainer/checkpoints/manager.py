@@ -14,7 +14,7 @@ from zeromesh.checkpoint.io.format import Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import FOLDER, CheckpointStore, newest_at
 from zeromesh.environment import is_later_start
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.files import write_whole
@@ -29,7 +29,6 @@ from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_confi
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import AVERAGE, WEIGHTS
 
-FOLDER = "checkpoints"
 LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside those of callbacks
 
 
@@ -70,8 +69,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         with `checkpoint.resume: never`; `LayoutError` for another model or optimizer; `CheckpointError` if none is usable."""
         named: Path | None = None  # A checkpoint, or the newest one of a named run.
         if most is None and self._section.resume not in ("auto", "never"):
-            path = Path(self._section.resume).expanduser()
-            named = next((store.path(step) for store in stores_at(path) for step in store.steps()), path)
+            named = newest_at(Path(self._section.resume).expanduser())
         self.finish()
         steps, record = candidates(self._mesh, self.store), None
         if most is not None:
@@ -129,7 +127,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if not self._linked:
             return
         try:
-            wanted = {link_of(path): path for path in map(self.store.path, self.store.steps())}
+            wanted = {link_of(path): path for path in self.store.paths()}
             for path in self.store.root.parent.iterdir() if self._mesh.rank == 0 else ():
                 if _LINK.fullmatch(path.name) and path.is_symlink() and path not in wanted:
                     path.unlink()
@@ -321,18 +319,18 @@ def require_settings(config: TrainerConfig, directory: Path, mesh: Mesh) -> None
     store = CheckpointStore(directory / FOLDER)
 
     def compare() -> None:
-        steps = store.steps()
-        if not steps or config.checkpoint.resume == "never":
+        paths = store.paths()
+        if not paths or config.checkpoint.resume == "never":
             return
         # A schedule over epochs is known once the data has been read.
         later = ("model.", "data.", *(["schedule."] if config.run.epochs is not None else []))
         known = config if config.run.epochs is not None else with_length(config, config.run.max_steps)
         now = {key: value for key, value in settings_of(known, model={}, data={}).items() if not key.startswith(later)}
         with suppress(CheckpointError):  # An older checkpoint may be usable.
-            state = state_of(CheckpointReader(store.path(steps[0]), parts=True))
+            state = state_of(CheckpointReader(paths[0], parts=True))
             then = {key: value for key, value in state.settings.items() if key in now} if state is not None else now
             if differ := differences(then, now):
-                raise ConfigError(_of_another_run(store.path(steps[0]), differ))
+                raise ConfigError(_of_another_run(paths[0], differ))
 
     mesh.world.all_or_raise("settings of the run's checkpoints", compare, ConfigError, first=True)
 
@@ -420,11 +418,6 @@ def _metric_of(path: Path) -> float | None:
     if state is None and reader.manifest.part[1] > 1:
         return None
     return _NO_METRIC if state is None or state.metric is None else state.metric
-
-
-def stores_at(path: Path) -> list[CheckpointStore]:
-    """Return the stores in which checkpoints may lie for the path of a run or of its checkpoints."""
-    return [CheckpointStore(path / FOLDER), CheckpointStore(path)]
 
 
 _LINK = re.compile(r"checkpoint-\d+")

@@ -360,18 +360,14 @@ def _require_no_script(run: Path) -> None:
 
 def _evaluate(config: Any, checkpoint: Path | None) -> int:
     """Evaluate a checkpoint, by default the newest of the run or else initial weights, and print and store the values."""
-    from zeromesh.checkpoint.store import CheckpointStore
+    from zeromesh.checkpoint.store import FOLDER, CheckpointStore
     from zeromesh.trainer import Trainer
-    from zeromesh.trainer.checkpoints.manager import FOLDER
     from zeromesh.trainer.loop.evaluation import evaluation_line
     from zeromesh.trainer.monitoring.step_metrics import MetricsWriter
 
     even = config.batch.model_copy(update={"balance": "even"})  # Shares are for the ranks that train.
     with Trainer(config=config.model_copy(update={"batch": even})) as trainer:
-        store = CheckpointStore(trainer.run_directory / FOLDER)
-        steps = store.steps()
-        if checkpoint is None and steps:
-            checkpoint = store.path(steps[0])
+        checkpoint = checkpoint or next(iter(CheckpointStore(trainer.run_directory / FOLDER).paths()), None)
         if checkpoint is not None:
             trainer.load_weights(checkpoint)
         trainer.run.console.note(f"evaluating {checkpoint or 'the weights that the run would begin with'}")

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.checkpoint.loader import candidates
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over
 from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
@@ -41,7 +41,7 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import COMPLETE, Journal
 from zeromesh.options import ZeroOptions
-from zeromesh.trainer.checkpoints.manager import FOLDER, RunCheckpoints
+from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.loader import Feed

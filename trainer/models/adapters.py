@@ -16,7 +16,7 @@ from torch import nn
 from torch.func import functional_call
 
 from zeromesh.checkpoint.io.format import parse_json
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import newest_at
 from zeromesh.errors import ConfigError, counted, library_errors, some
 from zeromesh.files import read_whole
 from zeromesh.flat.codec import CODECS, Codec
@@ -176,9 +176,7 @@ def _check_settings(kind: Any, wanted: Mapping[str, Any], where: str) -> None:
 def adapter_directory(path: str, where: str) -> Path:
     """Return the directory of a saved adapter: `path`, or the newest checkpoint of a run. Raises `ConfigError` without one."""
     found = Path(path).expanduser()
-    stores = (CheckpointStore(found / "checkpoints"), CheckpointStore(found))
-    newest = next((store.path(step) for store in stores for step in store.steps()), found)
-    for each in (found, newest):
+    for each in (found, newest_at(found)):
         if (each / ADAPTER_CONFIG).is_file():
             if not (each / ADAPTER_WEIGHTS).is_file():
                 raise ConfigError(f"{each} has no {ADAPTER_WEIGHTS}; save the adapter again", where=where)

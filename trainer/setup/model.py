@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import DataCollatorForLanguageModeling
 
 from zeromesh.checkpoint.loader import candidates
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
@@ -24,7 +24,6 @@ from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.trainer.checkpoints.manager import FOLDER
 from zeromesh.trainer.checkpoints.trainer_state import description_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import BatchRules

@@ -28,6 +28,7 @@ from zeromesh.files import read_whole, refusals, try_lock, write_whole
 from zeromesh.offload import tensor_bytes
 from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 
+FOLDER = "checkpoints"  # in a run's directory
 _STEP = re.compile(r"step-(\d{8,})")
 _LEFTOVER = re.compile(r"step-\d{8,}\.tmp|\.trash-.+|\.seen-[0-9a-f]+-\d+")
 """Names of directories being written or removed, and of the files by which ranks find who shares a directory (`Saver.storage`)."""
@@ -49,6 +50,10 @@ class CheckpointStore:
         paths = self.root.iterdir() if self.root.is_dir() else ()
         found = [self.step_of(path) for path in paths if path.is_dir()]
         return sorted((step for step in found if step is not None), reverse=True)
+
+    def paths(self) -> list[Path]:
+        """List the directories of the checkpoints, newest first, intact or not."""
+        return [*map(self.path, self.steps())]
 
     def path(self, step: int) -> Path:
         return self.root / f"step-{step:08d}"
@@ -148,6 +153,16 @@ class CheckpointStore:
         """Rename a directory, if it exists, to a `.trash-` name, so that it is not read while being removed; returns that path."""
         trash = self.root / f".trash-{step:08d}-{os.getpid()}-{time.monotonic_ns()}"
         return path.rename(trash) if path.exists() else None
+
+
+def stores_at(path: Path) -> tuple[CheckpointStore, CheckpointStore]:
+    """Return the stores in which checkpoints may lie for the path of a run or of its checkpoints."""
+    return CheckpointStore(path / FOLDER), CheckpointStore(path)
+
+
+def newest_at(path: Path) -> Path:
+    """Return the newest checkpoint of a run or of its checkpoints, or `path` itself where there is none."""
+    return next((found for store in stores_at(path) for found in store.paths()), path)
 
 
 def _write_small(directory: Path, name: str, data: bytes) -> FileRecord:

@@ -16,10 +16,9 @@ import torch
 from zeromesh.checkpoint.io.file_slices import WORDS, PlacedValues, overlapping
 from zeromesh.checkpoint.io.format import DTYPE_NAMES, MANIFEST, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
-from zeromesh.checkpoint.store import CheckpointStore
+from zeromesh.checkpoint.store import FOLDER, CheckpointStore, stores_at
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, first_lines, ranks_text
 from zeromesh.offload import TieredTensor
-from zeromesh.trainer.checkpoints.manager import FOLDER, stores_at
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
 from zeromesh.trainer.monitoring.console import Console
@@ -45,11 +44,10 @@ def checkpoints_at(path: Path) -> list[Path]:
     if (path / MANIFEST).exists() or (CheckpointStore.step_of(path) is not None and path.is_dir()):
         return [path]
     store = store_at(path)
-    steps = store.steps()
-    if not steps:
+    if not (found := store.paths()):
         left = ", ".join(store.leftovers())
         raise ConfigError(f"{store.root} holds no checkpoint, but {left}, which a kill has left or a run is writing")
-    return [store.path(step) for step in steps]
+    return found
 
 
 def checkpoint_at(path: Path) -> Path:
