@@ -12,7 +12,6 @@ from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.machines.cards import find_name
 from zeromesh.trainer.models.user_model import ForwardInputs
 from zeromesh.trainer.planning.estimate import Estimate
@@ -20,7 +19,7 @@ from zeromesh.trainer.planning.layouts import FIELDS, TIERS, with_layout
 from zeromesh.trainer.planning.machine import Machine, find_machine
 from zeromesh.trainer.planning.planner import Plan, Planner
 from zeromesh.trainer.planning.subject import Subject, token_batches
-from zeromesh.trainer.setup.model import build_whole_model
+from zeromesh.trainer.setup.model import build_whole_model, loss_of
 
 _CARDS = 8  # of a host, where the number is not known
 
@@ -114,12 +113,11 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     named = config.data.tokenizer or (BYTES if config.model.source is None else None)
     tokenizer = None if named is None or inputs.model is not None else load_tokenizer(named)
     model = build_whole_model(inputs.model, config, tokenizer).model
-    own, smoothing = inputs.compute_loss, config.run.label_smoothing
-    loss = make_loss(model, mode=config.model.loss_mode, compute_loss=own, smoothing=smoothing)
+    loss = loss_of(config, inputs)(model)
     if inputs.train_dataset is None:
         return Subject(model, loss, config, token_batches(config), device=device)
     dataset: Any = inputs.train_dataset
-    takes, unused = ForwardInputs.of(model, users_loss=own is not None), config.data.remove_unused
+    takes, unused = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None), config.data.remove_unused
     rules = BatchRules(collate=inputs.collate, fields=takes.fields, named=takes.named, unused=unused)
     if is_stream(dataset):
         cure = "give parallel, zero.stage and batch.micro_size yourself"

@@ -8,6 +8,7 @@ from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.offload import TierChoice
 from zeromesh.options import STAGES, Placement
 from zeromesh.settings.keys import ScheduleName
+from zeromesh.trainer.config.deepspeed import nested
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.models.prepare import Mode
 
@@ -91,13 +92,9 @@ class Layout:
 
 def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = FIELDS.keys()) -> TrainerConfig:
     """Return the configuration with the keys of `free` set by a layout, and no `auto` left."""
-    changes: dict[str, dict[str, Any]] = {"parallel": {"auto": ()}}
-    for key, value in layout.values_by_key().items():
-        if key in free:
-            section, _, name = key.partition(".")
-            changes.setdefault(section, {})[name] = value
+    chosen = {key: value for key, value in layout.values_by_key().items() if key in free}
     sections = {}
-    for name, values in changes.items():
+    for name, values in nested({"parallel.auto": (), **chosen}).items():
         section = getattr(config, name)
         given = {key: getattr(section, key) for key in section.model_fields_set}
         sections[name] = type(section).model_validate(given | values)

@@ -83,7 +83,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         run.start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, run)
         run.start_times.end("loss")
-        divided = divide_model(model, mesh, config, feeds.example, _loss_of(run))
+        divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
         judge = _judge_of(run, engine)
         undone.pop_all()
@@ -167,9 +167,10 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
         run.console.note(*add_end_tokens(model, data.answer_ends, data.tokenizer.decode_raw))
 
 
-def _loss_of(run: RunContext) -> Callable[[nn.Module], Loss]:
-    mode, smoothing = run.config.model.loss_mode, run.config.run.label_smoothing
-    return partial(make_loss, mode=mode, compute_loss=run.inputs.compute_loss, smoothing=smoothing)
+def loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], Loss]:
+    """Return the function that makes the loss of a model, by the configuration or by the user's own."""
+    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
+    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
 
 
 def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, list[str]]:
@@ -177,7 +178,7 @@ def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, lis
     config, inputs, data = run.config, run.inputs, run.data
     run.console.status("trying the loss on a small copy")
     forward = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None)
-    loss = _loss_of(run)(model)
+    loss = loss_of(config, inputs)(model)
     normed = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
     if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or normed):
         raise ConfigError(
