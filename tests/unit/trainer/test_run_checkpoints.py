@@ -154,7 +154,7 @@ def test_what_is_wrong_with_an_amended_checkpoint_and_with_old_ones_is_said(tmp_
     run.kept.record(state(3))
     run.kept.close()
     old = "WARNING: old checkpoints were not removed: busy"
-    assert run.lines == ["WARNING: the checkpoint of step 3 does not have its evaluation: no room", old, old]
+    assert run.lines == ["WARNING: the checkpoint of step 3 does not have its latest state: no room", old, old]
     assert run.saver.calls[1:] == [("finish",), ("remove", 7.0)]
 
 
