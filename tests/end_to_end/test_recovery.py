@@ -254,6 +254,20 @@ def test_survivors_stay_and_no_step_is_lost(undisturbed_run: Run, tmp_path: Path
     assert 0 < sum(told["parts"].values()) <= told["seconds"] + 0.1
 
 
+@FULL
+def test_a_stopped_rank_is_named_soon_once_usual_waits_are_known(tmp_path: Path) -> None:
+    """By `parallel.timeout_seconds: auto`, also between two steps: 5 seconds at least, and a second and a half more."""
+    settings = {"run": {"max_steps": 26}, "parallel": {"timeout_seconds": "auto"}}
+    undisturbed = run(tmp_path / "undisturbed", settings=settings)
+    found = run(tmp_path / "lost", (24, 1, "SIGSTOP"), settings=settings)
+    assert found.went_well(undisturbed)
+    assert not found.lost_steps
+    (told,) = read_metrics(found.folder / "run" / "recoveries.jsonl")
+    noticed = told["time"] - told["seconds"] - (found.folder / "struck-0").stat().st_mtime
+    assert 4.5 < noticed < 6.5
+    assert "a rank at work is late after 5.0 seconds" in found.process.stdout
+
+
 @pytest.mark.parametrize("when", ["record of 5", "position 1 of 5", "position 2 of 5", "position 3 of 5"])
 @pytest.mark.parametrize("layout", ["plain", *(pytest.param(each, marks=FULL) for each in LAYOUTS if each != "plain")])
 def test_an_update_is_finished_for_a_rank_that_is_killed_in_it(

@@ -16,6 +16,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 from rich.text import Text
 
+from zeromesh.environment import process_state
 from zeromesh.errors import ConfigError, StorageError, counted, printable, ranks_text
 from zeromesh.files import read_whole, refusals, write_whole
 from zeromesh.telemetry.status_board import REQUEST, TRACE_FOLDER
@@ -134,13 +135,7 @@ def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 def _is_stopped(row: Mapping[str, Any]) -> bool:
     """Return True if the process of a rank of this host is stopped, by a signal or a debugger."""
-    if row["seconds_without_progress"] < _LEAST_STOPPED_SECONDS:
-        return False
-    try:
-        stat = read_whole(Path(f"/proc/{row['pid']}/stat"), 4096)
-    except OSError:
-        return False
-    return stat.rpartition(b")")[2].split()[:1] in ([b"T"], [b"t"])
+    return row["seconds_without_progress"] >= _LEAST_STOPPED_SECONDS and process_state(row["pid"]) in ("T", "t")
 
 
 def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:

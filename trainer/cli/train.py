@@ -191,7 +191,7 @@ def run_train(options: argparse.Namespace) -> int:
     if options.nnodes[1] == 1:
         check_mesh(config, processes)
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
-        silence = min(SILENCE_SECONDS, config.parallel.timeout_seconds)
+        silence = min(SILENCE_SECONDS, config.parallel.patience)
         comes_and_goes = options.on or options.nnodes[0] < options.nnodes[1]
         found = {"fits": partial(_fits, config)} if comes_and_goes else {}
         return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))

@@ -122,7 +122,7 @@ class Recovery:
             self.memory = None
         else:
             self._look_around(mesh)
-        self._tell(self.config.parallel.timeout_seconds if self.stays else 0.0)
+        self._tell(self.config.parallel.patience if self.stays else 0.0)
         if not self.stays:
             return
 

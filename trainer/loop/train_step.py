@@ -187,6 +187,7 @@ class Stepper:
             return None
 
         def again(source: int, numbers: slice) -> Computed:
+            mesh.post(Activity.DATA)
             other = self._deal(feed, data_step, source).only(numbers)
             engine.begin_step(step, groups)
             return self._compute(engine, other, lambda: None)

@@ -30,7 +30,7 @@ from zeromesh.trainer.monitoring.plan_check import comparison_lines
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import EVALUATIONS, RECOVERIES, SAMPLES, MetricsWriter, sentence, strict
-from zeromesh.trainer.monitoring.step_stats import Balance, StepResult, Stragglers, rank_figures
+from zeromesh.trainer.monitoring.step_stats import Balance, Patience, StepResult, Stragglers, rank_figures
 from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, samples_row, step_row
 
 Samples = Callable[[RunContext], list[dict[str, Any]]]
@@ -59,6 +59,7 @@ class TrainingLoop:
     _profile: Profile = field(init=False)
     _stragglers: Stragglers = field(default_factory=Stragglers)
     _balance: Balance | None = None
+    _patience: Patience | None = None
     _signal: int = 0  # The signal by which some rank was asked to stop; 0: none.
     _end_reason: str = ""  # The reason for an early end of the run; empty if there is none.
     _start: dict[str, Any] = field(default_factory=dict)
@@ -193,6 +194,8 @@ class TrainingLoop:
         ):
             if config.batch.balance == "speed":
                 self._balance = Balance(self._loader, mesh, resumed.paces)
+            if config.parallel.timeout_seconds == "auto" and mesh.world_size > 1:
+                self._patience = Patience(mesh)
             run.start_times.end("files and trackers")
             try:
                 self._take_steps()
@@ -252,6 +255,7 @@ class TrainingLoop:
         events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
+        run.mesh.watch.in_step = True
         profile, pre_update = self._profile, partial(events.call, "on_pre_optimizer_step", number)
         with profile.step(number) if number in profile.steps or number == profile.measured else nullcontext():
             result = run.model.stepper.train_step(
@@ -263,6 +267,7 @@ class TrainingLoop:
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._asked,
             )
+        run.mesh.watch.in_step = False
         if isinstance(result, StepResult):
             progress.add(result)
             progress.unfinished = result
@@ -334,6 +339,8 @@ class TrainingLoop:
         if due["log"]:
             run.console.note(self._stragglers.compare(number, busy))
         require_updates(run)
+        if self._patience is not None:
+            run.console.note(self._patience.after(result))
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
         every = run.config.run.prompts_every

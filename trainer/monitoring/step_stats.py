@@ -1,6 +1,7 @@
 """The logged figures of one step: its result, users' values, utilization, and memory; and ranks that are slow, which are named, and
 take fewer samples with `batch.balance: speed`."""
 
+import math
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -176,9 +177,30 @@ class Stragglers:
         return f"{what}, the others for {1000 * usual:.0f} ms, and waited for it"
 
 
-_STEPS = 20  # that are measured between two changes of shares
+_STEPS = 20  # that are measured, between two changes of shares, or before waits are known
+_USUAL_WAITS, _LEAST_PATIENCE = 20, 5.0  # times the longest usual wait, and seconds
 _MOST = 2  # times `batch.micro_size`, as activations take memory by the sample
 _WORTH = 0.95  # of a round's time, which other shares have to save a part of
+
+
+class Patience:
+    """Finds after which seconds without progress a rank at work is late (`parallel.timeout_seconds: auto`)."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh, self._waits = mesh, list[float]()
+
+    def after(self, result: StepResult) -> str | None:
+        """Count a step; all ranks call it. Returns a line once the value is known."""
+        watch = self._mesh.watch
+        if math.isfinite(watch.step_seconds):
+            return None
+        # On a device, a collective waits for what was launched before it.
+        self._waits.append(result.seconds if is_accelerator(self._mesh.device) else result.idle)
+        if len(self._waits) <= _STEPS:
+            return None
+        longest = max(self._mesh.world.gather_json(max(self._waits[1:]), "usual waits"))
+        watch.step_seconds = seconds = max(_LEAST_PATIENCE, _USUAL_WAITS * longest)
+        return f"a rank at work is late after {seconds:.1f} seconds without progress (parallel.timeout_seconds: auto)"
 
 
 class Balance:

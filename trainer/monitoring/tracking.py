@@ -183,7 +183,7 @@ class Tracking:
             return cls(ident=ident)
         trackers = [kind_of(name).make(name, run) for name in dict.fromkeys(section.backends)]
         # The other ranks wait while this one ends its trackers, which must take less than their timeout.
-        patience = _TIMEOUT_FRACTION * config.parallel.timeout_seconds if mesh.world_size > 1 else math.inf
+        patience = _TIMEOUT_FRACTION * config.parallel.patience if mesh.world_size > 1 else math.inf
         return cls(trackers, note, ident=ident, redaction=redaction, patience=patience, leave=leave)
 
     def identity(self, run: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ def connect(config: TrainerConfig) -> Mesh:
         shape,
         environment,
         device=device,
-        timeout_seconds=parallel.timeout_seconds,
+        timeout_seconds=parallel.patience,
         order=parallel.order,
         traces=config.run.directory,
     )

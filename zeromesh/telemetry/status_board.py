@@ -231,6 +231,10 @@ class StatusBoard:
         """Return False if the rank's process is known to be gone."""
         return process_runs(self._row(rank)[_PID])
 
+    def stopped(self, rank: int) -> bool:
+        """Return True if the rank's process is known to be stopped, as by SIGSTOP."""
+        return process_state(self._row(rank)[_PID]) == "T"
+
     def silent_seconds(self, rank: int) -> float:
         """Return the seconds since this rank last read a new row of `rank`; 0 or infinity in shared memory, by `alive`."""
         return 0.0 if self.alive(rank) else float("inf")
@@ -288,6 +292,9 @@ class StoreBoard(StatusBoard):
 
     def alive(self, rank: int) -> bool:
         return self.silent_seconds(rank) < self._stale_seconds and not (rank == 0 and self._store_is_gone)
+
+    def stopped(self, rank: int) -> bool:
+        return False  # Its host knows.
 
     def silent_seconds(self, rank: int) -> float:
         published, now = self._row(rank)[_PUBLISHED], time.monotonic()

@@ -1,5 +1,6 @@
 """`Watchdog`: bounds every wait for another rank, and names the ranks waited for."""
 
+import math
 import threading
 import time
 import zlib
@@ -20,6 +21,7 @@ _TOTAL_OF = {"data": 0, "offload_wait": 2, "communication": 3}
 """The index in `TOTALS` of the phases of a step; phases that are not listed count as computation (1)."""
 _GATHERS, _REDUCTIONS, _CALLS = range(3)
 """The numbers of the event streams. On a device, reductions are events of the stream `_GATHERS`."""
+_AT_WORK = (Activity.FORWARD, Activity.BACKWARD, Activity.GATHER, Activity.REDUCE, Activity.OPTIMIZER, Activity.AGREE)
 
 _CODE_BITS = 31  # of an event's word; the others are a digest of all events before
 _CODE = (1 << _CODE_BITS) - 1
@@ -80,6 +82,8 @@ class Watchdog:
         """Called by the heartbeat thread when traces of all ranks are requested."""
         self.ring = EventRing()
         self._step_ended = 0.0
+        self.step_seconds = math.inf  # as `timeout_seconds`, for peers that are stopped, or at work in the same step
+        self.in_step = False  # True while this rank trains a step
         self.disk_patience = 600.0  # seconds of a single disk operation after which it no longer counts as progress
         self.closed = threading.Event()
         self._heartbeat = threading.Thread(target=self._beat, name="zeromesh-heartbeat", daemon=True)
@@ -418,9 +422,17 @@ class Watchdog:
                 f"did not: it waits for {what}{where} ({_at_step(self._step)})"
             )
         return CollectiveError(
-            f"rank {self._rank}: {what} did not end within {self.timeout_seconds:g} seconds "
+            f"rank {self._rank}: {what} did not end within {self._limit(others):.3g} seconds "
             f"(parallel.timeout_seconds) and no peer made progress. {'; '.join(map(self.describe, others))}"
         )
+
+    def _limit(self, peers: Sequence[int]) -> float:
+        """Return the seconds without progress after which `peers` are late: fewer where all are at work, or one is stopped. Data,
+        callbacks between steps and evaluations may take longer."""
+        rows = [self.board.row(peer) for peer in peers]
+        at_work = self.in_step and all(row.activity in _AT_WORK and row.step == self._step for row in rows)
+        sooner = at_work or any(self.board.stopped(peer) for peer in peers)
+        return min(self.step_seconds, self.timeout_seconds) if sooner else self.timeout_seconds
 
     def patience_with(
         self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
@@ -429,7 +441,7 @@ class Watchdog:
         `CollectiveError` when one is gone, has failed, runs another operation or left the call, and the error that `late` makes if
         for `timeout_seconds` none makes progress."""
         others = self._others(peers)
-        latest_progress, deadline, peer_left_at = -1, 0.0, float("inf")
+        latest_progress, since, peer_left_at = -1, 0.0, float("inf")
         while True:
             now = time.perf_counter()
             self.examine(others, what)
@@ -444,7 +456,7 @@ class Watchdog:
                     break
             progress = sum(map(self.board.progress, others))
             if progress != latest_progress:
-                latest_progress, deadline = progress, now + self.timeout_seconds
-            elif now > deadline:
+                latest_progress, since = progress, now
+            elif now - since > min(self.step_seconds, self.timeout_seconds) and now - since > self._limit(others):
                 raise late() if late is not None else self._timeout_error(others, what)
             yield

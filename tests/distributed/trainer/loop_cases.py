@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -37,6 +38,8 @@ from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
+from zeromesh.trainer.monitoring import step_stats
+from zeromesh.trainer.monitoring.console import Console
 from zeromesh.units.unit import Bucket, all_buckets
 
 
@@ -515,3 +518,49 @@ def raising(mesh: Mesh, folder: str, theirs: bool) -> list[str]:
     except (ValueError, ZeromeshError) as error:
         return [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
     return ["nothing was raised"]
+
+
+class _Sleepy(list[Any]):
+    """Samples, of which some take their time on rank 1."""
+
+    step, asleep = 0, False
+
+    def __getitem__(self, index: Any) -> Any:
+        if self.step == 23 and not self.asleep:
+            self.asleep = True
+            time.sleep(1.2)
+        return super().__getitem__(index)
+
+
+def late_at_work(mesh: Mesh, folder: str) -> None:
+    """`parallel.timeout_seconds: auto` bounds what ranks do at work in a step: data, callbacks and evaluations may take longer."""
+    data, told, asleep = _Sleepy(sentences(40)), list[str](), list[str]()
+    model = seeded(llama)
+
+    def begin(trainer: Trainer, step: int) -> None:
+        data.step = step if mesh.rank == 1 else 0
+
+    def end(trainer: Trainer, step: int, metrics: Any) -> None:
+        if data.step == 24:
+            time.sleep(1.2)
+
+    def forward(*_: Any) -> None:
+        when = "evaluation" if not model.training else f"step {data.step}"
+        if mesh.rank == 1 and when not in asleep and when in ("evaluation", "step 26"):
+            asleep.append(when)
+            time.sleep(1.2 if when == "evaluation" else 2.5)
+
+    model.model.layers[1].register_forward_pre_hook(forward)
+    given = settings(folder, run={"max_steps": 30, "eval_every": 25}, parallel={"timeout_seconds": "auto"})
+    callback = calling(on_step_begin=begin, on_step_end=end)
+    with (
+        patch.multiple(step_stats, _LEAST_PATIENCE=0.5, _USUAL_WAITS=0),
+        patch.object(Console, "note", lambda self, *lines: told.extend(filter(None, lines))),
+        Trainer(model, given, data, sentences(8), callbacks=[callback]) as trainer,
+    ):
+        error = error_of(trainer.fit)
+        assert sum("late after 0.5 seconds without progress" in line for line in told) == 1
+    assert asleep == (["evaluation", "step 26"] if mesh.rank == 1 else []), error
+    late = "did not end within 0.5 seconds (parallel.timeout_seconds) and no peer made progress. rank 1 "
+    assert late in error, error
+    assert "model.layers.1 at step 26" in error, error

@@ -16,6 +16,8 @@ FULL = pytest.mark.full
 CASES = "loop_cases"
 
 
+test_who_is_at_work_in_a_step_is_late_sooner = tried(CASES, [(2, "late_at_work", {})])
+
 STATES = ("optimizer", "parameters")
 UPDATES = {"run": {"clip_norm": 0.0, "on_nonfinite": "stop"}, "optimizer": {"in_backward": True}}
 

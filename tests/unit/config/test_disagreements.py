@@ -42,6 +42,8 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"parallel": {"pipeline": 2, "schedule": "interleaved", "chunks": 2, "stages": [1, 1, 1, 1]}}, ""),
         ({"parallel": {"tensor": 2, "sequence": True, "plan": {"*.q": "colwise"}}}, ""),
         ({"parallel": STAGES}, ""),
+        ({"parallel": {"timeout_seconds": "auto"}}, ""),
+        ({"parallel": {"timeout_seconds": "auto"}, "model": {"compile": True}}, "parallel.timeout_seconds: auto does not go with"),
         (IN_BACKWARD, ""),
         (IN_BACKWARD | {"parallel": STAGES}, "optimizer.in_backward does not go with parallel.schedule zero_bubble"),
         (IN_BACKWARD | {"recovery": {"spike_factor": 4}}, "recovery.spike_factor and recovery.audit_steps judge a step before"),

@@ -89,8 +89,14 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
-    timeout_seconds: Seconds = 60.0
-    """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first."""
+    timeout_seconds: Annotated[Literal["auto"] | Seconds, keys.Allowed("auto, or a number of seconds")] = 60.0
+    """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first.
+    auto: 60, and after 20 steps, for ranks at work in a step or stopped, 20 times the longest wait in one of these, 5 at least."""
+
+    @property
+    def patience(self) -> float:
+        """The value of `timeout_seconds`, for auto the one that waits begin with."""
+        return 60.0 if self.timeout_seconds == "auto" else self.timeout_seconds
 
     @property
     def model_size(self) -> int:
