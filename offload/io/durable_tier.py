@@ -88,6 +88,8 @@ class DurableTier(FileTier):
         found = [path for each in directories for path in each.glob(f"zeromesh-{glob.escape(label)}-*")]
         self.others = sorted(path for path in found if not path.name.startswith(self._name))
         """The files of other layouts."""
+        self.other_step = max(map(_step_of, self.others), default=-1)
+        """The newest step that another layout has committed; -1: none."""
         self.notes: list[str] = []  # on what was found
         self._slots: dict[str, DurableSlot] = {}
         self._number = 0
@@ -171,6 +173,14 @@ class DurableTier(FileTier):
     def close(self) -> None:
         self._committer.shutdown()
         super().close()
+
+
+def _step_of(path: Path) -> int:
+    if not path.suffix.startswith(".commit"):
+        return -1
+    with PositionalFile(path, direct=False) as file:
+        found = _read_record(file)
+    return -1 if found is None else found["step"]
 
 
 def _read_record(file: PositionalFile) -> Record | None:

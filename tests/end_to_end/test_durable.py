@@ -177,8 +177,20 @@ def test_states_of_another_layout_stay(base: Path, tmp_path: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "resumed from step 4" in said
     assert f"WARNING: {min(map(str, before))}" in said
+    assert "which alone reads its states of step 5: to keep these, start the run as it was" in said
     assert before < {*(tmp_path / "run" / "offload").iterdir()}
     assert goes_on(base, tmp_path, "plain", 5, saves)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_states_of_more_ranks_are_not_passed_over_in_silence(base: Path, tmp_path: Path) -> None:
+    """Without a checkpoint, fewer ranks would begin anew."""
+    ranks(tmp_path, settings={}, when="update 5", rank=1)
+    with pytest.raises(CheckpointError, match=r"of another layout .* states of step 4: .* There is none now; remove"):
+        runs.train(tmp_path, {})
+    found = ranks(tmp_path, settings={})
+    assert went_well(found, tmp_path, base, settings={}, given=False)
+    assert "no checkpoint is read" in found.stdout
 
 
 def test_a_checkpoint_that_is_as_new_is_used(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

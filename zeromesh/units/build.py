@@ -132,8 +132,9 @@ def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOpti
     kinds = optimizer.name, bool(optimizer.momentum), options.average is not None, options.stage, mesh.shape
     files = tiers.open_durable(hashlib.blake2b(f"{slots} {dtypes} {kinds}".encode(), digest_size=5).hexdigest())
     own = {(each["generation"], each["number"], each["step"]): each for each in files.records}
-    rows = mesh.world.gather_json([secrets.token_hex(4), [*own], [*map(str, files.others)]], "states on files")
-    known = [{tuple(each) for each in records} for _, records, _ in rows]
+    there = [files.other_step, [*map(str, files.others)]]
+    rows = mesh.world.gather_json([secrets.token_hex(4), [*own], *there], "states on files")
+    known = [{tuple(each) for each in records} for _, records, *_ in rows]
     common = max(set.intersection(*known), key=lambda each: each[1], default=None)
     files.generation, newest, problem = rows[0][0], max(tiers.checkpoint, 0), ""
     if common is not None and common[2] > newest:
@@ -148,9 +149,14 @@ def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOpti
         raise CheckpointError(f"{problems[0]}. There is no checkpoint; remove the files to begin the run anew")
     if problems or files.resumed is None:
         files.clear()
-    others = [path for *_, paths in rows for path in paths]
+    others, elsewhere = [path for *_, paths in rows for path in paths], max(row[2] for row in rows)
     files.notes = [f"WARNING: {each}; the checkpoint of step {newest} is used" for each in problems[:1]]
-    files.notes += [f"WARNING: {some(others)}: of another layout, kept until the run is over"] if others else []
+    text = f"{some(others)}: of another layout (ranks, mesh, stage, dtypes or optimizer)"
+    if elsewhere > (newest if files.resumed is None else files.resumed["step"]):
+        text += f", which alone reads its states of step {elsewhere}: to keep these, start the run as it was, and save a checkpoint"
+        if tiers.checkpoint < 0 and files.resumed is None:
+            raise CheckpointError(f"{text}. There is none now; remove the files to begin the run anew")
+    files.notes += [f"WARNING: {text}; kept until the run is over"] if others else []
 
 
 def _require_master_weights(specs: Sequence[ParameterSpec], options: ZeroOptions) -> None:
