@@ -205,6 +205,12 @@ def number_of_start() -> int:
     return int(setting(_RUN_VARIABLES[1]) or 0)
 
 
+def starts_of_run() -> list[str]:
+    """Return names of the run's starts, of which the last is this one; none if no launcher of zeromesh has started this process."""
+    names = [f"start {each} of run {setting(_RUN_VARIABLES[0])}" for each in range(number_of_start() + 1)]
+    return names if handed_over(LINE) is not None else []
+
+
 def launch_identity(environment: LaunchEnvironment) -> str:
     """Return a text that is equal in all ranks of one start, and differs between simultaneous starts on a host."""
     started = (os.environ.get(name, "") for name in _RUN_VARIABLES)

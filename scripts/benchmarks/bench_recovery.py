@@ -47,7 +47,8 @@ _AROUND = 3  # steps before and after a growth
 _LAUNCHER = """\
 import sys
 from zeromesh.environment import python_arguments
-from zeromesh.launch.rendezvous import Nodes, launch_workers
+from zeromesh.launch.leader import Nodes
+from zeromesh.launch.rendezvous import launch_workers
 processes, modules, *words = sys.argv[1:]
 arguments = python_arguments("zeromesh", ("train", "--worker", "--", *words))
 found = dict(nodes=Nodes(max_restarts=1), modules=modules.split())

@@ -8,10 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.waiting import logged_steps, sessions, wait_for
@@ -165,6 +166,124 @@ def test_a_lost_host_has_left_copies_on_another(start: Start, tmp_path: Path, vi
     assert start(alone, f"run.max_steps={len(lines)}").wait(timeout=120) == 0
     expected = read_metrics(tmp_path / "alone" / "run" / "metrics.jsonl")
     assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12
+
+
+Hosts = Callable[[str], subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def hosts(start: Start, tmp_path: Path) -> Hosts:
+    """Starts the launcher of one rank on a host with a name, which has copies of others' states, or without a name on this one."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    path, named = config(tmp_path / "elastic"), os.geteuid() == 0 and shutil.which("unshare") is not None
+    words = ("run.max_steps=1000000", "parallel.timeout_seconds=4", "recovery.every_steps=3", "recovery.copies=1")
+    options = ("--nproc", "1", "--nnodes", "1:3", "--rdzv-endpoint", endpoint)
+
+    def host(name: str) -> Any:
+        return start(path, *words[: 4 if named and name else 2], *options, host=name if named else "")
+
+    return host
+
+
+def three(hosts: Hosts, folder: Path, names: Sequence[str] = "abc") -> list[subprocess.Popen[bytes]]:
+    """Three hosts, of which the first leads and the second is its heir, after some steps together."""
+    found: list[subprocess.Popen[bytes]] = []
+    for name in names:
+        found.append(hosts(name))
+        wait_for(lambda: len(pids(folder)) == len(found), 120, lambda: logs(folder))
+    trained(folder, 4)
+    return found
+
+
+def trained(folder: Path, steps: int) -> None:
+    at = logged_steps(folder / "elastic")
+    wait_for(lambda: logged_steps(folder / "elastic") >= at + steps, 120, lambda: logs(folder))
+
+
+def pids(folder: Path) -> list[int]:
+    """The processes of the ranks of the run, those of rank 0 first."""
+    path = folder / "elastic" / "run" / "ranks.json"
+    return [each["pid"] for each in json.loads(path.read_text())["ranks"]] if path.exists() else []
+
+
+def ends_as_if_nothing_happened(start: Start, folder: Path, leader: subprocess.Popen[bytes]) -> None:
+    os.kill(leader.pid, signal.SIGTERM)
+    assert leader.wait(timeout=60) == 128 + signal.SIGTERM, logs(folder)
+    lines = read_metrics(folder / "elastic" / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert start(config(folder / "alone"), f"run.max_steps={len(lines)}").wait(timeout=120) == 0
+    expected = read_metrics(folder / "alone" / "run" / "metrics.jsonl")
+    assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12
+
+
+def test_the_host_that_leads_is_lost(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    """The ranks on the others stay in their processes, and the next host leads them."""
+    first, second, _ = three(hosts, tmp_path, ("", "", ""))
+    before = pids(tmp_path)
+    os.killpg(first.pid, signal.SIGKILL)
+    wait_for(lambda: pids(tmp_path) == before[1:], 60, lambda: logs(tmp_path))
+    trained(tmp_path, 3)
+    ends_as_if_nothing_happened(start, tmp_path, second)
+
+
+@pytest.mark.full
+def test_leaders_are_lost_one_after_another_and_come_back(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    first, second, third = three(hosts, tmp_path)
+    trained(tmp_path, 4)  # Then there is a snapshot.
+    stays = pids(tmp_path)[2]
+    os.killpg(first.pid, signal.SIGKILL)
+    wait_for(lambda: pids(tmp_path)[1:] == [stays], 60, lambda: logs(tmp_path))
+    trained(tmp_path, 5)
+    recovery = read_metrics(tmp_path / "elastic" / "run" / "recoveries.jsonl")[-1]
+    assert recovery["source"] != "snapshot" or recovery["lost_steps"] <= 3
+    assert (recovery["source"] == "snapshot") == (os.geteuid() == 0)
+    first = hosts("a")  # It would lead, and is told where the run goes on.
+    wait_for(lambda: len(pids(tmp_path)) == 3, 60, lambda: logs(tmp_path))
+    trained(tmp_path, 5)
+    os.killpg(second.pid, signal.SIGKILL)
+    wait_for(lambda: len(pids(tmp_path)) == 2 and pids(tmp_path)[0] == stays, 60, lambda: logs(tmp_path))
+    trained(tmp_path, 5)
+    os.killpg(first.pid, signal.SIGKILL)
+    wait_for(lambda: pids(tmp_path) == [stays], 60, lambda: logs(tmp_path))
+    trained(tmp_path, 5)
+    ends_as_if_nothing_happened(start, tmp_path, third)
+
+
+@pytest.mark.full
+def test_a_leader_that_was_only_silent_writes_nothing_once_it_wakes(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    first, second, _ = three(hosts, tmp_path)
+    stopped = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for each in stopped:
+        each.suspend()
+    wait_for(lambda: len(pids(tmp_path)) == 2, 60, lambda: logs(tmp_path))
+    trained(tmp_path, 5)
+    for each in stopped:
+        each.resume()
+    assert first.wait(timeout=30) == 1
+    assert "2 of 3 launchers may be alive elsewhere" in logs(tmp_path)
+    trained(tmp_path, 5)
+    ends_as_if_nothing_happened(start, tmp_path, second)
+
+
+@pytest.mark.full
+def test_one_of_two_hosts_does_not_go_on_without_a_silent_leader(start: Start, hosts: Hosts, tmp_path: Path) -> None:
+    """It cannot know whether that trains alone, and so it does as soon as it wakes."""
+    first = hosts("a")
+    wait_for(lambda: len(pids(tmp_path)) == 1, 120, lambda: logs(tmp_path))
+    second = hosts("b")
+    wait_for(lambda: len(pids(tmp_path)) == 2, 120, lambda: logs(tmp_path))
+    trained(tmp_path, 8)
+    stopped = [psutil.Process(first.pid), *psutil.Process(first.pid).children(recursive=True)]
+    for each in stopped:
+        each.suspend()
+    assert second.wait(timeout=30) == 1
+    assert "which led, is gone: 1 of 2 launchers may be alive elsewhere" in logs(tmp_path)
+    for each in stopped:
+        each.resume()
+    trained(tmp_path, 5)
+    ends_as_if_nothing_happened(start, tmp_path, first)
 
 
 def listens(endpoint: str) -> bool:

@@ -13,7 +13,8 @@ import pytest
 from tests.support.waiting import ended, is_running, wait_for
 from zeromesh.environment import python_arguments
 from zeromesh.launch import rank_processes
-from zeromesh.launch.rendezvous import Nodes, WorkersFailed, launch_workers
+from zeromesh.launch.leader import Nodes, WorkersFailed
+from zeromesh.launch.rendezvous import launch_workers
 
 WORKER = """\
 import os, signal, sys, time
@@ -26,7 +27,8 @@ folder = sys.argv[1]
 
 DRIVER = """\
 import sys
-from zeromesh.launch.rendezvous import Nodes, launch_workers
+from zeromesh.launch.leader import Nodes
+from zeromesh.launch.rendezvous import launch_workers
 sys.exit(int(launch_workers(sys.argv[1:], processes=2, nodes=Nodes(max_restarts=1), modules=())))
 """
 

@@ -47,7 +47,7 @@ def run_generate(options: argparse.Namespace) -> int:
     fields, keys = _split_fields(options.overrides, options.max_new_tokens)
     if not starts:
         return _generate(options, fields, keys, [] if options.chat else _prompts_of(options.prompts))
-    from zeromesh.launch.rendezvous import Nodes
+    from zeromesh.launch.leader import Nodes
 
     with tempfile.TemporaryDirectory(prefix="zeromesh-prompts-") as folder:
         kept = {}

@@ -13,7 +13,8 @@ from typing import Any
 
 from zeromesh.environment import SECRET, export, setting
 from zeromesh.errors import ConfigError, counted, errors_as
-from zeromesh.launch.rendezvous import REST_SECONDS, Follower, Leader, Nodes, Notify, Result, run_starts
+from zeromesh.launch.leader import REST_SECONDS, Leader, Nodes, Notify, Result
+from zeromesh.launch.rendezvous import Follower, run_starts
 from zeromesh.launch.signals import noted_signals
 from zeromesh.launch.ssh import PORTS
 from zeromesh.mesh.network_interfaces import listen

@@ -86,7 +86,7 @@ def _snapshot(run: Path) -> RunSnapshot:
     with refusals(path, "read"):
         ranks = rank_records.read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):
-        note = read_whole(lock, 4096).decode(errors="replace").strip() if lock.exists() else ""
+        note = read_whole(lock, 4096).decode(errors="replace").partition("\n")[0] if lock.exists() else ""
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
         ranks = [{**row, "stopped": True} if _is_stopped(row) else row for row in ranks]
     written = next((each for each in (path, metrics) if each.exists()), lock)

@@ -267,7 +267,8 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         why = f"--node-rank {options.node_rank} is for --nnodes N with N above it (not MIN:MAX)"
         raise ConfigError(f"{why}, and --rdzv-endpoint HOST:PORT")
     _hint(f"starting {counted(processes, 'process')}")
-    from zeromesh.launch.rendezvous import Nodes, launch_workers
+    from zeromesh.launch.leader import Nodes
+    from zeromesh.launch.rendezvous import launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least or bool(options.on))
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
-from zeromesh.environment import secret_values
+from zeromesh.environment import secret_values, starts_of_run
 from zeromesh.errors import StorageError, counted
-from zeromesh.files import open_regular, refusals, remove_unfinished, try_lock, write_whole
+from zeromesh.files import open_regular, read_whole, refusals, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import device_name, is_accelerator
@@ -26,6 +26,8 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.monitoring import step_metrics
 from zeromesh.trainer.monitoring.step_metrics import ENDED, MetricsWriter
 
+_APPENDED = (step_metrics.METRICS, step_metrics.EVALUATIONS, step_metrics.SAMPLES)
+"""Files that are replaced when the lock is taken from a process which may wake, and has them open."""
 _ELSEWHERE = "; change run.output_dir"
 _UNLOCKED = "; another run could not be kept out. Change that, or set run.output_dir to another file system"
 
@@ -44,7 +46,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory in the block, and remove killed processes' files. Raises `StorageError` when another run has it."""
+        """Lock the directory in the block, and remove killed processes' files. Raises `StorageError` when another run has it. The
+        rank 0 of an earlier start of this run loses the lock: its host is stopped or cut off."""
         if not self._writes:
             yield
             return
@@ -53,10 +56,16 @@ class RunDirectory:
             with refusals(path, "opened and locked", _UNLOCKED):
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
                 if not try_lock(file.fileno()):
-                    holder = file.read(200).decode(errors="replace").strip() or "another process"
-                    cure = "wait for it, or give another run.name"
-                    raise StorageError(f"{str(self.path)!r} belongs to a run that is going on ({holder}); {cure}")
-                _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
+                    holder, _, start = file.read(200).decode(errors="replace").strip().partition("\n")
+                    if start not in starts_of_run()[:-1]:
+                        why = f"belongs to a run that is going on ({holder or 'another process'})"
+                        raise StorageError(f"{str(self.path)!r} {why}; wait for it, or give another run.name")
+                    path.unlink()
+                    file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+"))
+                    try_lock(file.fileno())
+                    for each in filter(os.path.lexists, map(self.path.joinpath, _APPENDED)):
+                        write_whole(each, read_whole(each))
+                _note(file, "\n".join((f"pid {os.getpid()} on {socket.gethostname()}", *starts_of_run()[-1:])))
                 remove_unfinished(self.path)
             try:
                 yield

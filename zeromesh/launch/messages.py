@@ -36,6 +36,7 @@ MISSING = -1
 _LONGEST_SHOWN = 160
 _WHOLE_WRITE = 4096  # bytes that a pipe takes in one piece (PIPE_BUF), and a writable socket without waiting
 _CLOSE_SECONDS = 1.0  # for the last messages to leave
+_ENDPOINT = re.compile(r"[^\s\0]{1,255}:[0-9]{1,5}")
 _VARIABLE, _VALUE = re.compile(r"[^=\0\ud800-\udfff]+"), re.compile(r"[^\0\ud800-\udfff]*")
 
 
@@ -86,6 +87,15 @@ def rank_range(message: Message) -> RankRange:
     )
 
 
+def heirs(message: Message) -> dict[str, str]:
+    """Return the `HOST:PORT` of each launcher that may lead next, in order, by the name that it has drawn. Raises
+    `MessageError`."""
+    found = field(message, "heirs", {})
+    if not all(isinstance(each, str) and _ENDPOINT.fullmatch(each) for each in found.values()):
+        raise MessageError(f"'heirs' is {_shown(found)}; allowed is HOST:PORT for each")
+    return found
+
+
 class LauncherConnection:
     """One end of a connection between two launchers, a socket or the pipes of an ssh command: lines of JSON, each with a digest
     that needs the secret and covers the direction, random words drawn by both ends, and the number of the line, so that no line can
@@ -109,6 +119,8 @@ class LauncherConnection:
         self.drawn = secrets.token_hex(16)
         self.alive_at = time.monotonic()
         """The time the other end was last known alive: the leader's last receipt, or the sending time of the last beat echoed."""
+        self.was_closed = False
+        """True if the other end's kernel has closed the connection while that end was known to be alive: its process has ended."""
         self._writer = writer
         self._hello_seconds, self._silence_seconds, self._mark = hello_seconds, silence_seconds, mark
         self._key, self._is_server = secret.encode(), serves
@@ -157,6 +169,7 @@ class LauncherConnection:
             self.alive_at = now
         patience = self._silence_seconds if self._drawn_by_both else self._hello_seconds
         if lines is None or now > self.alive_at + patience:
+            self.was_closed = now <= self.alive_at + patience
             raise ConnectionError("the connection is gone")
         return messages
 
@@ -198,6 +211,12 @@ class LauncherConnection:
         self.read()  # Closing with unread input resets the connection, and sent messages may be lost.
         for stream in (*self.readers, self._writer):
             stream.close()
+
+
+def await_leader(connection: LauncherConnection) -> None:
+    """Wait for the first message of the leader at the other end. Raises as `LauncherConnection.receive` does."""
+    while not connection.receive():
+        select.select(connection.readers, [], [], _CLOSE_SECONDS)
 
 
 def read_available(stream: Stream) -> bytes | None:

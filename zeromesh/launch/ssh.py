@@ -21,9 +21,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError, errors_as
+from zeromesh.launch.leader import ALONE, Leader, Member, Nodes, Result
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
 from zeromesh.launch.rank_processes import WorkersFailed
-from zeromesh.launch.rendezvous import ALONE, TRAINER, Follower, Leader, Member, Nodes, Result, run_starts
+from zeromesh.launch.rendezvous import TRAINER, Follower, run_starts
 from zeromesh.launch.signals import noted_signals
 
 BEGIN = b"\x1ezeromesh:"

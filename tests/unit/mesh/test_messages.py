@@ -19,8 +19,9 @@ from tests.unit.mesh.test_hostfile import Printed
 from zeromesh.environment import SECRET, RankRange
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
+from zeromesh.launch.leader import ALONE, Leader, Member, Nodes, Stop, WorkersFailed
 from zeromesh.launch.messages import LauncherConnection, MessageError
-from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Stop, WorkersFailed, launch_workers
+from zeromesh.launch.rendezvous import Follower, launch_workers
 from zeromesh.launch.ssh import BEGIN, Host, HostStream, LaunchPlan, supervise
 
 VALUES = st.recursive(
@@ -259,9 +260,9 @@ def test_hosts_with_different_secrets_say_so(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("in_order", [True, False])
 def test_a_leader_that_is_gone_is_named_not_ranks_that_noticed(in_order: bool) -> None:
     """Gone without a word, it counts this host as lost, and starts the others again, no earlier than ranks are killed here."""
-    nodes = two_hosts()
+    nodes = two_hosts(rank=0)  # With numbers, no other host can lead.
     with leading(nodes) as (leader, waiting):
-        follower = Follower(nodes, 1, bool)
+        follower = Follower(replace(nodes, rank=1), 1, bool)
         assert isinstance(follower.first_start(), RankRange)
         waiting.join()
         assert follower.poll() is None

@@ -13,10 +13,12 @@ import pytest
 
 from zeromesh.environment import RankRange
 from zeromesh.errors import ConfigError
+from zeromesh.launch import leader as leading
 from zeromesh.launch import rendezvous
+from zeromesh.launch.leader import ALONE, Leader, Member, Nodes, Stop
 from zeromesh.launch.messages import Message, MessageError
 from zeromesh.launch.rank_processes import WorkersFailed
-from zeromesh.launch.rendezvous import ALONE, Follower, Leader, Member, Nodes, Stop, launch_workers, run_starts
+from zeromesh.launch.rendezvous import Follower, launch_workers, run_starts
 from zeromesh.launch.signals import StopSignals
 
 
@@ -107,7 +109,7 @@ def test_a_failure_elsewhere_stops_the_ranks_once_it_is_the_cause(
 ) -> None:
     """A rank that has only noticed one leaves the cause some time to be told; a run that is stopping saves to its end."""
     clock = [100.0]
-    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(leading.time, "monotonic", lambda: clock[0])
     hosts = [member("b"), member("c")]
     leader = leader_of(hosts, cause_seconds=10.0)
     assert leader.poll() is None
@@ -154,7 +156,7 @@ def test_as_many_ranks_as_make_a_mesh_have_places(monkeypatch: pytest.MonkeyPatc
 def test_hosts_that_make_no_mesh_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     listener = SimpleNamespace(setblocking=lambda blocks: None, close=lambda: None)
-    monkeypatch.setattr(rendezvous, "listen", lambda *where: listener)
+    monkeypatch.setattr(leading, "listen", lambda *where: listener)
     nodes = Nodes(most=3, fits=lambda ranks: ranks % 4 == 0, endpoint="a:1")
     leader = Leader(nodes, 2, told.append, bool, address_of=lambda left: ("there", 1234))
     leader._members.append(member("b", processes=1))
@@ -297,7 +299,7 @@ def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, cod
 
 def test_the_limit_is_of_an_hour(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
-    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    monkeypatch.setattr(leading, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     leader = Leader(ALONE, 1, lambda line: None, bool)
     leader.first_start()
     for step, later, recovers in ((1, 0.0, True), (2, 1800.0, True), (3, 1801.0, True), (4, 1700.0, False)):
@@ -358,7 +360,7 @@ def test_who_introduces_itself_wrongly_is_refused() -> None:
 
 def test_hosts_are_waited_for_as_long_as_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once there are enough, others may come for a moment."""
-    monkeypatch.setattr(rendezvous, "_JOIN_SECONDS", 0.0)
+    monkeypatch.setattr(leading, "_JOIN_SECONDS", 0.0)
     leader = listening(least=2, most=3)
     found = leader.first_start()
     said = "of the hosts (--nnodes), 1 came to 127.0.0.1:0 in time, and at least 2 are needed"
@@ -494,7 +496,7 @@ def test_who_leads(monkeypatch: pytest.MonkeyPatch, most: int, rank: Any, here: 
             raise ConfigError("taken") from OSError(busy, "")
         return SimpleNamespace(setblocking=lambda on: None)
 
-    monkeypatch.setattr(rendezvous, "listen", listen)
+    monkeypatch.setattr(leading, "listen", listen)
     monkeypatch.setattr(rendezvous, "is_this_host", lambda name: here)
     monkeypatch.setattr(rendezvous, "run_starts", lambda arguments, others, *_, **__: others)
     how = {"processes": 1, "nodes": Nodes(least=most, most=most, rank=rank)}

@@ -15,7 +15,7 @@ import pytest
 import zeromesh.trainer
 from tests.support.commands import ended
 from zeromesh.errors import CollectiveError, ConfigError, DataError, ZeromeshError
-from zeromesh.launch.rendezvous import Nodes, WorkersFailed
+from zeromesh.launch.leader import Nodes, WorkersFailed
 from zeromesh.trainer import TrainerConfig
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.cli.reports import examples
