@@ -9,6 +9,7 @@ from torch import nn
 
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.context.shares import Context
+from zeromesh.experts.dispatch import SpreadExperts
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
@@ -24,6 +25,7 @@ from zeromesh.units.plan import ModelCuts
 class Divided:
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None
+    experts: SpreadExperts | None = None
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     context: Context | None = None  # The shares of sequences on the context axis; None: this rank has whole ones.
@@ -32,6 +34,8 @@ class Divided:
         """Restore the model's own modules; divided parameters are then whole and on the meta device."""
         if self.pipeline is not None:
             self.pipeline.restore()
+        if self.experts is not None:
+            self.experts.restore()
         if self.tensor is not None:
             self.tensor.restore()
 
@@ -64,8 +68,13 @@ def divide(
         fused = mesh.device.type != "cpu"
         context = Context(exchange=exchange, method=options.context_method, heads_first=fused, sequence=pieces)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
+    experts: SpreadExperts | None = None
+    if mesh.shape.divides("experts"):
+        exchange = open_exchange(mesh.experts, mesh.device, options.transport)
+        experts = SpreadExperts(model, exchange, parts, mesh.tensor.size)
+        parts = experts.parts
     if anatomy is None or cut is None:
-        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes, context=context)
+        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, experts=experts, notes=notes, context=context)
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
@@ -81,4 +90,4 @@ def divide(
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     notes = (*notes, f"pipeline: stages of {' + '.join(map(str, cut))} blocks")
-    return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=notes, context=context)
+    return Divided(cuts=cuts, tensor=tensor, experts=experts, pipeline=pipeline, notes=notes, context=context)

@@ -53,7 +53,7 @@ class Watcher(Callback):
         if engine is not None:
             ledger = {purpose.name: nbytes for purpose, nbytes in engine.ledger.by_purpose().items()}
             self._probe.found.notes = {
-                "transport": engine.reduction.name,
+                "transport": engine.groups[0].reduction.name,
                 "ledger": ledger,
                 "ledger_peak": engine.ledger.peak(),
                 "events": self._recorder.events,

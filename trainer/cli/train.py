@@ -22,7 +22,7 @@ from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, 
 from zeromesh.files import write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
-from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.trainer.config.load import Consent, foreign_code, load_config
 from zeromesh.trainer.config.sections.formats import format_of
 from zeromesh.trainer.config.sections.model import AUTO_CLASSES
@@ -104,7 +104,7 @@ def check_mesh(config: TrainerConfig, processes: int) -> None:
     """Refuse a mesh that does not fit the number of processes, before any of them starts. A plan finds one that fits."""
     if "parallel" in config.parallel.auto:
         return
-    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in AXES})
+    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in SIZES})
 
 
 def _fits(config: TrainerConfig, processes: int) -> bool:

@@ -432,10 +432,9 @@ class _Elsewhere:
 
 def _shared_buckets(engine: ZeroEngine) -> list[Bucket]:
     """Return the buckets whose master weights are a part of a buffer that the ranks of a host share."""
-    if engine.transport.name != "shared":
-        return []
     buckets = (bucket for unit in engine.units for bucket in unit.buckets)
-    return [bucket for bucket in buckets if bucket.buffer.persistent and bucket.copy is None]
+    shared = (bucket for bucket in buckets if bucket.group.transport.name == "shared")
+    return [bucket for bucket in shared if bucket.buffer.persistent and bucket.copy is None]
 
 
 def _shared_buffers(engine: ZeroEngine) -> dict[str, Tensor]:
@@ -444,9 +443,10 @@ def _shared_buffers(engine: ZeroEngine) -> dict[str, Tensor]:
 
 def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
     """Copy master weights from the buffers that the ranks of a host shared before: ranks that were there bring those of others."""
-    group = engine.mesh.shard
-    stays = [bool(row[0]) for row in group.gather_integers([int(kept is not None)])]
+    rows = {each.ranks.name: each.ranks.gather_integers([int(kept is not None)]) for each in engine.groups}
     for bucket in _shared_buckets(engine):
+        group = bucket.group.ranks
+        stays = [bool(row[0]) for row in rows[group.name]]
         shared = None if kept is None else kept.shared[bucket.name]
         length, own = bucket.length, bucket.buffer.own()
         for index, stayed in enumerate(stays):

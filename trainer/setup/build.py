@@ -14,7 +14,7 @@ from torch.utils.data import Subset
 from zeromesh.environment import export, is_later_start, read_environment, set_default, setting
 from zeromesh.errors import ConfigError, counted, some
 from zeromesh.kernels.cpu_matmul import allocate_buffers
-from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.mesh.mesh_shape import AXES, SIZES, MeshShape
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator, reuse_freed_memory
 from zeromesh.options import ZeroOptions
@@ -56,7 +56,7 @@ def connect(config: TrainerConfig) -> Mesh:
     """Join the other ranks of the launch in the configuration's mesh. Raises `ConfigError` or `LayoutError` if they do not fit."""
     environment = read_environment()
     parallel = config.parallel
-    shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in AXES})
+    shape = MeshShape.resolve(environment.world_size, **{axis: getattr(parallel, axis) for axis in SIZES})
     set_default("PYTORCH_ALLOC_CONF", accelerator.allocator_settings(), "PYTORCH_CUDA_ALLOC_CONF")
     if config.run.deterministic:
         use_deterministic_kernels()

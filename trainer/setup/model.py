@@ -222,7 +222,11 @@ def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, lis
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
     here = " on this rank" if trained.divided.pipeline is not None else ""
     units = f"{counted(len(engine.units), 'unit')}{here}"
-    reduced = f", gradients reduced {_TRANSPORT_TEXTS[engine.reduction.name]}" if trained.mesh.shard.size > 1 else ""
+    reduced = (
+        f", gradients reduced {_TRANSPORT_TEXTS[engine.groups[0].reduction.name]}"
+        if trained.mesh.shard.size > 1
+        else ""
+    )
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"

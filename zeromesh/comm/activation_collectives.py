@@ -26,6 +26,7 @@ from zeromesh.telemetry.step_recorder import Collective
 
 _SUM, _GATHER, _SCATTERED_SUM = Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER
 _SWAP = Collective.ALL_TO_ALL
+_Lengths = tuple[Any, ...]  # integers, or rows of integers
 _PHRASES = {_SUM: "sum", _GATHER: "gather", _SCATTERED_SUM: "scattered sum", _SWAP: "swap"}  # as messages name them
 _CHUNK_ELEMENTS = 1 << 15  # summed at a time over more than two ranks, so that the partial sum stays in a core's cache
 
@@ -110,30 +111,49 @@ class Exchange:
             raise LayoutError(f"swap of {list(tensor.shape)} along dim {dim}: no multiple of {self.size} ranks")
         return self._start(_SWAP, tensor, dim, (each,) * self.size)
 
-    def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    def swap_rows_async(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Pending:
+        """Give each rank its rows of a tensor; `counts[i][j]`, equal on all ranks, is how many rank i gives to rank j, one after
+        the other. Returns those of all ranks for this one, in rank order. Raises `LayoutError` where this rank has others."""
+        if len(rows) != sum(counts[self.index]):
+            raise LayoutError(f"swap of {len(rows)} rows, of which {sum(counts[self.index])} are to go to ranks")
+        return self._start(_SWAP, rows, -1, tuple(map(tuple, counts)))
+
+    def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: _Lengths) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
+        if kind is _SWAP and dim < 0:
+            return [(sum(row), *shape[1:]) for row in lengths]
         if kind is not _GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
-    def _combine(self, kind: Collective, parts: list[Tensor], dim: int, lengths: Sequence[int]) -> Tensor:
+    def _combine(self, kind: Collective, parts: list[Tensor], dim: int, lengths: _Lengths) -> Tensor:
         if kind is _GATHER:
             return torch.cat(parts, dim)
+        if kind is _SWAP and dim < 0:
+            own = [(sum(row[: self.index]), row[self.index]) for row in lengths]
+            return torch.cat([part.narrow(0, *where) for part, where in zip(parts, own, strict=True)])
         if kind is not _SUM:
             start = sum(lengths[: self.index])
             parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
         return torch.stack(parts) if kind is _SWAP else sum_in_ranks(parts)
 
-    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
-        """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one. On a device it
-        never writes into the caller's tensor, which autograd may have saved."""
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: _Lengths = ()) -> Pending:
+        """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one; of rows, those
+        that each rank sends to each. On a device it never writes into the caller's tensor, which autograd may have saved."""
         tensor, group = tensor.detach(), self._members
         if group is None:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
         result: Callable[[], Tensor]
-        if kind is _SWAP:
+        if kind is _SWAP and dim < 0:
+            width, sent = math.prod(tensor.shape[1:]), lengths[self.index]
+            received = [row[self.index] for row in lengths]
+            row, given, out = kind, tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
+            how |= {"sent": [width * each for each in sent], "received": [width * each for each in received]}
+            how["times"] = 1 - sent[self.index] / max(1, sum(sent))  # Its own rows go to no other rank.
+            result = lambda: out  # noqa: E731
+        elif kind is _SWAP:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = kind, torch.empty_like(given)
             result = lambda: out  # noqa: E731
@@ -203,7 +223,7 @@ class SharedExchange(Exchange):
         self._ring = SharedRing(group, "activations")
         self._pending: MutableMapping[int, Pending] = weakref.WeakValueDictionary()
 
-    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: _Lengths = ()) -> Pending:
         ring, dtype, traffic = self._ring, tensor.dtype, self._group.traffic
         shapes = self._shapes(kind, tensor, dim, lengths)
         what = f"{_PHRASES[kind]} of activations over axis {self._group.name}"
@@ -218,7 +238,10 @@ class SharedExchange(Exchange):
             sequence, number = ring.next, ring.free_slot(tensor.nbytes)
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
-        traffic.count(kind, sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes)
+        counted = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes
+        if kind is _SWAP and dim < 0:
+            counted -= lengths[self.index][self.index] * math.prod(tensor.shape[1:]) * dtype.itemsize
+        traffic.count(kind, counted)
 
         def read() -> Tensor:
             with traffic.timed(kind):
@@ -248,7 +271,7 @@ class SharedExchange(Exchange):
 
 
 @lru_cache(maxsize=256)
-def _row(kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: tuple[int, ...]) -> list[int]:
+def _row(kind: Collective, dtype: torch.dtype, shape: tuple[int, ...], dim: int, lengths: _Lengths) -> list[int]:
     """Encode an exchange as words of a ring entry, which ranks compare, a checksum and a text. The cached list is not to change."""
     along = f" along dim {dim}" if dim >= 0 else ""
     text = f"{_PHRASES[kind]}{along} of {str(dtype).removeprefix('torch.')} {list(shape)}"

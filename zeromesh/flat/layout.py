@@ -235,12 +235,13 @@ def share_of(interval: Interval, parts: int, index: int, alignment: int) -> Inte
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParameterPart:
-    """The part of a parameter that a rank holds under tensor parallelism: `region` of the whole tensor."""
+    """The part of a parameter that a rank holds where layers or experts are divided: `region` of the whole tensor."""
 
     region: Region
     holders: tuple[int, ...]
     """Positions along the tensor axis of the ranks with the same region, in order; the first one counts and writes it."""
     partial: bool = False  # True if the holders' gradients must be summed; otherwise they are equal
+    experts: bool = False  # True if it has some of the experts, whose states the ranks with the same ones share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,7 +265,7 @@ class ParameterSpec:
     group: int = 0
     aliases: tuple[str, ...] = ()
     part: ParameterPart | None = None
-    """The part of the whole parameter under tensor parallelism; None: all of it, equal on all ranks of the tensor axis."""
+    """The part of the whole parameter; None: all of it, equal on all ranks that compute a batch together."""
     copies: StageCopies | None = None
     codec: Codec | None = None
     """The codec of a frozen parameter that is kept encoded; None: it is kept as it is computed with."""
@@ -288,6 +289,11 @@ class ParameterSpec:
         return () if self.part is None else self.part.holders
 
     @property
+    def in_experts(self) -> bool:
+        """True if ranks have different experts in it."""
+        return self.part is not None and self.part.experts
+
+    @property
     def shared_by(self) -> Positions:
         """Positions, along axes other than the batch's, of the ranks that share this parameter and sum its gradients."""
         holders = self.holders if self.part is not None and self.part.partial else ()
@@ -301,9 +307,9 @@ class ParameterSpec:
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
-    def bucket_key(self) -> tuple[torch.dtype, bool, object, object, object]:
+    def bucket_key(self) -> tuple[torch.dtype, bool, object, object, object, bool]:
         """A key that is equal for parameters that may lie in one bucket."""
-        return self.dtype, self.requires_grad, self.holders, self.shared_by, self.codec
+        return self.dtype, self.requires_grad, self.holders, self.shared_by, self.codec, self.in_experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,9 @@ far apart. For pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2:
     shard       0  0  1  1  0  0  1  1
     context     0  0  0  0  0  0  0  0
     tensor      0  1  0  1  0  1  0  1
+
+An axis that is folded has no factor of its own in the number of ranks: `expert` numbers neighbours among the ranks that shard
+states, and `expert_shard` those of them that have the same experts.
 """
 
 import math
@@ -19,13 +22,16 @@ from typing import Any, Literal
 from zeromesh.errors import LayoutError, counted
 
 Axis = str
-Divided = Literal["blocks", "layers", "sequence", "batch", "states"]
-"""The things that ranks along an axis divide: blocks of the model, each layer, the sequence, samples, or states of parameters."""
+Divided = Literal["blocks", "layers", "sequence", "batch", "states", "experts"]
+"""The things that ranks along an axis divide: blocks of the model, each layer, the sequence, samples, states of parameters, or the
+experts of a layer."""
+EXPERT, EXPERT_SHARD = "expert", "expert_shard"
+"""The axes that fold the ranks that shard states: those with different experts, and those with the same ones."""
 
 
-def axis(*divides: Divided) -> Any:
+def axis(*divides: Divided, folded: bool = False) -> Any:
     """Declare an axis, a field of `MeshShape`, with what its ranks divide."""
-    return field(default=1, metadata={"divides": divides})
+    return field(default=1, metadata={"divides": divides, "folded": folded})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +45,17 @@ class MeshShape:
     shard: int = axis("batch", "states")
     context: int = axis("sequence", "states")
     tensor: int = axis("layers", "sequence")
+    expert: int = axis("experts", folded=True)
 
     def __post_init__(self) -> None:
-        for name, size in zip(AXES, self.sizes, strict=True):
+        for name in SIZES:
+            size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 auto = ", or auto" if name == "shard" else ""
                 raise LayoutError(f"parallel.{name}: got {size!r}; allowed is an integer >= 1{auto}")
+        if self.state_size % self.expert:
+            axes = " x ".join(f"parallel.{name} ({getattr(self, name)})" for name in axes_of("states"))
+            raise LayoutError(f"parallel.expert: {self.expert} does not divide {axes}, over which experts are spread")
 
     @classmethod
     def resolve(cls, world_size: int, *, shard: int | Literal["auto"] = "auto", **others: int) -> "MeshShape":
@@ -52,6 +63,7 @@ class MeshShape:
         `LayoutError` when the axes do not fit the world. The message names their product, and a remedy."""
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise LayoutError(f"a world has at least 1 rank, got {world_size!r}")
+        expert = others.pop(EXPERT, 1)
         fixed = {name: others.get(name, 1) for name in AXES if name != "shard"}
         product = cls(**fixed).world_size
         fits, rest = divmod(world_size, product)
@@ -59,7 +71,7 @@ class MeshShape:
             misfit = f"{_product(fixed)} = {product}, which does not divide the world of {counted(world_size, 'rank')}"
             more = counted(world_size + product - rest, "rank")
             raise LayoutError(f"{misfit}; start {more}, or change parallel.{max(fixed, key=fixed.__getitem__)}")
-        shape = cls(**fixed, shard=fits if shard == "auto" else shard)
+        shape = cls(**fixed, shard=fits if shard == "auto" else shard, expert=expert)
         if shape.world_size != world_size:
             start = f"start {counted(shape.world_size, 'rank')}"
             advice = f"{start}, or change parallel.{max(AXES, key=lambda name: getattr(shape, name))}"
@@ -81,6 +93,11 @@ class MeshShape:
     def model_size(self) -> int:
         """The number of ranks that compute one batch together, which lie along the axes that divide the model."""
         return math.prod(getattr(self, name) for name in MODEL_AXES)
+
+    @property
+    def state_size(self) -> int:
+        """The number of ranks that shard the states of a parameter which all of them use."""
+        return math.prod(getattr(self, name) for name in axes_of("states"))
 
     def divides(self, what: Divided) -> bool:
         """Return True if several ranks divide `what` among them."""
@@ -109,42 +126,46 @@ class MeshShape:
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that differ along `axes` only, in the order of their lowest rank; ranks ascend inside each.
         With no axes, every rank is a group of its own."""
-        firsts = self._offsets([axis for axis in AXES if axis not in axes])
-        others = self._offsets(axes)
+        strides = self._strides(axes)
+        firsts = _offsets([row for row in strides if row[0] not in axes])
+        others = _offsets([row for row in strides if row[0] in axes])
         return tuple(tuple(first + more for more in others) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the group over `axes` that contains `rank`, ranks ascending, without computing the others."""
-        first = self.rank(self.coordinate(rank) | dict.fromkeys(axes, 0))
-        return tuple(first + more for more in self._offsets(axes))
+        within = [row for row in self._strides(axes) if row[0] in axes]
+        first = rank - sum(rank // stride % size * stride for _, size, stride in within)
+        return tuple(first + more for more in _offsets(within))
 
     def group_index(self, rank: int, *axes: Axis) -> int:
         """Return the index of `group_of` among all `groups` over `axes`."""
-        at, index = self.coordinate(rank), 0
-        for name, size, _ in self._strides():
+        index = 0
+        for name, size, stride in self._strides(axes):
             if name not in axes:
-                index = index * size + at[name]
+                index = index * size + rank // stride % size
         return index
 
-    def _strides(self) -> list[tuple[Axis, int, int]]:
-        """Return each axis with its size and its stride, the difference between ranks that are neighbours along it."""
-        sizes = self.sizes
-        return [(name, sizes[number], math.prod(sizes[number + 1 :])) for number, name in enumerate(AXES)]
-
-    def _offsets(self, axes: Sequence[Axis]) -> list[int]:
-        found = [0]
-        for name, size, stride in self._strides():
-            if name in axes:
-                found = [first + more for first in found for more in range(0, size * stride, stride)]
-        return found
+    def _strides(self, among: Sequence[Axis] = ()) -> list[tuple[Axis, int, int]]:
+        """Return each axis with its size and its stride, the difference between ranks that are neighbours along it; where a folded
+        axis is `among` those asked for, the ones that it folds are left out."""
+        names, sizes = list(AXES), dict(zip(AXES, self.sizes, strict=True))
+        if EXPERT in among or EXPERT_SHARD in among:
+            sizes |= {EXPERT_SHARD: self.state_size // self.expert, EXPERT: self.expert}
+            first, *rest = axes_of("states")
+            names[names.index(first) : names.index(first) + 1 + len(rest)] = [EXPERT_SHARD, EXPERT]
+        ordered = [sizes[name] for name in names]
+        return [(name, sizes[name], math.prod(ordered[number + 1 :])) for number, name in enumerate(names)]
 
     def __str__(self) -> str:
-        return _product(dict(zip(AXES, self.sizes, strict=True)))
+        experts = f" (expert {self.expert})" if self.expert > 1 else ""
+        return _product(dict(zip(AXES, self.sizes, strict=True))) + experts
 
 
 _ROWS = {each.name: each.metadata["divides"] for each in fields(MeshShape)}
-AXES: tuple[Axis, ...] = tuple(_ROWS)
-"""The mesh axes from outer to inner."""
+SIZES: tuple[Axis, ...] = tuple(_ROWS)
+"""The axes that have a size, `MeshShape`'s fields."""
+AXES: tuple[Axis, ...] = tuple(each.name for each in fields(MeshShape) if not each.metadata["folded"])
+"""The mesh axes from outer to inner, whose product is the number of ranks."""
 
 
 def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
@@ -154,6 +175,13 @@ def axes_of(*divided: Divided, but: Sequence[Divided] = ()) -> tuple[Axis, ...]:
 
 MODEL_AXES = tuple(name for name in AXES if name not in axes_of("batch"))
 """The axes whose ranks compute one batch together."""
+
+
+def _offsets(strides: Sequence[tuple[Axis, int, int]]) -> list[int]:
+    found = [0]
+    for _, size, stride in strides:
+        found = [first + more for first in found for more in range(0, size * stride, stride)]
+    return found
 
 
 def _product(sizes: Mapping[Axis, int]) -> str:

@@ -24,7 +24,7 @@ from zeromesh.environment import LaunchEnvironment
 from zeromesh.errors import CollectiveError, ConfigError, LayoutError, StorageError, ZeromeshError, counted
 from zeromesh.intervals import grouped
 from zeromesh.mesh.device_works import DeviceWorks, record_collectives
-from zeromesh.mesh.mesh_shape import AXES, MODEL_AXES, Axis, Divided, MeshShape, axes_of
+from zeromesh.mesh.mesh_shape import AXES, EXPERT, EXPERT_SHARD, MODEL_AXES, SIZES, Axis, Divided, MeshShape, axes_of
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups, forget_groups
 from zeromesh.mesh.process_set import ProcessSet, ProcessSets, differences
 from zeromesh.mesh.rank_order import Order, ProcessLocation, mesh_picture, rank_order, tensor_groups_warning
@@ -41,6 +41,7 @@ _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
 _PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("data", "reduce")}
+_PURPOSES |= {(EXPERT,): ("data",), (EXPERT_SHARD,): ("data", "reduce")}
 """The process groups besides the control group that a set over these axes has."""
 
 
@@ -122,12 +123,21 @@ class ProcessMesh:
         """The ranks that hold the same parameters, whose gradients are summed."""
         self.tensor, self.pipeline = self.group(*axes_of("layers")), self.group(*axes_of("blocks"))
         self.context = self.group(*axes_of("sequence", but=["layers"]))
+        self.experts = self._axes_set(EXPERT, [EXPERT])
+        """The ranks over which the experts of a layer are spread."""
+        self.expert_shard = self._axes_set("shard of experts", [EXPERT_SHARD]) if self.experts.size > 1 else self.shard
+        """The ranks over which the states of experts are sharded, since they have the same ones."""
+        layers = axes_of("layers")
+        self.experts_and_layers = (
+            self._axes_set("expert x tensor", [*layers, EXPERT]) if self.experts.size > 1 else self.tensor
+        )
+        """The ranks that have all parts of a layer's experts."""
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
         launched, patience = self.environment, _STARTS_AS_LONG * timeout_seconds
         process = launched.rank
         store: Any = self._mesh_groups.store(patience)
-        requested = {"order": order} | dict(zip(AXES, self.shape.sizes, strict=True))
+        requested = {"order": order} | {name: getattr(self.shape, name) for name in SIZES}
         usual = store.timeout
         store.set_timeout(timedelta(seconds=patience))
         locations = exchange_locations(store, process, self.world_size, self.device, requested)

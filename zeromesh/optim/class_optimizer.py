@@ -64,8 +64,9 @@ def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
         if not spec.region.is_whole:
             raise ConfigError(
-                f"optimizer {type(own_class.optimizer).__name__} needs whole tensors, and tensor parallelism divides "
-                f"{spec.name}; set parallel.tensor to 1, or use an optimizer that works element by element"
+                f"optimizer {type(own_class.optimizer).__name__} needs whole tensors, and ranks have parts of "
+                f"{spec.name}; set parallel.{'expert' if spec.in_experts else 'tensor'} to 1, or use an optimizer that works "
+                "element by element"
             )
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))

@@ -18,16 +18,20 @@ from functools import cache, partial
 import torch
 import xxhash
 
-from zeromesh.comm.transport import Reducer, Reduction
+from zeromesh.comm.transport import Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.units.unit import Bucket
+
+_SUMMED = Reduction(lambda: True, lambda: None)
+"""Stands for the reduction of a bucket whose sums are complete without other ranks."""
 
 
 @dataclass(slots=True)
@@ -35,7 +39,7 @@ class BucketArrivals:
     """One bucket's progress in one backward: the indices of the parameters whose gradients `arrived`, or wait for its slot."""
 
     bucket: Bucket
-    sequence: int  # The number of its reduction in launch order.
+    sequence: int | None  # The number of its reduction among those of its ranks; None: this rank only adds to its sums.
     missing: int  # The number of parameters that have no gradient yet.
     slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
@@ -46,9 +50,7 @@ class BucketArrivals:
 class GradientReducer:
     """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
-    def __init__(
-        self, reducer: Reducer, shards: "GradientShards", replicas: "ReplicaGroups", mesh: Mesh, options: ZeroOptions
-    ) -> None:
+    def __init__(self, shards: "GradientShards", replicas: "ReplicaGroups", mesh: Mesh, options: ZeroOptions) -> None:
         self.shards = shards
         self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
@@ -57,44 +59,38 @@ class GradientReducer:
         """Digests of the gradients of each microbatch before any sum, where a caller asks for them; else None."""
         self.buckets: Sequence[Bucket] = ()  # of the running backward, in the order in which they are reduced
         self.updates_in_backward = False  # True in a backward whose buckets are updated as soon as they are summed
-        self._reducer = reducer
-        self._options = options
-        self._wire_dtype = cache(partial(options.wire_dtype, on_device=reducer.on_stream))
-        self._is_alone = mesh.shard.size == 1  # The shard group is this rank alone, so its own sums are the result.
+        self._options, self._on_stream = options, is_accelerator(mesh.device)
+        self._wire_dtype = cache(partial(options.wire_dtype, on_device=self._on_stream))
         self._mesh = mesh
         self.incomplete: Counter[int] = Counter()  # each unit's buckets that lack a gradient in the running backward
         self.keep_zeros = False  # A missing gradient counts as zeros, as after `zero_grad(set_to_none=False)`.
-        self._next_sequence = 0
         self._arrivals: dict[int, BucketArrivals] = {}
         self._queue: deque[BucketArrivals] = deque()
         self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
-        self._reduces = self._first_microbatch = self._last_microbatch = self._known_order = False
+        self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
         self._sums: dict[int, Callable[[], None]] = {}  # what waits for the sum over replicas, by the bucket's id
         self._to_offload: deque[Bucket] = deque()
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
-
-    def set_reducer(self, reducer: Reducer) -> None:
-        """Reduce through another reducer, which has launched nothing yet, from the next backward on."""
-        self._reducer, self._next_sequence = reducer, 0
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
         """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
         rank's sums. `known_order`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
         self.updates_in_backward = last and self._options.optimizer_in_backward
-        self._reduces = reduce and not self._is_alone
         self._first_microbatch = self.shards.first_microbatch = first
         self._last_microbatch, self._known_order = last, known_order
         self.incomplete = Counter(bucket.unit_index for bucket in buckets)
-        numbered = enumerate(buckets, self._next_sequence)
-        self._arrivals = {id(bucket): BucketArrivals(bucket, n, sum(bucket.training)) for n, bucket in numbered}
+        self._arrivals, sequence = {}, None
+        for bucket in buckets:
+            if reduces := reduce and bucket.group.ranks.size > 1:
+                sequence, bucket.group.sequence = bucket.group.sequence, bucket.group.sequence + 1
+            expected = sum(bucket.training)
+            self._arrivals[id(bucket)] = BucketArrivals(bucket, sequence if reduces else None, expected)
         self._queue = deque(self._arrivals.values())
         if first:
             self.with_gradient |= {id(bucket): set() for bucket in buckets}
-        if self._reduces:
-            self._next_sequence += len(buckets)
 
     def take(self, bucket: Bucket, index: int) -> None:
         """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced."""
@@ -116,10 +112,10 @@ class GradientReducer:
             )  # in any order of parameters
         arrivals.arrived.add(index)
         arrivals.missing -= not again
-        if self._reducer.on_stream:
+        if self._on_stream:
             if not again:  # Autograd has added a second gradient to the first, on `.grad`.
                 arrivals.waiting.append(index)
-        elif not self._reduces:
+        elif arrivals.sequence is None:
             _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first_microbatch)
         elif again:
             # Autograd has added the gradient to an earlier one that still waits.
@@ -132,28 +128,27 @@ class GradientReducer:
         if not arrivals.missing:
             if not again:
                 self.incomplete[bucket.unit_index] -= 1
-            if not self._reduces:
+            if arrivals.sequence is None:
                 self._add_to_sum(arrivals)
-            elif self._options.overlap:
+            if arrivals.sequence is None or self._options.overlap:
                 self.launch_ready()
 
     def launch_ready(self, *, wait: bool = False) -> None:
         """Launch the complete buckets that are next in order, and finish reductions that peers completed. `wait`: wait for peers
         until slots are free, when backward leaves a unit: a rank ahead of its peers would else hold all of its gradients. The wait
         cannot be circular: all ranks launch in one order, and have left the units that peers may be waiting to update."""
-        wait = wait or self._reducer.on_stream
+        wait = wait or self._on_stream
         while self._queue and not (first := self._queue[0]).missing:
-            if not wait and self._slot_of(first) is None:
+            if not wait and first.sequence is not None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while not self._reducer.on_stream and self._in_flight and self._in_flight[0][1].ready():
+        while self._in_flight and ((reduction := self._in_flight[0][1]) is _SUMMED or not self._on_stream):
+            if not reduction.ready():
+                break
             self._finish_oldest()
 
     def flush(self) -> None:
         """End a backward: launch the remaining buckets, with zeros for missing gradients, and finish all reductions and sums."""
-        for arrivals in () if self._reduces else [*self._queue]:
-            if not arrivals.launched:
-                self._add_to_sum(arrivals)
         while self._queue:
             self._launch_next()
         while self._in_flight:
@@ -185,7 +180,20 @@ class GradientReducer:
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
-        arrivals = self._queue.popleft()
+        arrivals, reduction = self._queue.popleft(), _SUMMED
+        bucket = arrivals.bucket
+        if arrivals.sequence is not None:
+            reduction = self._launch(arrivals, arrivals.sequence)
+        elif not arrivals.launched:
+            self._add_to_sum(arrivals)
+        if bucket.group.ranks.size == 1:
+            self._post_reduction(bucket)
+        arrivals.launched = True
+        self._in_flight.append((bucket, reduction))
+        if not self._options.overlap:
+            self._finish_oldest()
+
+    def _launch(self, arrivals: BucketArrivals, sequence: int) -> Reduction:
         while self._slot_of(arrivals) is None and self._in_flight:
             self._finish_oldest()
         bucket, filled = arrivals.bucket, self._slot_of(arrivals, block=True)
@@ -200,25 +208,16 @@ class GradientReducer:
             filled.add_(bucket.partial)
         add = bucket.partial is None and not self._first_microbatch
         with self._mesh.recorder.range("reduce", bucket.name):
-            reduction = self._reducer.launch(arrivals.sequence, filled, bucket.grad, add=add)
-        arrivals.launched = True
-        self._in_flight.append((bucket, reduction))
-        if not self._options.overlap:
-            self._finish_oldest()
+            return bucket.group.reduction.reducer.launch(sequence, filled, bucket.grad, add=add)
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
-        """Add the waiting gradients to this rank's sum, and pass on the sums that are next in the order that all ranks share."""
+        """Add the waiting gradients to this rank's sum."""
         if self._first_microbatch or arrivals.waiting:
             target = self._accumulator(arrivals.bucket)
             _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first_microbatch)
             if self._first_microbatch:
                 _zero_missing(target, arrivals)
         arrivals.launched = True
-        while self._queue and self._queue[0].launched:
-            bucket = self._queue.popleft().bucket
-            if self._is_alone:
-                self._post_reduction(bucket)
-            self._after_reduction(bucket)
 
     def _after_reduction(self, bucket: Bucket) -> None:
         # Preliminary: `find_missing` also takes other ranks' gradients into account.
@@ -280,18 +279,20 @@ class GradientReducer:
             self._mesh.watch.event(Activity.REDUCE, bucket.unit_index, ranks, known_order=self._known_order)
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
-        if self._is_alone and bucket.grad is None:
+        alone = bucket.group.ranks.size == 1  # Its own sums are the result.
+        if alone and bucket.grad is None:
             self.shards.allocate(bucket)
             _zero_gaps(gradient_of(bucket), bucket)
-        target = bucket.grad if self._is_alone else bucket.partial
+        target = bucket.grad if alone else bucket.partial
         if target is None:
             raise PhaseError(f"bucket {bucket.name} has no memory for gradients")
         return target
 
     def _slot_of(self, arrivals: BucketArrivals, *, block: bool = False) -> torch.Tensor | None:
         """Return a bucket's slot, `[padded]` in the dtype of the reduction; None while the ring has no free one."""
-        if arrivals.slot is None and (slot := self._reducer.acquire(arrivals.sequence, block=block)) is not None:
-            bucket = arrivals.bucket
+        bucket = arrivals.bucket
+        acquire = partial(bucket.group.reduction.reducer.acquire, arrivals.sequence or 0, block=block)
+        if arrivals.slot is None and (slot := acquire()) is not None:
             dtype = self._wire_dtype(bucket.dtype)
             arrivals.slot = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.slot

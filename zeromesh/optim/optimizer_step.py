@@ -202,9 +202,7 @@ class OptimizerStep:
         self._updated: list[tuple[Bucket, torch.Tensor]] = []
         """Buckets that backward has reduced for an update, with the norms of their gradients."""
         self._norms: list[tuple[Bucket, float]] = []
-        replicated = options.placements.optimizer is Placement.REPLICATED
-        self._counts = mesh.replicate.index == 0 and (mesh.shard.index == 0 or not replicated)
-        """True if this rank adds its gradients to the global norm, as one of the ranks that update the same elements."""
+        self._replicated = options.placements.optimizer is Placement.REPLICATED
         self.updates = 0  # the number of updates: steps that were not skipped
         self.step = 0  # the number of the present step, from 0
         self.last_order: list[Bucket] = []  # the buckets in the order of the latest step's updates
@@ -309,9 +307,13 @@ class OptimizerStep:
             measured = [(bucket, self.gradients.shards.norm(bucket)) for bucket in self._buckets]
         values = accelerator.read_scalars([*scalars, *(norm for _, norm in measured)])
         self._norms = [(bucket, norm) for (bucket, _), norm in zip(measured, values[len(scalars) :], strict=True)]
-        counts = self.gradients.replicas.counts
-        kept = [norm**2 for bucket, norm in self._norms if (self._counts and counts(bucket)) or not math.isfinite(norm)]
+        kept = [norm**2 for bucket, norm in self._norms if self._counts(bucket) or not math.isfinite(norm)]
         return values[: len(scalars)], sum(kept)
+
+    def _counts(self, bucket: Bucket) -> bool:
+        """Return True if this rank adds a bucket's gradients to the norm, as one of the ranks that update the same elements."""
+        first = not self._mesh.replicate.index and not (self._replicated and bucket.group.ranks.index)
+        return first and self.gradients.replicas.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
         """Multiply gradients by `factor`, unscale, clip, and update, unless backward has updated; see `ZeroEngine.finish_step`. All

@@ -25,7 +25,7 @@ from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.plan import UnitPlan
-from zeromesh.units.unit import Bucket, Unit
+from zeromesh.units.unit import Bucket, StateGroup, Unit
 from zeromesh.weight_init.weight_sources import ParameterSource
 
 _Runs = list[TieredPart] | None
@@ -52,17 +52,22 @@ def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], opti
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltUnits:
-    """A model's units. `transport` moves parameters and `reduction` gradients; they are one object if both are sharded."""
+    """A model's units, and the ranks that share the states of their buckets: of experts, and of all others."""
 
     units: tuple[Unit, ...]
     releases: bool  # True if units are released after use; otherwise they stay live from one update to the next
-    transport: Transport
-    reduction: Transport
+    groups: tuple[StateGroup, ...]
     tiers: Tiers
 
 
-def plan_layouts(plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT) -> list[list[BucketLayout]]:
-    build = partial(build_layout, parts=parts, alignment=alignment)
+def plan_layouts(
+    plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT, *, experts: int = 1
+) -> list[list[BucketLayout]]:
+    """Return the layouts of each unit's buckets over `parts` ranks, of which `experts` neighbours have different experts."""
+
+    def build(name: str, specs: Sequence[ParameterSpec]) -> BucketLayout:
+        return build_layout(name, specs, parts // experts if specs[0].in_experts else parts, alignment)
+
     return [[build(f"{unit.name}/{n}", specs) for n, specs in enumerate(unit.buckets())] for unit in plan]
 
 
@@ -79,7 +84,7 @@ def build_units(
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. A rank holds at
     most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
-    layouts = plan_layouts(plan, mesh.shard.size, options.alignment)
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment, experts=mesh.experts.size)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.peers, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
@@ -91,34 +96,58 @@ def build_units(
     kind = choose_transport(options.transport, mesh.shard, mesh.device)
     keep = [stays for unit in kept_buckets(layouts, options, mesh.device, kind) for stays in unit]
     stored = [None if kept else builder.runs_in_files(layout) for layout, kept in zip(flat, keep, strict=True)]
-    ring = options.gradient_slots, slot_bytes([each for each in flat if each.first.requires_grad], options, mesh.device)
-    moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout in flat]
-    leads = [_page_offset(dtype, runs) for dtype, runs in zip(moved, stored, strict=True)]
-    if options.offload.in_place or options.weights is not None:
-        leads = mesh.shard.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
-    shards = 1 if options.placements.optimizer is Placement.REPLICATED else mesh.shard.size
-    sizes = [layout.travelling_nbytes(shards) // dtype.itemsize for layout, dtype in zip(flat, moved, strict=True)]
-    requests = [
-        BufferRequest(name=layout.name, padded=size, dtype=dtype, persistent=kept, lead=lead)
-        for layout, size, dtype, kept, lead in zip(flat, sizes, moved, keep, leads, strict=True)
-    ]
-    if options.placements.optimizer is Placement.SHARDED:
-        transport = reduction = open_transport(kind, mesh.shard, mesh.device, requests, *ring)
-    else:  # Every rank updates all elements: parameters are never communicated, gradients are all-reduced.
-        transport = open_transport("local", mesh.shard, mesh.device, requests, *ring)
-        reduction = open_transport(kind, mesh.shard, mesh.device, [], *ring)
-    kept_bytes = sum(request.padded * request.dtype.itemsize for request in requests if request.persistent)
-    tiers.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
-    tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
+    groups, made = list[StateGroup](), dict[str, tuple[StateGroup, GatherBuffer]]()
+    for ranks, of_experts in ((mesh.shard, False), (mesh.expert_shard, True)):
+        rows = [row for row in zip(flat, keep, stored, strict=True) if row[0].first.in_experts == of_experts]
+        if rows or not of_experts:
+            groups.append(group := _open_group(ranks, rows, mesh, options, tiers.ledger))
+            buffers = zip(rows, group.transport.buffers, strict=True)
+            made |= {layout.name: (group, buffer) for (layout, *_), buffer in buffers}
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
-    built = map(partial(builder.build, transport), flat, transport.buffers, stored)
+    built = (builder.build(*made[layout.name], layout, runs) for layout, runs in zip(flat, stored, strict=True))
     units = []
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
         module, buckets = model.get_submodule(unit_plan.module), list(islice(built, len(unit_layouts)))
-        units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger, transport.share))
-    releases = options.placements.parameters is Placement.SHARDED and not (kind == "local" and all(keep))
+        units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger))
+    alone = all(each.transport.name == "local" for each in groups) and all(keep)
+    releases = options.placements.parameters is Placement.SHARDED and not alone
     releases = releases or any(layout.first.codec is not None for layout in flat)
-    return BuiltUnits(units=tuple(units), releases=releases, transport=transport, reduction=reduction, tiers=tiers)
+    return BuiltUnits(units=tuple(units), releases=releases, groups=tuple(groups), tiers=tiers)
+
+
+def _open_group(
+    ranks: ProcessSet,
+    rows: Sequence[tuple[BucketLayout, bool, _Runs]],
+    mesh: Mesh,
+    options: ZeroOptions,
+    ledger: Ledger,
+) -> StateGroup:
+    """Allocate the buffers of buckets, each with its layout, True if it stays gathered, and the runs of files that it is in."""
+    kind = choose_transport(options.transport, ranks, mesh.device)
+    trained = [layout for layout, *_ in rows if layout.first.requires_grad]
+    ring = options.gradient_slots, slot_bytes(trained, options, mesh.device)
+    moved = [layout.first.dtype if layout.first.codec is None else torch.uint8 for layout, *_ in rows]
+    leads = [_page_offset(dtype, runs) for dtype, (*_, runs) in zip(moved, rows, strict=True)]
+    if options.offload.in_place or options.weights is not None:
+        leads = ranks.gather_integers(leads)[0]  # Ranks may share the buffers, which need one offset.
+    replicated = options.placements.optimizer is Placement.REPLICATED
+    requests = [
+        BufferRequest(
+            name=layout.name,
+            padded=layout.travelling_nbytes(1 if replicated else ranks.size) // dtype.itemsize,
+            dtype=dtype,
+            persistent=kept,
+            lead=lead,
+        )
+        for (layout, kept, _), dtype, lead in zip(rows, moved, leads, strict=True)
+    ]
+    # If every rank updates all elements, parameters are never communicated, and gradients are all-reduced.
+    transport = open_transport("local" if replicated else kind, ranks, mesh.device, requests, *ring)
+    reduction = open_transport(kind, ranks, mesh.device, [], *ring) if replicated else transport
+    kept_bytes = sum(buffer.full.nbytes for buffer in transport.buffers if buffer.persistent)
+    ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
+    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
+    return StateGroup(ranks, transport, reduction, ring[1])
 
 
 def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
@@ -187,14 +216,15 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     `auto`, a single rank keeps all, and ranks that share pages keep the root and units that rest in the gathered dtype. A single
     rank always keeps buckets whose shards are themselves the parameters."""
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
-    alone = kind == "local" and not away
-    if options.placements.parameters is Placement.REPLICATED or (alone and not isinstance(budget, int)):
+    # A rank may be the only one with its experts.
+    alone = [[(kind == "local" or each.parts == 1) and not away for each in unit] for unit in units]
+    if options.placements.parameters is Placement.REPLICATED:
         return [[True] * len(unit) for unit in units]
     at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]
     if not isinstance(budget, int):
-        shared = kind == "shared" and not away
-        return [[shared and (number == 0 or all(unit))] * len(unit) for number, unit in enumerate(at_rest)]
-    kept = [[alone and rests for rests in unit] for unit in at_rest]
+        shared = [kind == "shared" and not away and (number == 0 or all(unit)) for number, unit in enumerate(at_rest)]
+        return [[kept or each for each in unit] for unit, kept in zip(alone, shared, strict=True)]
+    kept = [[each and rests for each, rests in zip(*unit, strict=True)] for unit in zip(alone, at_rest, strict=True)]
     # A unit near the end of forward comes first in backward: keeping it saves a gather soon. The root is always last.
     for number in [*range(len(units) - 1, 0, -1), 0]:
         unkept = (each for each, stays in zip(units[number], kept[number], strict=True) if not stays)
@@ -226,18 +256,18 @@ class _BucketBuilder:
     source: ParameterSource
     tiers: Tiers
 
-    def build(self, transport: Transport, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> Bucket:
+    def build(self, group: StateGroup, gathered: GatherBuffer, layout: BucketLayout, stored: _Runs) -> Bucket:
         """Build a bucket, whose shard stays in the runs `stored` of files if there are any."""
         if layout.first.codec is None:
             buffer, weights = gathered, self._read_weights(layout, gathered, stored)
         else:
-            buffer, weights = self._encode_weights(transport, layout, gathered, stored)
+            buffer, weights = self._encode_weights(group.transport, layout, gathered, stored)
         for slot in layout.slots:
             self.source.release(slot.spec.name)
         parameters = [self.model.get_parameter(slot.spec.fqn) for slot in layout.slots]
         for parameter in parameters:
             _move_parameter(parameter, self.mesh.device)
-        bucket = Bucket(layout, parameters, buffer, self._interval(layout), *weights)
+        bucket = Bucket(layout, group, parameters, buffer, self._interval(layout), *weights)
         buffer.end_write()
         bucket.hide_values()
         if bucket.trainable:
@@ -246,7 +276,8 @@ class _BucketBuilder:
 
     def _interval(self, layout: BucketLayout) -> Interval:
         whole = self.options.placements.optimizer is Placement.REPLICATED
-        return Interval(start=0, end=layout.padded) if whole else layout.shard(self.mesh.shard.index)
+        ranks = self.mesh.expert_shard if layout.first.in_experts else self.mesh.shard
+        return Interval(start=0, end=layout.padded) if whole else layout.shard(ranks.index)
 
     def _read_weights(self, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> _Weights:
         """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""

@@ -19,10 +19,11 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils import _pytree as pytree
 
-from zeromesh.comm.transport import GatherBuffer
+from zeromesh.comm.transport import GatherBuffer, Transport
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.offload.accelerator import on_accelerator
 
@@ -130,11 +131,24 @@ class UseCallback:
         self.on_use(self._names[id(used)])
 
 
+@dataclass(eq=False, slots=True)
+class StateGroup:
+    """The ranks that share the states of some buckets. `transport` moves their parameters, and `reduction` their gradients, in
+    slots of `slot_bytes`; they are one object if both are sharded."""
+
+    ranks: ProcessSet
+    transport: Transport
+    reduction: Transport
+    slot_bytes: int
+    sequence: int = 0  # the number of the next reduction
+
+
 @dataclass(eq=False, repr=False)
 class Bucket:
     """The parameters of a unit in one flat buffer: of one dtype, and all trained or all frozen when the model was built."""
 
     layout: BucketLayout
+    group: StateGroup
     parameters: Sequence[nn.Parameter]
     buffer: GatherBuffer
     interval: Interval
@@ -255,17 +269,14 @@ class Bucket:
 class Unit:
     """A module whose parameters are gathered and released together; `phase` says if they are usable now."""
 
-    def __init__(
-        self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger, share: float
-    ) -> None:
-        """`share` is the fraction of gathered memory that counts for this process."""
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger) -> None:
         self.index, self.name, self.module = index, name, module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
         for bucket in self.buckets:
             bucket.unit_index = index
         self._ledger = ledger
-        self._transient = sum(bucket.buffer.transient_nbytes(share) for bucket in self.buckets)
+        self._transient = sum(bucket.buffer.transient_nbytes(bucket.group.transport.share) for bucket in self.buckets)
         self._decoded = sum(bucket.buffer.decoded_nbytes for bucket in self.buckets)
         self.adopt_requires_grad()
 

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
-from zeromesh.comm.transport import Transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
@@ -28,7 +27,7 @@ from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import BuiltUnits, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, plan_model
-from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets
+from zeromesh.units.unit import Bucket, Phase, StateGroup, Unit, all_buckets
 from zeromesh.weight_init.weight_sources import BuiltSource, ParameterSource
 from zeromesh.zero.full_state import CheckpointState, FullState, persistent_buffers
 from zeromesh.zero.hooks import Hooks
@@ -49,12 +48,10 @@ class ZeroEngine:
         self.durable = built.tiers.durable
         """The files that have the states of each committed step, and outlive this process (`offload.durable`)."""
         self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
-        self.transport = built.transport
-        self.reduction = built.reduction  # the transport that sums gradients
-        self._wider: Transport | None = None  # a transport with larger gradient slots than those allocated at the start
-        self._slot_bytes = self._needed_slot_bytes()
+        self.groups = built.groups
+        """The ranks that share the states of buckets: of most parameters, and of experts if these are spread over ranks."""
         shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
-        gradients = GradientReducer(built.reduction.reducer, shards, replicas, mesh, options)
+        gradients = GradientReducer(shards, replicas, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
         for unit in self.units:  # Units without parameters are in the first chunk.
@@ -203,19 +200,24 @@ class ZeroEngine:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
             unit.adopt_requires_grad()
-        needed, name, slots = self._needed_slot_bytes(), self.reduction.name, self.options.gradient_slots
-        if needed > self._slot_bytes and name != "local":
-            wider = open_transport(name, self.mesh.shard, self.mesh.device, [], slots, needed)
-            self._passes.gradients.set_reducer(wider.reducer)
-            if self._wider is not None:
-                self._wider.close()
-            self._wider, self._slot_bytes = wider, needed
-            self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
+        for sharers in self.groups:
+            self._widen(sharers)
         self.optimizer_step.adapt_to_trained()
 
-    def _needed_slot_bytes(self) -> int:
-        trained = [bucket.layout for bucket in self._buckets if bucket.trainable]
-        return slot_bytes(trained, self.options, self.mesh.device)
+    def _widen(self, group: StateGroup) -> None:
+        """Open larger gradient slots, from the next backward on, if a bucket of the group needs them."""
+        trained = [bucket.layout for bucket in self._buckets if bucket.trainable and bucket.group is group]
+        needed, name, slots = (
+            slot_bytes(trained, self.options, self.mesh.device),
+            group.reduction.name,
+            self.options.gradient_slots,
+        )
+        if needed > group.slot_bytes and name != "local":
+            wider = open_transport(name, group.ranks, self.mesh.device, [], slots, needed)
+            if group.reduction is not group.transport:
+                group.reduction.close()
+            group.reduction, group.slot_bytes, group.sequence = wider, needed, 0
+            self.ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(name, slots, needed))
 
     def run_schedule(self, run: Callable[[Passes], _Result]) -> _Result:
         """Run all microbatches of a step into this rank's gradient shards: `run` calls the passes. Raises `CollectiveError` when a
@@ -315,7 +317,8 @@ class ZeroEngine:
             unit.leave()
         if not self._releases:
             self._gather_all()
-        self.transport.poll()
+        for group in self.groups:
+            group.transport.poll()
 
     @contextmanager
     def loading(
@@ -412,6 +415,5 @@ class ZeroEngine:
         self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None
         self._states.clear()
         self._tiers.close()
-        for transport in dict.fromkeys((self._wider, self.transport, self.reduction)):
-            if transport is not None:
-                transport.close()
+        for transport in dict.fromkeys(chain.from_iterable((each.transport, each.reduction) for each in self.groups)):
+            transport.close()

@@ -87,11 +87,13 @@ class CheckpointState:
     def shards_to_write(self) -> list[TensorShard]:
         """List the shards that this rank writes. Ranks that hold the same tensor write disjoint parts of it, and the first rank of
         the first pipeline stage with a buffer writes the buffer."""
-        holders, index = self._mesh.replicate.size, self._mesh.replicate.index
-        if self._options.placements.optimizer is Placement.REPLICATED:
-            holders, index = self._mesh.peers.size, self._mesh.peers.index
+        replicated = self._options.placements.optimizer is Placement.REPLICATED
         shards: list[TensorShard] = []
         for bucket in self._buckets:
+            holders, index = self._mesh.replicate.size, self._mesh.replicate.index
+            if replicated:
+                ranks = bucket.group.ranks
+                holders, index = holders * ranks.size, index * ranks.size + ranks.index
             if self._updater.gradients.replicas.counts(bucket):
                 shards += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
         # Forward may change a buffer while it is written.
@@ -298,17 +300,19 @@ class FullState:
                 self._trained.setdefault(name, trained)
         everything = reversed([*chain.from_iterable(self._stages)])
         self._specs = {name: spec for spec in everything for name in self._names[spec.name]}
-        divided = {
-            spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
-            for spec, _, _ in slots
-            if not spec.region.is_whole
-        }
-        self._regions: dict[str, list[Region]] = {}
-        """The regions that the ranks of the tensor axis have of each divided parameter of this stage."""
-        for row in mesh.tensor.gather_json(divided, "parts of tensor ranks"):
-            for name, dims in row.items():
-                intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
-                self._regions.setdefault(name, []).append(Region(shape=self._specs[name].shape, dims=intervals))
+        self._regions: dict[str, tuple[ProcessSet, list[Region]]] = {}
+        """The ranks that have parts of each divided parameter of this stage, and their regions."""
+        for ranks, of_experts in ((mesh.tensor, False), (mesh.experts_and_layers, True)):
+            divided = {
+                spec.name: [[(each.start, each.end) for each in dim] for dim in spec.region.dims]
+                for spec, _, _ in slots
+                if not spec.region.is_whole and spec.in_experts == of_experts
+            }
+            for row in ranks.gather_json(divided, "parts of parameters") if ranks.size > 1 else ():
+                for name, dims in row.items():
+                    intervals = tuple(tuple(Interval(start=start, end=end) for start, end in dim) for dim in dims)
+                    region = Region(shape=self._specs[name].shape, dims=intervals)
+                    self._regions.setdefault(name, (ranks, []))[1].append(region)
 
     @property
     def numel(self) -> int:
@@ -464,14 +468,15 @@ class FullState:
             slots = [slot for slot in bucket.layout.slots if slot.spec.name in names]
             full = None
             if slots and (shard := shard_of(bucket)) is not None:
-                layout, ranks = bucket.layout, self._mesh.shard
+                layout, ranks = bucket.layout, bucket.group.ranks
                 held = bucket_placement(layout, ranks.size, whole=shard.numel == layout.padded)
                 whole, own = replicated(layout.padded, ranks.size), shard.load(self._mesh.device).detach()
                 full = redistribute(own, held, whole, ranks, f"reading of {bucket.name}")
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
                 if local is not None and name in self._regions:
-                    local = join_regions(local, self._regions[name], self._mesh.tensor, f"reading of {name}")
+                    holders, regions = self._regions[name]
+                    local = join_regions(local, regions, holders, f"reading of {name}")
                 yield None if local is None else local.view(self._specs[name].shape)
 
     def _spec_of(self, fqn: str) -> TensorSpec:

@@ -83,7 +83,7 @@ class Passes:
         self._in_stages = mesh.shape.divides("blocks")
         """True if pipeline parallelism leaves this rank only some blocks of the model."""
         self._watched_ranks = mesh.peers.ranks if mesh.peers.size > 1 else ()
-        self._transport, self._releases = built.transport, built.releases
+        self._groups, self._releases = built.groups, built.releases
         self._goes_ahead = [goes_ahead([bucket.layout for bucket in unit.buckets], options) for unit in built.units]
         self._reduces_microbatches = options.placements.accumulating is Placement.SHARDED
         """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
@@ -241,7 +241,8 @@ class Passes:
         self._calls.reset()
         self.mode = PassMode.IDLE
         self._direct_call, self._defers_weights, self._reads_no_weights = None, False, False
-        self._transport.poll()
+        for group in self._groups:
+            group.transport.poll()
 
     def make_live(self, unit: Unit) -> None:
         """Make a unit live, and start to gather the units that are next in the recorded order."""

@@ -63,7 +63,7 @@ class _Peak(Callback):
         engine = trainer.engine
         assert engine is not None
         layouts = [[bucket.layout for bucket in unit.buckets] for unit in engine.units]
-        found = MemoryModel(layouts, engine.options, engine.mesh.shard.size, engine.transport.name)
+        found = MemoryModel(layouts, engine.options, engine.mesh.shard.size, engine.groups[0].transport.name)
         assert found.total - found.terms.get(Purpose.GRADIENTS, 0) <= engine.ledger.peak() <= found.total
 
 

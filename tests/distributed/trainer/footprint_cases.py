@@ -40,7 +40,7 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     built = _named(ledger.by_purpose())
     for step in range(3):
         run.step(step)
-    if run.engine.transport.name != "shared":
+    if run.engine.groups[0].transport.name != "shared":
         for unit in run.engine.units:
             unit.buckets[0].buffer.wait()
     terms, found, peak, tensors = _named(predicted.terms), _named(ledger.by_purpose()), ledger.peak(), _tensors(run)
@@ -114,7 +114,7 @@ def _tensors(run: Run) -> dict[str, int]:
         for bucket in unit.buckets:
             buffer = bucket.buffer
             inside = buffer.persistent and bucket.master.load(buffer.full.device).data_ptr() == buffer.own().data_ptr()
-            found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.transport.name == "shared")
+            found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.groups[0].transport.name == "shared")
             purpose = Purpose.MASTER if bucket.spec.requires_grad else Purpose.PARAMETERS
             found[purpose] += 0 if inside else bucket.master.nbytes
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)

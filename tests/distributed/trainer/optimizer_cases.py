@@ -207,7 +207,7 @@ def named(
         engine, ranks = trainer.engine, mesh.shard.size
         held.append(sum(engine.ledger.by_purpose(each).get(Purpose.MOMENTS, 0) for each in Tier))
         layouts = [[bucket.layout for bucket in unit.buckets] for unit in engine.units]
-        found = MemoryModel(layouts, engine.options, ranks, engine.transport.name, mesh.device)
+        found = MemoryModel(layouts, engine.options, ranks, engine.groups[0].transport.name, mesh.device)
         terms = found.terms, found.host_terms, found.files
         predicted.append(sum(each.get(Purpose.MOMENTS, 0) for each in terms))
 

@@ -83,6 +83,8 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Ranks that divide every layer among them, best within one host."""
     context: keys.Count = 1
     """Ranks that divide every sequence among them: activations take that much less memory. They shard states too."""
+    expert: keys.Count = 1
+    """Ranks, out of those that shard states, over which the experts of a layer are spread; tokens travel to them."""
     pipeline: keys.Count = 1
     """Ranks that divide the blocks of the model into stages."""
     order: Literal["topology", "launch"] = "topology"

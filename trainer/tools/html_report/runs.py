@@ -11,7 +11,7 @@ from typing import Any
 
 from zeromesh.errors import ConfigError, LayoutError, ZeromeshError, counted, some
 from zeromesh.files import read_whole
-from zeromesh.mesh.mesh_shape import AXES, MeshShape
+from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.trainer.config.messages import quote
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import parse_yaml
@@ -82,7 +82,9 @@ class RunRecord:
         """The mesh, from the ranks and the configuration or from the newest checkpoint; None where it is unknown."""
         try:
             if self.ranks:
-                return MeshShape.resolve(len(self.ranks), **{axis: self.config["parallel"][axis] for axis in AXES})
+                return MeshShape.resolve(
+                    len(self.ranks), **{axis: self.config["parallel"].get(axis, 1) for axis in SIZES}
+                )
             return MeshShape(**self.checkpoints[-1]["layout"]["mesh"])
         except (LayoutError, LookupError, TypeError):
             return None

@@ -1,0 +1,24 @@
+"""Ranks over which experts are spread compute what one process does."""
+
+import pytest
+
+from tests.support.tables import row, tried
+
+FULL = pytest.mark.full
+MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
+TWO = {"expert": 2}
+test_a_model_trains_with_spread_experts = tried(
+    "expert_cases",
+    [
+        *(row(2, "exact", kind=kind, axes=TWO) for kind in MODELS),
+        *(row(2, "exact", FULL, kind=kind, axes=TWO, stage=stage) for kind in MODELS for stage in (0, 1, 2)),
+        *(row(4, "exact", FULL, kind=kind, axes=TWO) for kind in MODELS),
+        *(row(4, "exact", FULL, kind=kind, axes={"expert": 4}) for kind in MODELS),
+        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "tensor": 2}),
+        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "pipeline": 2}),
+        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "replicate": 2}),
+        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "context": 2}),
+        row(4, "exact", FULL, kind="mixtral", axes={"expert": 4, "context": 2}),
+    ],
+    timeout=120,
+)

@@ -1,0 +1,133 @@
+"""Experts that are spread over ranks, each whole on one of them: tokens travel to their experts and back.
+
+    hidden states [tokens, hidden], numbers of experts and weights [tokens, chosen]
+        pairs of token and expert, sorted by expert | counts to all ranks | rows to the ranks that have their experts
+        the module's own forward on rows with one expert each, by weight 1
+        rows back | times their weights, summed by token
+
+The sort is stable and rows arrive in the order of ranks, so an expert sees tokens in the order of one process that has all samples.
+No token is dropped, and none is padded (Gale et al. 2022, MegaBlocks: arXiv:2211.15841). Losses are divided by the number of all
+targets, and gradients are sums, so that the gradient of an expert needs no factor."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from zeromesh.comm.activation_collectives import Exchange
+from zeromesh.errors import LayoutError, some
+from zeromesh.flat.layout import ParameterPart, Region
+from zeromesh.intervals import Interval
+from zeromesh.overrides import override
+from zeromesh.tensor.autograd_collectives import apply_collective, uncompiled
+from zeromesh.tensor.parallelize_module import replace_parameter
+
+_Forward = Callable[..., Tensor]
+COUNT = "num_experts"
+"""The attribute of a module of experts that has their number, as transformers' modules read it."""
+
+
+def experts_of(model: nn.Module) -> dict[str, int]:
+    """Return the modules of experts by name, each with the number of its experts: those of whose own parameters each has a row
+    for every expert, and whose forward takes hidden states, numbers of experts and weights, as transformers' modules do."""
+    found = {}
+    for name, module in model.named_modules():
+        own, count = [*module.parameters(recurse=False)], getattr(module, COUNT, None)
+        if own and type(count) is int and all(each.dim() > 1 and each.shape[0] == count for each in own):
+            taken = list(inspect.signature(type(module).forward).parameters)[1:]
+            if len(taken) == 3 and taken[0] == "hidden_states":
+                found[name] = count
+    return found
+
+
+class SpreadExperts:
+    """Makes `model` keep the experts of rank `exchange.index` of each module of experts, and send tokens to those of others.
+    `parts` are those of tensor parallelism, of `layer_ranks` ranks. Raises `LayoutError` for models that have no such modules, and
+    for numbers of experts that ranks cannot divide."""
+
+    def __init__(
+        self, model: nn.Module, exchange: Exchange, parts: Mapping[str, ParameterPart], layer_ranks: int = 1
+    ) -> None:
+        self.parts = dict(parts)
+        self._undo: list[Callable[[], None]] = []
+        counts = experts_of(model)
+        if not counts:
+            raise LayoutError(
+                f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and "
+                "weights; set parallel.expert: 1"
+            )
+        if uneven := [name for name, count in counts.items() if count % exchange.size]:
+            sizes = some([f"{name} has {counts[name]}" for name in uneven], 2)
+            raise LayoutError(f"parallel.expert: {exchange.size} ranks cannot have equally many experts: {sizes}")
+        for name, count in counts.items():
+            module, each = model.get_submodule(name), count // exchange.size
+            own = Interval(start=exchange.index * each, end=(exchange.index + 1) * each)
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                full = f"{name}.{leaf}"
+                before = parts.get(full) or ParameterPart(
+                    region=Region.whole(tuple(parameter.shape)), holders=tuple(range(layer_ranks))
+                )
+                region = Region(shape=before.region.shape, dims=((own,), *before.region.dims[1:]))
+                self.parts[full] = replace(before, region=region, experts=True)
+                local = torch.empty(region.local_shape, dtype=parameter.dtype, device="meta")
+                made = nn.Parameter(local, requires_grad=parameter.requires_grad)
+                self._undo += replace_parameter(model, parameter, made)
+            self._undo.append(override(module, COUNT, each))
+            names = list(inspect.signature(type(module).forward).parameters)[1:]
+            run = partial(_run_spread, module.forward, module, exchange, count, names)
+            self._undo.append(override(module, "forward", run))
+
+    def restore(self) -> None:
+        """Restore the model's own modules. Experts are then whole and on the meta device."""
+        while self._undo:
+            self._undo.pop()()
+
+
+@uncompiled
+def _run_spread(
+    forward: _Forward,
+    module: nn.Module,
+    exchange: Exchange,
+    count: int,
+    names: Sequence[str],
+    /,
+    *args: Tensor,
+    **kwargs: Tensor,
+) -> Tensor:
+    """Run `count` experts, of which each rank has equally many, on hidden states `[..., hidden]` with numbers of experts and
+    weights `[tokens, chosen]`. Pairs with a number beyond the experts add nothing."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    hidden, chosen, weights = (given[name] for name in names)
+    states, ranks, each = hidden.reshape(-1, hidden.shape[-1]), exchange.size, count // exchange.size
+    pairs = chosen.reshape(-1)
+    order = pairs.sort(stable=True).indices
+    own = torch.bincount(pairs, minlength=count)[:count]
+    everyone = exchange.all_gather_async(own.view(1, -1), 0).wait()
+    sent = everyone.view(ranks, ranks, each).sum(2).tolist()
+    order = order[: sum(sent[exchange.index])]
+    rows = _swap(states[order // chosen.shape[-1]], sent, exchange)
+    arrived = everyone[:, exchange.index * each : (exchange.index + 1) * each].reshape(-1)
+    numbers = torch.arange(each, device=arrived.device).repeat(ranks).repeat_interleave(arrived)
+    out = forward(rows, numbers.unsqueeze(1), weights.new_ones(len(numbers), 1))
+    if not len(numbers):
+        # The other ranks exchange gradients in backward, for which this rank's part of the graph has to be whole.
+        tied = rows if rows.requires_grad else next((each for each in module.parameters() if each.requires_grad), rows)
+        out = out + tied[:0].sum().to(out.dtype)
+    back = _swap(out, [list(row) for row in zip(*sent, strict=True)], exchange)
+    placed = back.new_zeros(len(pairs), back.shape[-1]).index_copy(0, order, back)
+    weighted = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
+
+
+def _swap(rows: Tensor, counts: Sequence[Sequence[int]], exchange: Exchange) -> Tensor:
+    """Give each rank its rows; `counts[i][j]` is the number that rank i gives to rank j, one after the other."""
+    back = [list(row) for row in zip(*counts, strict=True)]
+    return apply_collective(
+        rows,
+        None,
+        lambda given: exchange.swap_rows_async(given, counts).wait(),
+        lambda grad: exchange.swap_rows_async(grad, back).wait(),
+    )
