@@ -181,7 +181,7 @@ def made_whole(mesh: Mesh) -> dict[str, Any]:
 @pytest.mark.parametrize("old", Phase)
 @pytest.mark.parametrize("new", Phase)
 def test_the_table_of_transitions(old: Phase, new: Phase) -> None:
-    unit = Unit(3, "layers.3", nn.Module(), (), Ledger(), 1.0)
+    unit = Unit(3, "layers.3", nn.Module(), (), Ledger())
     unit.phase = old
     if (old, new) in LEGAL:
         unit.enter(new)

@@ -25,7 +25,6 @@ from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
-from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.units.unit import Bucket
@@ -59,9 +58,9 @@ class GradientReducer:
         """Digests of the gradients of each microbatch before any sum, where a caller asks for them; else None."""
         self.buckets: Sequence[Bucket] = ()  # of the running backward, in the order in which they are reduced
         self.updates_in_backward = False  # True in a backward whose buckets are updated as soon as they are summed
-        self._options, self._on_stream = options, is_accelerator(mesh.device)
-        self._wire_dtype = cache(partial(options.wire_dtype, on_device=self._on_stream))
-        self._mesh = mesh
+        self._options, self._mesh = options, mesh
+        self._wire_dtype = cache(options.wire_dtype)
+        self._on_stream = False  # True if buckets are reduced on a device's stream
         self.incomplete: Counter[int] = Counter()  # each unit's buckets that lack a gradient in the running backward
         self.keep_zeros = False  # A missing gradient counts as zeros, as after `zero_grad(set_to_none=False)`.
         self._arrivals: dict[int, BucketArrivals] = {}
@@ -78,6 +77,7 @@ class GradientReducer:
         """Begin a backward, the step's `first` or `last` one. `reduce`: sum over ranks now, rather than only accumulate this
         rank's sums. `known_order`: its order of buckets is that of an earlier backward."""
         self.buckets = buckets
+        self._on_stream = any(bucket.group.reduction.reducer.on_stream for bucket in buckets)
         self.updates_in_backward = last and self._options.optimizer_in_backward
         self._first_microbatch = self.shards.first_microbatch = first
         self._last_microbatch, self._known_order = last, known_order
@@ -293,7 +293,7 @@ class GradientReducer:
         bucket = arrivals.bucket
         acquire = partial(bucket.group.reduction.reducer.acquire, arrivals.sequence or 0, block=block)
         if arrivals.slot is None and (slot := acquire()) is not None:
-            dtype = self._wire_dtype(bucket.dtype)
+            dtype = self._wire_dtype(bucket.dtype, on_device=self._on_stream)
             arrivals.slot = slot[: bucket.layout.padded * dtype.itemsize].view(dtype)
         return arrivals.slot
 

@@ -217,7 +217,7 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     rank always keeps buckets whose shards are themselves the parameters."""
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     # A rank may be the only one with its experts.
-    alone = [[(kind == "local" or each.parts == 1) and not away for each in unit] for unit in units]
+    alone = [[(kind == "local" or each.is_alone) and not away for each in unit] for unit in units]
     if options.placements.parameters is Placement.REPLICATED:
         return [[True] * len(unit) for unit in units]
     at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]

@@ -8,6 +8,7 @@ from functools import cached_property
 import torch
 
 from zeromesh.flat.layout import BucketLayout, UnitLayouts
+from zeromesh.intervals import grouped
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.file_tier import THREAD_BYTES
@@ -47,7 +48,7 @@ class MemoryModel:
         self, units: UnitLayouts, options: ZeroOptions, parts: int, transport: str, device: torch.device = _CPU
     ) -> None:
         """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first, and `transport` is
-        what `choose_transport` returns for these ranks."""
+        what `choose_transport` returns for these ranks. Fewer share the states of experts that are spread over them."""
         self.units, self._options, self._parts, self._device = units, options, parts, device
         self._replicated = options.placements.optimizer is Placement.REPLICATED
         kept = kept_buckets(units, options, device, transport)
@@ -58,11 +59,13 @@ class MemoryModel:
         self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
         """Each layout, True if its parameters stay gathered, and the number of alike buckets."""
         self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
-        share = 1.0 / parts if transport == "shared" and not self._replicated else 1.0
-        whole = 1 if self._replicated else parts
-        root, *moved = [
-            sum(int(share * layout.travelling_nbytes(whole)) for layout, stays in unit if not stays) for unit in pairs
-        ]
+        alone = transport != "shared" or self._replicated
+
+        def gathered(layout: BucketLayout, *, own: bool = True) -> int:
+            whole = 1 if self._replicated else layout.parts
+            return layout.travelling_nbytes(whole) // (1 if alone or not own else layout.parts)
+
+        root, *moved = [sum(gathered(layout) for layout, stays in unit if not stays) for unit in pairs]
         root_decoded, *decoded = [sum(each.nbytes for each in unit if each.first.codec is not None) for unit in units]
         # Forward and backward go through the units in opposite orders.
         ahead = [nbytes if goes_ahead(unit, options) else 0 for nbytes, unit in zip(moved, units[1:], strict=True)]
@@ -73,7 +76,7 @@ class MemoryModel:
         """The peak of bytes, beside `terms`, of parameters gathered around use: of the root, of one unit and of what it is decoded
         into, and of the `prefetch` units next to it as they travel."""
         staying = [(layout, count) for layout, stays, count in self._buckets if stays]
-        self.kept_bytes = sum(count * layout.travelling_nbytes(whole) for layout, count in staying)
+        self.kept_bytes = sum(count * gathered(layout, own=False) for layout, count in staying)
         """Bytes of gathered parameters that stay between uses, of all ranks where ranks share pages."""
         self.parameters = sum(count * layout.nbytes for layout, _, count in self._buckets)
         """Bytes of all parameters in the compute dtype."""
@@ -82,9 +85,10 @@ class MemoryModel:
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
         tiers = {tier: Counter[Purpose]() for tier in Tier}
-        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept_bytes)
-        slot = slot_bytes(self._trained, options, device)
-        tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(transport, options.gradient_slots, slot)
+        tiers[Tier.DEVICE][Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
+        for ranks, layouts in grouped((layout.parts, layout) for layout in self._trained).items():
+            kind, slot = "local" if ranks == 1 else transport, slot_bytes(layouts, options, device)
+            tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(kind, options.gradient_slots, slot)
         self._add_bytes(tiers)
         self.terms, self.host_terms, self.files = (
             {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
@@ -122,7 +126,7 @@ class MemoryModel:
         if options.gradients_pass_through:
             memory[Purpose.GRADIENTS] += self._transient_elements() * sums
         if options.sums_before_reducing and self._parts > 1:
-            memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
+            memory[Purpose.PARTIAL_GRADIENTS] += sum(each.padded for each in self._trained if each.parts > 1) * sums
         memory[Purpose.STAGING] += self._staging_bytes()
         kinds = {options.offload.durable and purpose in DURABLE for purpose, nbytes in files.items() if nbytes}
         hosted[Purpose.STAGING] += THREAD_BYTES * len(kinds)

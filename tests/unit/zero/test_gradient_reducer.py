@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.state_groups import state_group
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, sum_in_order
 from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
@@ -32,7 +33,8 @@ def bucket_of(number: int, ranks: int = 2, copies: StageCopies | None = None) ->
     buffer = GatherBuffer(request, torch.device("cpu"), SparePages())
     parameters = [nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in SHAPES]
     master = TieredTensor.of(torch.zeros(layout.shard_length))
-    return Bucket(layout, parameters, buffer, Interval(start=0, end=layout.shard_length), master, None)
+    whole = Interval(start=0, end=layout.shard_length)
+    return Bucket(layout, state_group(ranks), parameters, buffer, whole, master, None)
 
 
 class StreamReducer(Reducer):
@@ -83,16 +85,21 @@ class Shards:
             bucket.grad = torch.full((bucket.length,), float("nan"))
 
 
-def reducer_of(ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientReducer, list[str]]:
+def reducer_of(
+    buckets: Sequence[Bucket], ring: Any, options: ZeroOptions, ranks: int
+) -> tuple[GradientReducer, list[str]]:
     """A reducer with a peer that has a gradient of the second parameter alone, and the names of the buckets that it has summed."""
     posted: list[tuple[Any, ...]] = []
     watch = SimpleNamespace(posted=posted, event=lambda *event, known_order: posted.append((*event, known_order)))
     data = SimpleNamespace(size=ranks, ranks=range(ranks), all_reduce=lambda sums, what: sums[1:2].add_(1.0))
-    mesh: Any = SimpleNamespace(shard=SimpleNamespace(size=ranks), peers=data, recorder=StepRecorder(), watch=watch)
+    mesh: Any = SimpleNamespace(peers=data, recorder=StepRecorder(), watch=watch)
+    group = state_group(ranks, ring)
+    for bucket in buckets:
+        bucket.group = group
     shards: Any = Shards()
     reduced: list[str] = []
     replicas: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
-    return GradientReducer(ring, shards, replicas, mesh, options), reduced
+    return GradientReducer(shards, replicas, mesh, options), reduced
 
 
 def arrive(reducer: GradientReducer, bucket: Bucket, value: float, places: Sequence[int] = (1, 0)) -> None:
@@ -110,7 +117,9 @@ def summed(bucket: Bucket, number: int = 0) -> list[float]:
 
 def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, list[str], GradientReducer]:
     ring = StreamReducer(4 * buckets[0].layout.padded)
-    reducer, reduced = reducer_of(ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2)
+    reducer, reduced = reducer_of(
+        buckets, ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2
+    )
     reducer.begin(buckets, reduce=True, first=True, last=True, known_order=False)
     return ring, reduced, reducer
 
@@ -166,7 +175,7 @@ class TestAHostThatIsAhead:
         options = ZeroOptions(accumulation=2, clip_norm=0, on_nonfinite="stop", optimizer_in_backward=True)
         alone = Reducer()
         alone.on_stream = True
-        reducer, reduced = reducer_of(alone, options, ranks=1)
+        reducer, reduced = reducer_of(buckets, alone, options, ranks=1)
         for number, places in enumerate(([1], [1, 0])):
             reducer.begin(buckets, reduce=True, first=number == 0, last=number == 1, known_order=False)
             assert reducer.updates_in_backward == number
@@ -182,7 +191,7 @@ def test_a_host_sums_microbatches_at_each_or_once(*, once: bool) -> None:
     (bucket,) = buckets = [bucket_of(0, ranks=1)]
     options = ZeroOptions(stage=1 + (not once), accumulation=2, precision=Precision(compute=torch.bfloat16))
     ring = StreamReducer(4 * bucket.layout.padded, on_stream=False)
-    reducer, reduced = reducer_of(ring, options, ranks=2)
+    reducer, reduced = reducer_of(buckets, ring, options, ranks=2)
     if once:
         bucket.partial = torch.zeros(bucket.layout.padded)
         bucket.partial[:12] = bucket.partial[64:69] = float("nan")
@@ -226,7 +235,8 @@ def test_buckets_that_stages_share_are_summed_last_in_the_order_of_names() -> No
     assert reduced == ["bucket 2"]
     reducer.sum_tied()
     assert reduced == ["bucket 2", "bucket 1", "bucket 0"]
-    reducer.set_reducer(again := StreamReducer(len(ring.slots[0])))
+    again = StreamReducer(len(ring.slots[0]))
+    buckets[0].group = state_group(2, again)
     reducer.begin(buckets[:1], reduce=True, first=True, last=True, known_order=True)
     reducer.flush()
     assert again.events == [("launch", 0), ("finish", 0)]

@@ -46,6 +46,7 @@ def refusal(
     mesh: Any = SimpleNamespace(
         device=CPU if on_device is None else GPU,
         shard=SimpleNamespace(size=ranks),
+        experts=SimpleNamespace(size=1),
         environment=SimpleNamespace(local_world_size=ranks),
     )
     transport = TRANSPORTS[ranks] if on_device is None or ranks == 1 else "nccl"
@@ -166,6 +167,7 @@ def test_what_is_pinned_is_said() -> None:
 def _layout(nbytes: int) -> Any:
     return SimpleNamespace(
         parts=1,
+        is_alone=False,
         travelling_nbytes=lambda shards: nbytes,
         first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16),
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.state_groups import state_group
 from zeromesh.comm.transport import BufferRequest, GatherBuffer
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import ParameterSpec, build_layout
@@ -51,12 +52,12 @@ def bucket_of(*specs: ParameterSpec, persistent: bool = True) -> Bucket:
     request = BufferRequest(name="bucket", padded=layout.padded, dtype=layout.first.dtype, persistent=persistent)
     master = TieredTensor.of(torch.zeros(layout.padded, dtype=layout.first.dtype))
     buffer = GatherBuffer(request, CPU, SparePages())
-    return Bucket(layout, parameters, buffer, Interval(start=0, end=layout.padded), master, None)
+    return Bucket(layout, state_group(), parameters, buffer, Interval(start=0, end=layout.padded), master, None)
 
 
 def unit_of(index: int = 0, *, persistent: bool = True) -> Unit:
     bucket = bucket_of(spec("a", (3,)), spec("b", (2, 2)), persistent=persistent)
-    return Unit(index, f"unit {index}", nn.Linear(1, 1), [bucket], Ledger(), 1.0)
+    return Unit(index, f"unit {index}", nn.Linear(1, 1), [bucket], Ledger())
 
 
 def live(index: int = 0, *, persistent: bool = True) -> Unit:
@@ -162,7 +163,8 @@ def test_a_frozen_bucket_gets_masters_of_its_values_when_it_is_trained() -> None
 def test_a_unit_counts_the_memory_that_it_has_for_a_while() -> None:
     bucket = bucket_of(spec("a", (64,)), persistent=False)
     ledger = Ledger()
-    unit = Unit(1, "unit", nn.Linear(1, 1), [bucket], ledger, 0.5)
+    bucket.group = state_group(share=0.5)
+    unit = Unit(1, "unit", nn.Linear(1, 1), [bucket], ledger)
     assert bucket.unit_index == 1
     counts = []
     for move in (unit.gather, unit.wait, unit.rest, unit.gather, unit.leave, unit.leave):

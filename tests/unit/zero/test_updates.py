@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from tests.support.state_groups import state_group
 from zeromesh.comm.transport import BufferRequest, GatherBuffer
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.flat.layout import ParameterSpec, build_layout
@@ -69,7 +70,7 @@ def bucket_of(groups: list[int], trained: list[bool], sizes: tuple[int, ...] = (
     request = BufferRequest(name="bucket", padded=layout.padded, dtype=torch.float32, persistent=True)
     buffer = GatherBuffer(request, CPU, SparePages())
     whole = Interval(start=0, end=layout.padded)
-    bucket = Bucket(layout, parameters, buffer, whole, TieredTensor.of(torch.zeros(layout.padded)), None)
+    bucket = Bucket(layout, state_group(), parameters, buffer, whole, TieredTensor.of(torch.zeros(layout.padded)), None)
     for parameter, on in zip(parameters, trained, strict=True):
         parameter.requires_grad_(on)
     bucket.adopt_requires_grad()
