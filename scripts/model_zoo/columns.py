@@ -22,6 +22,7 @@ Settings = Mapping[str, Mapping[str, Any]]
 SAVED = "save and load"
 DOCUMENTS = "packed documents"
 SHARED = "shared sequences"
+EXPERTS = "spread experts"
 LORA = "LoRA"
 COLUMNS: Mapping[str, Settings] = {
     "stage 3": {"zero": {"stage": 3}},
@@ -32,6 +33,7 @@ COLUMNS: Mapping[str, Settings] = {
     LORA: {"zero": {"stage": 3}, "model": {"lora": {"rank": 4, "targets": "all-linear"}}},
     DOCUMENTS: {"zero": {"stage": 3}, "data": {"shuffle": False, "separate_documents": True}},
     SHARED: {"zero": {"stage": 3}, "parallel": {"context": 2}},
+    EXPERTS: {"zero": {"stage": 3}, "parallel": {"expert": 2}},
 }
 """Each column of the page, tried for every type on two ranks, with the trainer's settings for it."""
 
@@ -67,6 +69,8 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     """The outcome of a column, and that of the directory that stage 3 has saved."""
     if column in (DOCUMENTS, SHARED, "sequence") and small.head != "causal_lm":
         return Outcome(outcome=ABSENT, reason="its task is no causal language model"), None
+    if column == EXPERTS and not _has_experts(small):
+        return Outcome(outcome=ABSENT, reason="its tokens choose no experts"), None
     samples, alone = small.samples, None
     if column == DOCUMENTS:
         samples, alone = documents(small.samples)
@@ -93,6 +97,12 @@ def _outcome(small: SmallModel, column: str, folder: Path, rank: int) -> tuple[O
     equal = worst <= _TOLERANCE
     found = Outcome(outcome=EQUAL if equal else DIFFERENT, reason="" if equal else where, difference=worst)
     return found, None if directory is None else _loaded(small, directory, reference)
+
+
+def _has_experts(small: SmallModel) -> bool:
+    """True for a model with several experts, by the names that types give to them."""
+    names = (name.lower() for name, _ in small.build().named_modules())
+    return any("expert" in name.split(".")[-1] and "shared" not in name for name in names)
 
 
 def _settings(folder: Path, head: str, changes: Settings) -> dict[str, Any]:

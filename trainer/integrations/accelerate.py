@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
-from zeromesh.mesh.mesh_shape import MeshShape
+from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.overrides import override
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
@@ -97,7 +97,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self.together = parallel.model_size
         if self.together > 1:
             # Loaders ask the device mesh for their ranks, so that those of a batch get the same one.
-            shape = MeshShape.resolve(self.num_processes, tensor=parallel.tensor, context=parallel.context)
+            shape = MeshShape.resolve(self.num_processes, **{name: getattr(parallel, name) for name in SIZES})
             mesh = ParallelismConfig(tp_size=self.together, dp_shard_size=shape.shard)
             self.state.parallelism_config = mesh
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)

@@ -5,7 +5,9 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
+from zeromesh.experts.dispatch import SpreadExperts, experts_of
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
@@ -43,36 +46,20 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
     if not by_shape and not rules and not getattr(model, "tp_plan", None):
         return
     plan = _numberless(recognise_styles(model)) if by_shape else {}
-    given: dict[str, Any] = {}
-
-    def run(each: Any) -> list[Tensor]:
-        with small_copy.InFloat64():
-            return [out for out in tensors_in(each(**given)) if out.is_floating_point()]
-
-    @torch.no_grad()
-    def check(each: nn.Module) -> Tensor:
-        given.update(example_inputs(each))
-        try:
-            outputs = run(each)
-        except small_copy.ERRORS:
-            if not (given.pop("pixel_values", None) is not None and "input_ids" in given):
-                raise
-            outputs = run(each)  # A model of text and pictures may run with text alone.
-        if missing := next(iter(plan.keys() - _numberless(dict(each.named_modules()))), ""):
-            raise LayoutError(f"it has no {missing}")
-        return torch.cat([out.flatten() for out in outputs])
-
-    if isinstance(small := small_copy.small_copy(model, check), str):
+    tried = _Tried(model, plan.keys())
+    if isinstance(small := small_copy.small_copy(model, tried.check), str):
         if rules or not plan:
             return
         raise refused(f"no small copy of it could be tried ({small})")
     small_copy.perturb(small)
+    run = tried.run
     if found := _copy_difference(model, small, plan) if by_shape else "":
         raise refused(found)
     for shares in dict.fromkeys((sequence, False)):
         try:
-            divided, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
-            found = _difference_when_divided(small, divided, run, sequence=shares, inside=inside)
+            layers, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
+            divided = partial(_divided_by, layers, shares)
+            found = _difference_when_divided(small, divided, run, inside=inside)
         except LayoutError as error:
             found = str(error)
             continue
@@ -81,6 +68,64 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         return
     if plan and not rules:
         raise refused(f"the copy could not be divided ({found})")
+
+
+def require_equal_when_spread(model: nn.Module) -> None:
+    """Run a small copy of a model whole, and with its experts spread over two ranks; raises `ConfigError` with the module that
+    differs, or if no copy could be tried."""
+
+    def refused(reason: str) -> ConfigError:
+        what = f"experts of {type(model).__name__} would be spread over ranks, and in a trial on a small copy {reason}"
+        return ConfigError(f"{what}; set it to 1", where="parallel.expert")
+
+    if not experts_of(model):
+        return  # Spreading refuses it by a better reason.
+    tried = _Tried(model)
+    if isinstance(small := small_copy.small_copy(model, tried.check), str):
+        raise refused(f"nothing could be tried ({small})")
+    small_copy.perturb(small)
+    try:
+        found = _difference_when_divided(small, _spread, tried.run, inside=True)
+    except LayoutError as error:
+        found = str(error)
+    if found:
+        raise refused(found)
+
+
+class _Tried:
+    """The inputs of a trial, and the outputs of a copy for them in float64. A copy must have modules of the names `required`, and
+    experts if the model has any."""
+
+    def __init__(self, model: nn.Module, required: AbstractSet[str] = frozenset()) -> None:
+        self._required, self._given = required, dict[str, Any]()
+        self._has_experts = bool(experts_of(model))
+
+    def run(self, model: Any) -> list[Tensor]:
+        with small_copy.InFloat64():
+            return [out for out in tensors_in(model(**self._given)) if out.is_floating_point()]
+
+    @torch.no_grad()
+    def check(self, model: nn.Module) -> Tensor:
+        self._given.update(example_inputs(model))
+        try:
+            outputs = self.run(model)
+        except small_copy.ERRORS:
+            if not (self._given.pop("pixel_values", None) is not None and "input_ids" in self._given):
+                raise
+            outputs = self.run(model)  # A model of text and pictures may run with text alone.
+        if missing := next(iter(self._required - _numberless(dict(model.named_modules())).keys()), ""):
+            raise LayoutError(f"it has no {missing}")
+        if self._has_experts and not experts_of(model):
+            raise LayoutError("it has no experts")
+        return torch.cat([out.flatten() for out in outputs])
+
+
+def _divided_by(plan: TensorPlan, sequence: bool, model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
+    return Parallelized(model, exchange, plan, sequence=sequence).parts
+
+
+def _spread(model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
+    return SpreadExperts(model, exchange, {}).parts
 
 
 def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
@@ -166,13 +211,18 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 
 
 def _difference_when_divided(
-    whole: nn.Module, plan: TensorPlan, run: Callable[[Any], list[Tensor]], *, sequence: bool, inside: bool
+    whole: nn.Module,
+    divide: Callable[[nn.Module, Exchange], Mapping[str, ParameterPart]],
+    run: Callable[[Any], list[Tensor]],
+    *,
+    inside: bool,
 ) -> str:
-    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies divided by `plan`; empty: none."""
-    barrier, left = threading.Barrier(plan.size), [torch.empty(0)] * plan.size
+    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided, which
+    returns their parts; empty: none."""
+    barrier, left = threading.Barrier(_RANKS), [torch.empty(0)] * _RANKS
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
-    reference, *copies = (copy.deepcopy(whole) for _ in range(1 + plan.size))
+    reference, *copies = (copy.deepcopy(whole) for _ in range(1 + _RANKS))
 
     def passed(model: nn.Module) -> small_copy.Pass:
         outputs, gradients = small_copy.run_pass(model, lambda: small_copy.weighted_sum(run(model)))
@@ -181,9 +231,9 @@ def _difference_when_divided(
     def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
         model = copies[index]
         try:
-            parallel = Parallelized(model, _ThreadExchange(barrier, left, index), plan, sequence=sequence)
-            load_parts(model, parallel.parts, values)
-            return passed(model), parallel.parts
+            parts = divide(model, _ThreadExchange(barrier, left, index))
+            load_parts(model, parts, values)
+            return passed(model), parts
         except threading.BrokenBarrierError:
             return ""  # Another rank reports the cause.
         except Exception as error:
@@ -193,13 +243,17 @@ def _difference_when_divided(
             return _module_error(error, model)
 
     expected = passed(reference)
-    with ThreadPoolExecutor(plan.size) as pool:
-        results = list(pool.map(rank, range(plan.size)))
+    with ThreadPoolExecutor(_RANKS) as pool:
+        results = list(pool.map(rank, range(_RANKS)))
     if failed := next((each for each in results if each and isinstance(each, str)), ""):
         return failed
     ranks = [each for each in results if not isinstance(each, str)]
-    # Outputs may be parts of the whole ones; gradients may not, but for those that the plan divides.
-    alike = lambda whole, out: whole if out.shape == whole.shape and out.is_floating_point() else None  # noqa: E731
+
+    def alike(whole: Tensor, out: Tensor) -> Tensor | None:
+        # Outputs may be parts of the whole ones, or masks with infinities; gradients may not, but for those that are divided.
+        same = out.shape == whole.shape and out.is_floating_point() and bool(whole.isfinite().all())
+        return whole if same else None
+
     found = [small_copy.first_difference(each.outputs, expected.outputs, alike, _TOLERANCE) for each, _ in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
@@ -210,6 +264,8 @@ def _difference_when_divided(
             summed = part.holders if part is not None and part.partial else (index,)
             partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
             wanted = gradient if part is None else part_of(gradient, part.region)
+            if part is not None and part.experts:  # The tokens of all ranks, which are alike, have come to them.
+                wanted = _RANKS * wanted
             if not small_copy.deviation(partial_sums, wanted, 1.0) <= _TOLERANCE:
                 module, _, leaf = name.rpartition(".")
                 return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"

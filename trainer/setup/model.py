@@ -46,7 +46,7 @@ from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
 from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
-from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
+from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, require_equal_when_spread
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
@@ -290,6 +290,8 @@ def divide_model(
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         require_equal_when_divided(pretrained_of(model) or model, parallel.plan or {}, sequence=parallel.sequence)
+    if mesh.shape.divides("experts"):
+        require_equal_when_spread(pretrained_of(model) or model)
     divided = divide(model, mesh, parallel, example)
     if divided.context is not None:
         require_divisible_sequences(model, loss_of, mesh, divided.context)

@@ -122,6 +122,9 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
             why = f"module {name or 'root'} is TorchScript, which reads parameters where nobody can gather them"
             cure = "give the Python module, and torch.compile (model.compile) in place of TorchScript"
             raise LayoutError(f"{why}; {cure}")
+        if getattr(module, "_is_expert_parallel", False):
+            why = f"module {name}: transformers has spread its experts over ranks (ep_size of its DistributedConfig)"
+            raise LayoutError(f"{why}; load the model without, and give parallel.expert")
         hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
         vectors = [module.get_buffer(f"{hook.name}_u") for hook in hooks]
         for vector in module.buffers(recurse=False) if isinstance(module, _SpectralNorm) else vectors:

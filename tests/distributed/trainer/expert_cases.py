@@ -1,15 +1,19 @@
 """Models whose experts are spread over ranks, beside one process that has all of them."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 import transformers as tf
 
+import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT
 from tests.support.architecture_cases import differences
-from tests.support.trainer_cases import LLAMA, seeded, sentences
+from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
+from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.models.small_copy import InFloat64
 
 SIZES = {**LLAMA, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "use_cache": False}
 
@@ -19,8 +23,8 @@ def _eager(config: Any) -> Any:
     return config
 
 
-def _mixtral() -> Any:
-    return tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**SIZES, num_local_experts=4)))
+def _mixtral(**changes: Any) -> Any:
+    return tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**SIZES, num_local_experts=4, **changes)))
 
 
 def _qwen() -> Any:
@@ -46,6 +50,48 @@ def _skewed() -> Any:
 
 
 KINDS = {"mixtral": _mixtral, "qwen": _qwen, "biased": _biased, "latent": _latent, "skewed": _skewed}
+
+
+def loop(mesh: Mesh, folder: str, kind: str) -> None:
+    """A loop of one's own over `zeromesh.shard` trains spread experts, whose call without gradients is right too."""
+    model, plain = (seeded(KINDS[kind]).double() for _ in range(2))
+    made = partial(torch.optim.SGD, lr=0.5)
+    model, optimizer = zeromesh.shard(model, made, stage=2, parallel={"expert": mesh.world_size})
+    reference = made(plain.parameters())
+    samples = sentences(4 * mesh.world_size)
+    for step in range(4):
+        rows = samples[step * mesh.world_size : (step + 1) * mesh.world_size]
+        batches = [{name: each[None] for name, each in row.items()} for row in rows]
+        with InFloat64():
+            loss = model(**batches[mesh.rank]).loss
+            wanted = torch.stack([plain(**batch).loss for batch in batches]).mean()
+        loss.backward()
+        wanted.backward()
+        mean = mesh.world.all_reduce(loss.detach().clone(), "losses") / mesh.world_size
+        assert abs(float(mean - wanted)) <= 1e-9, (step, mean, wanted)
+        for update in (optimizer, reference):
+            update.step()
+            update.zero_grad()
+    with torch.no_grad():
+        ids = samples[mesh.rank]["input_ids"][None]
+        torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-9, atol=1e-9)
+    wanted_state = plain.state_dict()
+    for name, found in zeromesh.state_dict(model):
+        torch.testing.assert_close(found, wanted_state[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def implementations(mesh: Mesh, folder: str, kind: str) -> None:
+    """Each of transformers' ways to compute experts, in float32, also on a rank without a token."""
+    losses = []
+    for how in ("eager", "grouped_mm", "batched_mm"):
+        model = seeded(KINDS[kind])
+        model.config._experts_implementation = how
+        axes = {"expert": mesh.world_size}
+        config = settings(folder, precision={"compute": "float32"}, parallel=axes, run={"name": how, "max_steps": 3})
+        with Trainer(model, config, sentences()) as trainer:
+            losses.append(trainer.fit().losses)
+    for found in losses[1:]:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses[0]), rtol=1e-4, atol=1e-4)
 
 
 def exact(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any], stage: int = 3, **sections: Any) -> None:

@@ -22,3 +22,11 @@ test_a_model_trains_with_spread_experts = tried(
     ],
     timeout=120,
 )
+test_loops_and_ways_to_compute = tried(
+    "expert_cases",
+    [
+        row(2, "loop", kind="mixtral"),
+        row(2, "loop", FULL, kind="latent"),
+        *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
+    ],
+)
