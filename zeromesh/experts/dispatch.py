@@ -10,9 +10,10 @@ No token is dropped, and none is padded (Gale et al. 2022, MegaBlocks: arXiv:221
 targets, and gradients are sums, so that the gradient of an expert needs no factor."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,24 +67,54 @@ class SpreadExperts:
             module, each = model.get_submodule(name), count // exchange.size
             own = Interval(start=exchange.index * each, end=(exchange.index + 1) * each)
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                full = f"{name}.{leaf}"
-                before = parts.get(full) or ParameterPart(
-                    region=Region.whole(tuple(parameter.shape)), holders=tuple(range(layer_ranks))
-                )
-                region = Region(shape=before.region.shape, dims=((own,), *before.region.dims[1:]))
-                self.parts[full] = replace(before, region=region, experts=True)
-                local = torch.empty(region.local_shape, dtype=parameter.dtype, device="meta")
-                made = nn.Parameter(local, requires_grad=parameter.requires_grad)
-                self._undo += replace_parameter(model, parameter, made)
+                self._divide(model, f"{name}.{leaf}", parameter, 0, (own,), layer_ranks)
+            for path, adapter in _adapters_of(model, module):
+                for leaf, parameter in list(adapter.named_parameters()):
+                    # PEFT has the rows of an expert side by side in A, and the columns of a row of B for all experts.
+                    if leaf.startswith("lora_A."):
+                        rank = parameter.shape[0] // count
+                        rows = Interval(start=own.start * rank, end=own.end * rank)
+                        self._divide(model, f"{path}.{leaf}", parameter, 0, (rows,), layer_ranks)
+                    elif leaf.startswith("lora_B."):
+                        columns = tuple(own.after(-count * row) for row in range(parameter.shape[1] // count))
+                        self._divide(model, f"{path}.{leaf}", parameter, 1, columns, layer_ranks)
+                self._undo.append(override(adapter, COUNT, each))
             self._undo.append(override(module, COUNT, each))
             names = list(inspect.signature(type(module).forward).parameters)[1:]
             run = partial(_run_spread, module.forward, module, exchange, count, names)
             self._undo.append(override(module, "forward", run))
 
+    def _divide(
+        self,
+        model: nn.Module,
+        name: str,
+        parameter: nn.Parameter,
+        dim: int,
+        own: tuple[Interval, ...],
+        layer_ranks: int,
+    ) -> None:
+        """Leave this rank the intervals `own` of a parameter along `dim`."""
+        before = self.parts.get(name) or ParameterPart(
+            region=Region.whole(tuple(parameter.shape)), holders=tuple(range(layer_ranks))
+        )
+        dims = (*before.region.dims[:dim], own, *before.region.dims[dim + 1 :])
+        region = Region(shape=before.region.shape, dims=dims)
+        self.parts[name] = replace(before, region=region, experts=True)
+        local = torch.empty(region.local_shape, dtype=parameter.dtype, device="meta")
+        self._undo += replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad))
+
     def restore(self) -> None:
         """Restore the model's own modules. Experts are then whole and on the meta device."""
         while self._undo:
             self._undo.pop()()
+
+
+def _adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return PEFT's adapters of parameters of a module of experts (`target_parameters`), by name."""
+    wrappers: Iterator[tuple[str, Any]] = (
+        (name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name")
+    )
+    return [(name, each) for name, each in wrappers if each.get_base_layer() is experts]
 
 
 @uncompiled

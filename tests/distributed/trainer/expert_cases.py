@@ -9,6 +9,7 @@ import transformers as tf
 
 import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT
+from tests.distributed.trainer.lora_cases import _with_experts
 from tests.support.architecture_cases import differences
 from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
@@ -50,6 +51,13 @@ def _skewed() -> Any:
 
 
 KINDS = {"mixtral": _mixtral, "qwen": _qwen, "biased": _biased, "latent": _latent, "skewed": _skewed}
+
+
+def adapters(mesh: Mesh, folder: str, stage: int, axes: Mapping[str, Any]) -> None:
+    """PEFT's adapters of experts, beside those of attention, with which they are spread."""
+    pair = _with_experts(), _with_experts()
+    found = differences(folder, "adapters", pair, sentences(), zero={"stage": stage}, parallel=dict(axes))
+    assert all(value <= 1e-9 for value in found.values()), found
 
 
 def loop(mesh: Mesh, folder: str, kind: str) -> None:

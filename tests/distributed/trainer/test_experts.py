@@ -26,6 +26,8 @@ test_loops_and_ways_to_compute = tried(
     "expert_cases",
     [
         row(2, "loop", kind="mixtral"),
+        row(2, "adapters", stage=3, axes=TWO),
+        row(4, "adapters", FULL, stage=2, axes=TWO),
         row(2, "loop", FULL, kind="latent"),
         *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
     ],
