@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -85,7 +85,7 @@ def require_equal_when_spread(model: nn.Module) -> None:
         raise refused(f"nothing could be tried ({small})")
     small_copy.perturb(small)
     try:
-        found = _difference_when_divided(small, _spread, tried.run, inside=True)
+        found = _difference_when_divided(small, _spread, tried.run, inside=True, spread=experts_of(small))
     except LayoutError as error:
         found = str(error)
     if found:
@@ -216,17 +216,21 @@ def _difference_when_divided(
     run: Callable[[Any], list[Tensor]],
     *,
     inside: bool,
+    spread: Iterable[str] = (),
 ) -> str:
     """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided, which
-    returns their parts; empty: none."""
+    returns their parts; empty: none. `spread` are modules of experts in which ranks see tokens of others."""
     barrier, left = threading.Barrier(_RANKS), [torch.empty(0)] * _RANKS
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
     reference, *copies = (copy.deepcopy(whole) for _ in range(1 + _RANKS))
 
+    experts = tuple(f"{name}." for name in spread)
+
     def passed(model: nn.Module) -> small_copy.Pass:
         outputs, gradients = small_copy.run_pass(model, lambda: small_copy.weighted_sum(run(model)))
-        return small_copy.Pass([each for each in outputs if inside or not each[0]], gradients)
+        kept = [each for each in outputs if not each[0] or (inside and not each[0].startswith(experts))]
+        return small_copy.Pass(kept, gradients)
 
     def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
         model = copies[index]
@@ -258,14 +262,17 @@ def _difference_when_divided(
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
         return f"{small_copy.module_label(whole, name)}, computes something else"
+    everyone = tuple(range(_RANKS))
     for name, gradient in expected.gradients.items():
+        # Where experts are spread, ranks have samples of their own, which are alike here.
+        times = _RANKS if experts else 1
         for index, (_, parts) in enumerate(ranks):
             part = parts.get(name)
             summed = part.holders if part is not None and part.partial else (index,)
+            if experts and part is None:
+                summed = everyone
             partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
-            wanted = gradient if part is None else part_of(gradient, part.region)
-            if part is not None and part.experts:  # The tokens of all ranks, which are alike, have come to them.
-                wanted = _RANKS * wanted
+            wanted = times * (gradient if part is None else part_of(gradient, part.region))
             if not small_copy.deviation(partial_sums, wanted, 1.0) <= _TOLERANCE:
                 module, _, leaf = name.rpartition(".")
                 return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"
