@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, PhaseError
+from zeromesh.experts.load import ExpertLoads
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
@@ -129,6 +130,7 @@ class Stepper:
     pipeline: InitVar[Pipeline | None] = None
     context: Context | None = None  # What this rank has of sequences that ranks share.
     judge: Judge | None = None
+    loads: ExpertLoads | None = None  # The tokens that choose each expert.
     scalars: UserScalars = field(default_factory=UserScalars)  # Values of losses and users to be logged.
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
@@ -195,7 +197,10 @@ class Stepper:
         if self.judge is not None:
             self.judge.begin(step, len(batches), again)
         engine.begin_step(step, groups)
+        if self.loads is not None:
+            self.loads.begin_step()
         own, losses = self._compute(engine, dealt, substep_end, self.scalars)
+        loads = {} if self.loads is None else self.loads.of_step()
         loss_finite = math.isfinite(own[0])
         asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
         everything = torch.cat([own, torch.tensor(asked, dtype=torch.float64)])
@@ -222,6 +227,8 @@ class Stepper:
         outcome = engine.finish_step(
             factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
         )
+        if self.loads is not None and not outcome.skipped:
+            self.loads.update_biases(loads)
         timelines = self._driver.timelines()
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)
@@ -236,6 +243,7 @@ class Stepper:
             seconds=time.perf_counter() - began,
             idle=mesh.watch.waited_seconds - waited,
             judged=judged,
+            loads=loads,
         )
 
     def _deal(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import ConfigError, some
+from zeromesh.experts.load import relative_loads
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator
@@ -41,6 +42,7 @@ class StepResult:
     """The pipeline bubble as a fraction of the step, `predicted` and `measured`."""
     stop_signal: int = 0  # The signal by which some rank was asked to stop after this step; 0: none.
     judged: Mapping[str, Any] = field(default_factory=dict)  # What `Judge` has done about a suspicious step.
+    loads: Mapping[str, Tensor] = field(default_factory=dict)  # The tokens that chose each expert, by module.
 
 
 class StepStats:
@@ -71,6 +73,8 @@ class StepStats:
         line |= {f"{tier.value}_wait_seconds": round(seconds, 4) for tier, seconds in outcome.waited.items()}
         if result.bubble:
             line["bubble"] = {name: round(part, 4) for name, part in result.bubble.items()}
+        if result.loads:
+            line["expert_load"] = relative_loads(result.loads)
         if result.communication:
             line["communication"] = result.communication
         if self._flops is not None and result.tokens:

@@ -17,6 +17,7 @@ from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
+from zeromesh.experts.load import ExpertLoads
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
@@ -86,6 +87,8 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
         judge = _judge_of(run, engine)
+        loads = ExpertLoads(model, mesh, config.optimizer.expert_bias_rate)
+        changes.callback(loads.close)
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -101,7 +104,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         feeds=feeds,
         optimizer=options.optimizer,
         engine=engine,
-        stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge),
+        stepper=Stepper(
+            model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
+        ),
         **whole,
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:

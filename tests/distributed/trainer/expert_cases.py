@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT
 from tests.distributed.trainer.lora_cases import _with_experts
 from tests.support.architecture_cases import differences
-from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
+from tests.support.trainer_cases import LLAMA, lines_of, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.small_copy import InFloat64
@@ -50,7 +51,12 @@ def _skewed() -> Any:
     return model
 
 
-KINDS = {"mixtral": _mixtral, "qwen": _qwen, "biased": _biased, "latent": _latent, "skewed": _skewed}
+def _losing() -> Any:
+    """With an auxiliary loss of the tokens of a microbatch."""
+    return _mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
+
+
+KINDS = {"mixtral": _mixtral, "losing": _losing, "qwen": _qwen, "biased": _biased, "latent": _latent, "skewed": _skewed}
 
 
 def adapters(mesh: Mesh, folder: str, stage: int, axes: Mapping[str, Any]) -> None:
@@ -86,6 +92,17 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
     wanted_state = plain.state_dict()
     for name, found in zeromesh.state_dict(model):
         torch.testing.assert_close(found, wanted_state[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def balanced(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> dict[str, Any]:
+    """The biases of routers after four steps, and the loads that they follow."""
+    config = settings(folder, parallel=dict(axes), optimizer={"expert_bias_rate": 0.01}, run={"log_every": 1})
+    with Trainer(seeded(_latent), config, sentences()) as trainer:
+        losses = trainer.fit().losses
+        biases = [each.tolist() for name, each in trainer.model.named_buffers() if name.endswith("correction_bias")]
+        assert not any(each._forward_pre_hooks for each in trainer.model.modules())
+    loads = [line["expert_load"] for line in lines_of(Path(folder) / "run")] if mesh.rank == 0 else []
+    return {"losses": losses, "biases": biases, "loads": loads}
 
 
 def implementations(mesh: Mesh, folder: str, kind: str) -> None:

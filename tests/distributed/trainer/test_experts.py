@@ -1,11 +1,14 @@
 """Ranks over which experts are spread compute what one process does."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.support.tables import row, tried
+from tests.support.workers import Workers
 
 FULL = pytest.mark.full
-MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
+MODELS = ("mixtral", "qwen", "biased", "latent", "skewed", "losing")
 TWO = {"expert": 2}
 test_a_model_trains_with_spread_experts = tried(
     "expert_cases",
@@ -19,6 +22,7 @@ test_a_model_trains_with_spread_experts = tried(
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "replicate": 2}),
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "context": 2}),
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 4, "context": 2}),
+        row(4, "exact", FULL, kind="losing", axes={"expert": 2, "context": 2}),
     ],
     timeout=120,
 )
@@ -32,3 +36,17 @@ test_loops_and_ways_to_compute = tried(
         *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
     ],
 )
+
+
+def test_biases_of_routers_even_out_the_loads_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
+    (one,) = workers.run(1, "expert_cases:balanced", folder=str(tmp_path / "one"), axes={})
+    two, _ = workers.run(2, "expert_cases:balanced", folder=str(tmp_path / "two"), axes=TWO)
+    parts = workers.run(2, "expert_cases:balanced", folder=str(tmp_path / "parts"), axes={"pipeline": 2})
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
+    assert two["biases"] == one["biases"]
+    assert two["loads"] == parts[0]["loads"] == one["loads"]
+    (biases,) = one["biases"]
+    assert any(biases)
+    loads = [row["model.layers.1.mlp.experts"] for row in one["loads"]]
+    wanted = [sum(0.01 * ((row[str(at)] < 1) - (row[str(at)] > 1)) for row in loads) for at in range(len(biases))]
+    assert biases == pytest.approx(wanted, abs=1e-7)

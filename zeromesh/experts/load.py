@@ -1,0 +1,87 @@
+"""How many tokens choose each expert in a step, and the biases of routers that even it out without a loss of its own.
+
+After a step, a router adds `rate` to the bias of experts with fewer tokens than the mean, and takes it from those with more; the
+bias counts in the choice of experts, not in their weights (DeepSeek-V3: arXiv:2412.19437; Wang et al. 2024: arXiv:2408.15664)."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeromesh.errors import ConfigError
+from zeromesh.experts.dispatch import experts_of
+from zeromesh.mesh.process_mesh import Mesh
+
+_BIAS = "e_score_correction_bias"
+_MOST_NAMED = 64  # experts of all layers whose loads a line of figures has one by one
+
+
+class ExpertLoads:
+    """Counts the tokens that choose each expert in training forwards of this rank. Raises `ConfigError` for a rate other than 0 of
+    a model whose routers have no such bias."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, bias_rate: float = 0.0) -> None:
+        self._mesh, self._rate = mesh, bias_rate
+        self._counts: dict[str, Tensor] = {}
+        self._biases: dict[str, list[Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
+        for name, own in experts_of(model).items():
+            count, module = own * mesh.experts.size, model.get_submodule(name)
+            self._counts[name] = torch.zeros(count, dtype=torch.int64, device=mesh.device)
+            around = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0]).named_buffers()
+            self._biases[name] = [each for leaf, each in around if leaf.endswith(_BIAS) and each.numel() == count]
+            chosen = list(inspect.signature(type(module).forward).parameters)[2]
+            hook = module.register_forward_pre_hook(partial(self._count, name, chosen), with_kwargs=True)
+            self._hooks.append(hook)
+        rows = mesh.pipeline.gather_integers([len(self._counts), sum(map(len, self._biases.values()))])
+        self._has_experts, biases = (sum(row[place] for row in rows) for place in range(2))  # On any stage.
+        if bias_rate and not biases:
+            where = "optimizer.expert_bias_rate"
+            raise ConfigError(f"the routers of {type(model).__name__} have no buffer {_BIAS}; set it to 0", where=where)
+
+    def _count(self, name: str, chosen: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        # Recomputation in backward counts no token again.
+        if module.training and torch._C._current_graph_task_id() < 0:
+            numbers = kwargs[chosen] if chosen in kwargs else args[1]
+            counts = self._counts[name]
+            counts += torch.bincount(numbers.reshape(-1), minlength=len(counts))[: len(counts)]
+
+    def close(self) -> None:
+        """Take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin_step(self) -> None:
+        for each in self._counts.values():
+            each.zero_()
+
+    def of_step(self) -> dict[str, Tensor]:
+        """Return the counts of the step over all ranks, float64 `[experts]` on the CPU, by module; all ranks call it."""
+        if not self._has_experts:
+            return {}
+        sums = torch.cat([torch.empty(0), *(each.to("cpu", torch.float64) for each in self._counts.values())])
+        self._mesh.peers.all_reduce(sums, "loads of experts")
+        own = dict(zip(self._counts, torch.split(sums, list(map(len, self._counts.values()))), strict=True))
+        rows = self._mesh.pipeline.gather_json({name: each.tolist() for name, each in own.items()}, "loads of experts")
+        return {name: torch.tensor(load, dtype=torch.float64) for row in rows for name, load in row.items()}
+
+    def update_biases(self, loads: Mapping[str, Tensor]) -> None:
+        """Move the biases of this rank's routers towards equal loads."""
+        for name, biases in self._biases.items() if self._rate else ():
+            for bias in biases:
+                bias.add_((self._rate * torch.sign(loads[name].mean() - loads[name])).to(bias).view_as(bias))
+
+
+def relative_loads(loads: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    """Return by module the loads as multiples of the mean, of each expert if there are few, else the highest and the lowest."""
+    named = sum(map(len, loads.values())) <= _MOST_NAMED
+    found = {}
+    for name, load in loads.items():
+        each = (load / load.mean().clamp(min=1.0)).tolist()
+        rows = enumerate(each) if named else (("highest", max(each)), ("lowest", min(each)))
+        found[name] = {str(number): round(value, 3) for number, value in rows}
+    return found
