@@ -118,6 +118,11 @@ class Exchange:
             raise LayoutError(f"swap of {len(rows)} rows, of which {sum(counts[self.index])} are to go to ranks")
         return self._start(_SWAP, rows, -1, tuple(map(tuple, counts)))
 
+    def _sent_part(self, counts: _Lengths) -> float:
+        """Return the part of this rank's rows that others get, as a multiple of that of even swaps."""
+        own = counts[self.index]
+        return (1 - own[self.index] / max(1, sum(own))) * self.size / (self.size - 1)
+
     def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: _Lengths) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
         if kind is _SWAP and dim < 0:
@@ -151,7 +156,7 @@ class Exchange:
             received = [row[self.index] for row in lengths]
             row, given, out = kind, tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
             how |= {"sent": [width * each for each in sent], "received": [width * each for each in received]}
-            how["times"] = 1 - sent[self.index] / max(1, sum(sent))  # Its own rows go to no other rank.
+            how["times"] = self._sent_part(lengths)
             result = lambda: out  # noqa: E731
         elif kind is _SWAP:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
@@ -239,9 +244,7 @@ class SharedExchange(Exchange):
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
         counted = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes
-        if kind is _SWAP and dim < 0:
-            counted -= lengths[self.index][self.index] * math.prod(tensor.shape[1:]) * dtype.itemsize
-        traffic.count(kind, counted)
+        traffic.count(kind, round(counted * (self._sent_part(lengths) if kind is _SWAP and dim < 0 else 1)))
 
         def read() -> Tensor:
             with traffic.timed(kind):

@@ -12,8 +12,10 @@ import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT
 from tests.distributed.trainer.lora_cases import _with_experts
 from tests.support.architecture_cases import differences
-from tests.support.trainer_cases import LLAMA, lines_of, seeded, sentences, settings
+from tests.support.plain import error_of, fitted
+from tests.support.trainer_cases import LLAMA, digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
+from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.small_copy import InFloat64
 
@@ -125,3 +127,95 @@ def exact(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any], stage: in
     pair = seeded(KINDS[kind]), seeded(KINDS[kind])
     found = differences(folder, kind, pair, sentences(), zero={"stage": stage}, parallel=dict(axes), **sections)
     assert all(value <= bound for value in found.values()), found
+
+
+def stages_alike(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
+    """The stages give the same bits with spread experts, without accumulation and clipping (docs/numerics.md)."""
+    digests = []
+    for stage in range(4):
+        sections = {"parallel": dict(axes), "batch": {"micro_size": 8}, "zero": {"stage": stage}}
+        config = settings(folder, **sections, run={"name": str(stage), "clip_norm": 0.0})
+        digests.append(digest(fitted(seeded(_mixtral), config, sentences())))
+    assert len({*digests}) == 1, digests
+
+
+def resumed(mesh: Mesh, folder: str, axes: Mapping[str, Any], steps: int) -> list[float]:
+    """Steps of one run, on other axes each time it goes on."""
+    config = settings(
+        folder,
+        parallel=dict(axes),
+        schedule={"name": "constant_with_warmup"},
+        run={"max_steps": steps},
+        checkpoint={"every_steps": 2, "resume": "auto"},
+    )
+    with Trainer(seeded(_mixtral), config, sentences()) as trainer:
+        return list(trainer.fit().losses)
+
+
+def saved(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
+    """A directory of transformers' own names and fused tensors, which transformers loads; generation on spread experts."""
+    target = Path(folder) / "saved"
+    model, ids = seeded(_mixtral), torch.arange(1, 7)[None]
+    config = settings(folder, parallel=dict(axes), run={"name": f"run{mesh.world_size}"})
+    with Trainer(model, config, sentences()) as trainer:
+        before = seeded(_mixtral).state_dict()
+        trainer.fit()
+        trainer.save(target)
+        whole = dict(trainer.state_dict())
+    if mesh.rank == 0:
+        loaded = tf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).state_dict()
+        assert loaded.keys() == before.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(loaded[name], value, rtol=0, atol=0, msg=name)
+    mesh.world.barrier("reading of the directory")
+    with zeromesh.Generator(target, {"parallel": dict(axes), "precision": {"compute": "float32"}}) as generator:
+        found = generator.generate([ids[0].tolist()], max_new_tokens=5)
+    plain = tf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    wanted = plain.generate(ids, max_new_tokens=5, do_sample=False)[0, 6:].tolist()
+    assert [each.tokens for each in found] == [wanted]
+
+
+def bytes_told(mesh: Mesh, folder: str, recompute: str) -> None:
+    """What ranks send each other for experts in a step is what the design says, to the byte."""
+    rows, length, ranks = 2, 32, mesh.world_size
+    data = [{"input_ids": torch.arange(length) + 1, "labels": torch.arange(length) + 1} for _ in range(8 * ranks)]
+    config = settings(
+        folder,
+        parallel={"expert": ranks},
+        model={"activation_checkpointing": recompute},
+        run={"max_steps": 1, "log_every": 1},
+        batch={"global_size": rows * ranks, "micro_size": rows},
+    )
+    fitted(seeded(_mixtral), config, data)
+    (line,) = lines_of(Path(folder) / "run")
+    told = line["communication"]["expert"]
+    times = 4 + 2 * (
+        recompute == "block"
+    )  # Rows go and come back, in forward, in backward, and when it is computed again.
+    # Two ranks with equal samples send each other all rows of one of them.
+    sent = rows * length * SIZES["num_experts_per_tok"] * (ranks - 1) / ranks * LLAMA["num_hidden_layers"]
+    assert told["all-to-all"]["bytes"] == times * sent * LLAMA["hidden_size"] * 8
+    assert "all-gather" not in line["communication"].get("shard of experts", {})
+    assert mesh.expert_shard.size == 1
+
+
+def refused(mesh: Mesh, folder: str) -> None:
+    """What cannot be spread is refused by name before training."""
+
+    def said(model: Any, **sections: Any) -> str:
+        axes = {"expert": mesh.world_size, **sections.pop("parallel", {})}
+        return error_of(partial(fitted, model, settings(folder, parallel=axes, **sections), sentences()), ZeromeshError)
+
+    assert "LlamaForCausalLM has no modules of experts" in said(llama())
+    three = tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**SIZES, num_local_experts=3)))
+    assert "2 ranks cannot have equally many experts: model.layers.0.mlp.experts has 3" in said(three)
+    assert "parallel.expert: 3 does not divide parallel.shard (2) x parallel.context (1)" in said(
+        _mixtral(), parallel={"expert": 3}
+    )
+    assert "optimizer.expert_bias_rate: the routers of MixtralForCausalLM have no buffer" in said(
+        _mixtral(), optimizer={"expert_bias_rate": 0.1}
+    )
+    assert "needs whole tensors" in said(_mixtral(), optimizer={"name": "muon"})
+    spread = _mixtral()
+    spread.model.layers[0].mlp.experts._is_expert_parallel = True
+    assert "transformers has spread its experts over ranks" in said(spread, parallel={"expert": 1})

@@ -9,7 +9,7 @@ from tests.support.workers import Workers
 
 FULL = pytest.mark.full
 MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
-TWO = {"expert": 2}
+TWO, RECOMPUTED = {"expert": 2}, {"activation_checkpointing": "block"}
 test_a_model_trains_with_spread_experts = tried(
     "expert_cases",
     [
@@ -22,6 +22,16 @@ test_a_model_trains_with_spread_experts = tried(
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "replicate": 2}),
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "context": 2}),
         row(4, "exact", FULL, kind="mixtral", axes={"expert": 4, "context": 2}),
+        *(
+            row(2, "exact", *marks, kind="skewed", axes=TWO, stage=stage, offload=offload, model=RECOMPUTED)
+            for stage, offload, marks in (
+                (2, {"optimizer": "host"}, (FULL,)),
+                (3, {"optimizer": "file", "parameters": "file"}, ()),
+                (3, {"optimizer": "host", "activations": "host"}, (FULL,)),
+                (3, {"gradients": "file", "optimizer": "file"}, (FULL,)),
+            )
+        ),
+        row(2, "exact", FULL, kind="mixtral", axes=TWO, model=RECOMPUTED),
         # The auxiliary loss is of a microbatch, whose tokens are on both ranks.
         row(2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}),
     ],
@@ -34,9 +44,24 @@ test_loops_and_ways_to_compute = tried(
         row(2, "adapters", stage=3, axes=TWO),
         row(4, "adapters", FULL, stage=2, axes=TWO),
         row(2, "loop", FULL, kind="latent"),
+        row(2, "stages_alike", axes=TWO),
+        row(4, "stages_alike", FULL, axes=TWO),
+        row(2, "saved", axes=TWO),
+        *(row(2, "bytes_told", recompute=recompute) for recompute in ("none", "block")),
+        row(2, "refused"),
         *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
     ],
 )
+
+
+def test_a_run_goes_on_over_other_axes(workers: Workers, tmp_path: Path) -> None:
+    """Experts on 4 ranks, 2 and 1, then tensor 2: as if nothing had happened."""
+    folder, found = str(tmp_path / "moved"), list[float]()
+    for number, (size, axes) in enumerate(((4, {"expert": 4}), (2, TWO), (1, {}), (2, {"tensor": 2}))):
+        arguments = {"folder": folder, "axes": axes, "steps": 2 * number + 2}
+        found += workers.run(size, "expert_cases:resumed", timeout=120, **arguments)[0][-2:]
+    (wanted,) = workers.run(1, "expert_cases:resumed", folder=str(tmp_path / "one"), axes={}, steps=8)
+    assert found == pytest.approx(wanted, rel=1e-9)
 
 
 def test_biases_of_routers_even_out_the_loads_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
