@@ -120,7 +120,7 @@ class Exchange:
 
     def _sent_part(self, counts: _Lengths) -> float:
         """Return the part of this rank's rows that others get, as a multiple of that of even swaps."""
-        own = counts[self.index]
+        own: Sequence[int] = counts[self.index]
         return (1 - own[self.index] / max(1, sum(own))) * self.size / (self.size - 1)
 
     def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: _Lengths) -> list[tuple[int, ...]]:
