@@ -4,7 +4,7 @@ import copy
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -262,14 +262,25 @@ def _difference_when_divided(
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
         return f"{small_copy.module_label(whole, name)}, computes something else"
+    return _differing_gradient(whole, ranks, expected, spread=bool(experts))
+
+
+def _differing_gradient(
+    whole: nn.Module,
+    ranks: Sequence[tuple[small_copy.Pass, Mapping[str, ParameterPart]]],
+    expected: small_copy.Pass,
+    *,
+    spread: bool,
+) -> str:
+    """Return the first module with another gradient in passes of ranks with these parts; empty: none. `spread`: so are experts."""
     everyone = tuple(range(_RANKS))
     for name, gradient in expected.gradients.items():
         # Where experts are spread, ranks have samples of their own, which are alike here.
-        times = _RANKS if experts else 1
+        times = _RANKS if spread else 1
         for index, (_, parts) in enumerate(ranks):
             part = parts.get(name)
             summed = part.holders if part is not None and part.partial else (index,)
-            if experts and part is None:
+            if spread and part is None:
                 summed = everyone
             partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
             wanted = times * (gradient if part is None else part_of(gradient, part.region))

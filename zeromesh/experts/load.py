@@ -5,16 +5,15 @@ bias counts in the choice of experts, not in their weights (DeepSeek-V3: arXiv:2
 
 import inspect
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from zeromesh.errors import ConfigError
 from zeromesh.experts.dispatch import experts_of
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.zero.hooks import watch_inputs
 
 _BIAS = "e_score_correction_bias"
 _MOST_NAMED = 64  # experts of all layers whose loads a line of figures has one by one
@@ -28,32 +27,29 @@ class ExpertLoads:
         self._mesh, self._rate = mesh, bias_rate
         self._counts: dict[str, Tensor] = {}
         self._biases: dict[str, list[Tensor]] = {}
-        self._hooks: list[RemovableHandle] = []
+        modules = {name: model.get_submodule(name) for name in experts_of(model)}
+        self._chosen = {
+            name: list(inspect.signature(type(each).forward).parameters)[2] for name, each in modules.items()
+        }
         for name, own in experts_of(model).items():
-            count, module = own * mesh.experts.size, model.get_submodule(name)
+            count = own * mesh.experts.size
             self._counts[name] = torch.zeros(count, dtype=torch.int64, device=mesh.device)
-            around = model.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0]).named_buffers()
+            around = model.get_submodule(name.partition(".base_layer")[0].rpartition(".")[0]).named_buffers()
             self._biases[name] = [each for leaf, each in around if leaf.endswith(_BIAS) and each.numel() == count]
-            chosen = list(inspect.signature(type(module).forward).parameters)[2]
-            hook = module.register_forward_pre_hook(partial(self._count, name, chosen), with_kwargs=True)
-            self._hooks.append(hook)
-        rows = mesh.pipeline.gather_integers([len(self._counts), sum(map(len, self._biases.values()))])
+        self.close = watch_inputs(modules.items(), self._count)
+        """Takes the hooks off the model."""
+        rows = mesh.world.gather_integers([len(self._counts), sum(map(len, self._biases.values()))])
         self._has_experts, biases = (sum(row[place] for row in rows) for place in range(2))  # On any stage.
         if bias_rate and not biases:
             where = "optimizer.expert_bias_rate"
             raise ConfigError(f"the routers of {type(model).__name__} have no buffer {_BIAS}; set it to 0", where=where)
 
-    def _count(self, name: str, chosen: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _count(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # Recomputation in backward counts no token again.
         if module.training and torch._C._current_graph_task_id() < 0:
+            counts, chosen = self._counts[name], self._chosen[name]
             numbers = kwargs[chosen] if chosen in kwargs else args[1]
-            counts = self._counts[name]
             counts += torch.bincount(numbers.reshape(-1), minlength=len(counts))[: len(counts)]
-
-    def close(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self._hooks:
-            hook.remove()
 
     def begin_step(self) -> None:
         for each in self._counts.values():
@@ -66,7 +62,10 @@ class ExpertLoads:
         sums = torch.cat([torch.empty(0), *(each.to("cpu", torch.float64) for each in self._counts.values())])
         self._mesh.peers.all_reduce(sums, "loads of experts")
         own = dict(zip(self._counts, torch.split(sums, list(map(len, self._counts.values()))), strict=True))
-        rows = self._mesh.pipeline.gather_json({name: each.tolist() for name, each in own.items()}, "loads of experts")
+        if not self._mesh.shape.divides("blocks"):
+            return own
+        given = {name: each.tolist() for name, each in own.items() if not self._mesh.peers.index}
+        rows = self._mesh.world.gather_json(given, "loads of experts")
         return {name: torch.tensor(load, dtype=torch.float64) for row in rows for name, load in row.items()}
 
     def update_biases(self, loads: Mapping[str, Tensor]) -> None:

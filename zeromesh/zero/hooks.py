@@ -122,6 +122,14 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
     return handles.close
 
 
+def watch_inputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[..., None]) -> Callable[[], None]:
+    """Have `call(name, module, args, kwargs)` run before each forward of these modules; returns a call that ends this."""
+    handles = ExitStack()
+    for name, module in modules:
+        handles.enter_context(module.register_forward_pre_hook(partial(call, name), with_kwargs=True))
+    return handles.close
+
+
 def on_registration(call: Callable[[nn.Parameter | None], None]) -> AbstractContextManager[object]:
     """Return a context inside which `call` receives each parameter that is registered on any module."""
     return register_module_parameter_registration_hook(lambda _module, _name, parameter: call(parameter))
