@@ -20,6 +20,8 @@ from zeromesh.offload.accelerator import device_name, is_accelerator, time_call
 from zeromesh.trainer.machines.cards import peak_of
 from zeromesh.trainer.models.user_model import positive, text_part
 
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+"""The names that configurations give to the number of experts that a token chooses."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _NO_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _TRIES = 3
@@ -43,7 +45,7 @@ class ModelFlops:
             return None
         config = text_part(config)
         count = positive(config, *_EXPERTS)
-        chosen = positive(config, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
+        chosen = positive(config, *CHOSEN)
         # The fraction of a layer's experts that process one token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0

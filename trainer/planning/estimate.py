@@ -207,7 +207,7 @@ class _LayoutCosts:
         """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.states == 1 else self._machine.transport(self._hosts)
         stages = (tuple(range(rank, len(cut), ranks)) for rank in self._ranks)
-        every = (subject.stage_units(layout.tensor, own, cut, layout.states) for own in stages)
+        every = (subject.stage_units(layout.tensor, own, cut, layout.states, layout.expert) for own in stages)
         self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
     def estimate(self, *, exact: bool) -> Estimate:
@@ -279,6 +279,12 @@ class _LayoutCosts:
         own = self._chunks_of(busy.index(max(busy)))
         forward, backward = (count * sum(getattr(each, name) for each in own) for name in ("forward", "backward"))
         exchanges = count * sum(each.exchanges for each in own)
+        # Rows of tokens go to experts and back, in forward, in backward, and where blocks are computed again.
+        swaps = count * (6 if layout.recompute == "block" else 4) * self._known.subject.expert_layers / layout.pipeline
+        rows = layout.micro * self._known.subject.expert_bytes / layout.context
+        swapped = swaps * self._known.collective_seconds(
+            Collective.ALL_TO_ALL.value, rows, ranks=layout.expert, hosts=1, ranks_on_host=self._ranks_on_host
+        )
         length = busiest = forward + backward
         share = exchanges / busiest if busiest else 0.0
         if layout.pipeline > 1:
@@ -290,7 +296,7 @@ class _LayoutCosts:
         phases = {
             StepPhase.FORWARD: forward * (1 - share),
             StepPhase.BACKWARD: backward * (1 - share),
-            StepPhase.COMMUNICATION: exchanges + max(data) + length - busiest,
+            StepPhase.COMMUNICATION: exchanges + swapped + max(data) + length - busiest,
             StepPhase.OPTIMIZER: optimizer,
             StepPhase.OFFLOAD_WAIT: offload + max(self._offload_seconds(memory, compute) for memory in distinct),
         }
@@ -333,9 +339,12 @@ class _LayoutCosts:
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
         shard, count, number = layout.states, layout.accumulation, max(1, len(memory.units))
         wire_dtype = partial(options.wire_dtype, on_device=not is_cpu)
-        wire = sum(whole * wire_dtype(dtype).itemsize for dtype, (whole, _) in memory.trained.items())
+        sent = {
+            ranks: (nbytes, sum(whole * wire_dtype(dtype).itemsize for dtype, whole in elements.items()))
+            for ranks, (nbytes, elements) in memory.moved.items()
+        }
 
-        def moved(kind: Collective, nbytes: float, ranks: int = shard, hosts: int = self._hosts) -> float:
+        def moved(kind: Collective, nbytes: float, ranks: int, hosts: int = self._hosts) -> float:
             # One collective per unit.
             seconds = partial(self._known.collective_seconds, ranks_on_host=self._ranks_on_host)
             return number * seconds(kind.value, nbytes / number, ranks=ranks, hosts=hosts)
@@ -349,13 +358,13 @@ class _LayoutCosts:
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
-        total += each * moved(Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER, wire)
-        if memory.gathered:
-            total += 2 * count * moved(Collective.ALL_GATHER, memory.parameters)
-        elif not whole and self._transport != "shared":
-            total += moved(Collective.ALL_GATHER, memory.parameters)
+        summed = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        gathers = 2 * count if memory.gathered else int(not whole and self._transport != "shared")
+        for ranks, (nbytes, wire) in sent.items():
+            total += each * moved(summed, wire, ranks) + gathers * moved(Collective.ALL_GATHER, nbytes, ranks)
         spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
-        total += moved(Collective.ALL_REDUCE, wire / (1 if whole else shard), layout.replicate, spread)
+        shards = sum(wire / (1 if whole else ranks) for ranks, (_, wire) in sent.items())
+        total += moved(Collective.ALL_REDUCE, shards, layout.replicate, spread)
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.

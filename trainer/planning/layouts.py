@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from zeromesh.mesh.mesh_shape import AXES
+from zeromesh.mesh.mesh_shape import SIZES
 from zeromesh.offload import TierChoice
 from zeromesh.options import STAGES, Placement
 from zeromesh.settings.keys import ScheduleName
@@ -15,7 +15,7 @@ from zeromesh.trainer.models.prepare import Mode
 _ON_DEVICE = TierChoice()
 TIERS = ("optimizer", "parameters", "activations")
 FIELDS = {
-    **{f"parallel.{name}": name for name in (*AXES, "sequence", "schedule", "chunks")},
+    **{f"parallel.{name}": name for name in (*SIZES, "sequence", "schedule", "chunks")},
     "zero.stage": "stage",
     "zero.prefetch": "prefetch",
     "batch.micro_size": "micro",
@@ -34,6 +34,7 @@ class Layout:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     sequence: bool = False
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
@@ -72,7 +73,7 @@ class Layout:
         return values
 
     def __str__(self) -> str:
-        axes = [f"{axis} {getattr(self, axis)}" for axis in AXES]
+        axes = [f"{axis} {getattr(self, axis)}" for axis in SIZES]
         parts = [" x ".join(each for each in axes if not each.endswith(" 1")) or "1 rank", f"stage {self.stage}"]
         parts.append(f"micro {self.micro} x {self.accumulation}")
         if self.pipeline > 1:

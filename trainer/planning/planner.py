@@ -146,6 +146,8 @@ class Planner:
             if ranks % (tensor * context * pipeline) == 0 and tensor * context <= host
             for replicate in self._replicas(ranks // (tensor * context * pipeline), tensor * context)
         ]
+        spread = self._choices("expert", subject.expert_sizes(min(ranks, host)))
+        meshes = [replace(mesh, expert=size) for mesh in meshes for size in spread if mesh.states % size == 0]
         for mesh in meshes:
             stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.states > 1 else (1,)
             sizes = (1,) if batch.tokens is not None else _MICROS

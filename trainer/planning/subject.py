@@ -1,6 +1,6 @@
 """The subject of a plan: a model, its loss and its data, and cached results of traces and arithmetic about them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise, product
@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, DataError, LayoutError
-from zeromesh.flat.layout import BucketLayout, ParameterSpec, UnitLayouts, build_layout
+from zeromesh.experts.dispatch import experts_of
+from zeromesh.flat.layout import BucketLayout, ParameterPart, ParameterSpec, Region, UnitLayouts
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, plan_cut
 from zeromesh.pipeline.stages.model_anatomy import examine
@@ -19,14 +20,16 @@ from zeromesh.tensor.plan.layer_plan import inside
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.tokenizer import BYTES
 from zeromesh.trainer.losses.losses import Loss
+from zeromesh.trainer.models.flops import CHOSEN
 from zeromesh.trainer.models.prepare import Mode
-from zeromesh.trainer.models.tensor_trial import require_equal_when_divided
-from zeromesh.trainer.models.user_model import require_layout_fits
+from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, require_equal_when_spread
+from zeromesh.trainer.models.user_model import positive, require_layout_fits, text_part
 from zeromesh.trainer.planning.layouts import Layout, with_layout
 from zeromesh.trainer.planning.tracing.meter import Segment, Work
 from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
 from zeromesh.trainer.setup.engine_options import engine_options, options_for_model
 from zeromesh.trainer.setup.model import check_sequence_shards
+from zeromesh.units.build import plan_layouts
 from zeromesh.units.plan import ROOT, UnitPlan
 
 _TRACED_SAMPLES = (1, 2)
@@ -59,6 +62,13 @@ class Subject:
         self._cut_refusal, self._anatomy = _refusal_of(lambda: examine(model, batches(1)))
         self._costs = None if self._anatomy is None else block_costs(model, self._anatomy, config.parallel.balance)
         rules = config.parallel.plan or {}
+        self._experts = experts_of(model)
+        inputs, config = batches(1).get("input_ids"), text_part(getattr(model, "config", None))
+        chosen, hidden = (positive(config, *names) if self._experts else 0 for names in (CHOSEN, ("hidden_size",)))
+        self.expert_layers, self.expert_bytes = len(self._experts), 0
+        """The modules of experts, and the bytes of the rows of one of a layout's `micro` that a rank sends to experts of one."""
+        if inputs is not None and self._experts:
+            self.expert_bytes = self.rows * inputs.shape[-1] * chosen * hidden * self.zero.precision.compute.itemsize
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
         self.trace, self.cut = cache(self._trace), cache(self._cut)
         """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
@@ -95,6 +105,15 @@ class Subject:
         refused = self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
         return refused or self._refusals[key]
 
+    def expert_sizes(self, ranks: int) -> list[int]:
+        """Return the numbers of ranks, up to `ranks`, over which experts can be spread."""
+        sizes = [each for each in range(2, ranks + 1) if not any(count % each for count in self._experts.values())]
+        return [1, *sizes] if sizes and not self._unequal_experts else [1]
+
+    @cached_property
+    def _unequal_experts(self) -> str:
+        return _refusal_of(lambda: require_equal_when_spread(self._tracer.model))[0]
+
     @cached_property
     def _unequal(self) -> str:
         rules = self.config.parallel.plan or {}
@@ -126,8 +145,11 @@ class Subject:
         own = [blocks[index] for index in cut[stage]]
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
-    def _stage_units(self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int) -> UnitLayouts:
-        """Return the layouts of the units of a rank with these stages, for `parts` data ranks; equal ones are one object."""
+    def _stage_units(
+        self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int, expert: int = 1
+    ) -> UnitLayouts:
+        """Return the layouts of the units of a rank with these stages, for `parts` ranks that share states, over `expert` of which
+        experts are spread; equal ones are one object."""
         units: Sequence[UnitPlan] = self.units(tensor)
         if len(cut) > 1 and (anatomy := self._anatomy) is not None:
             blocks, last = f"{anatomy.blocks}.", len(cut) - 1
@@ -141,13 +163,21 @@ class Subject:
                 elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
                     units.append(replace(unit, specs=tuple(specs)))
         # Equal blocks share one tuple of specs, and so one cached list of layouts.
-        layouts = [self._layouts(unit.specs, parts) for unit in units]
+        layouts = [self._layouts(unit.specs, parts, expert, frozenset(self._experts)) for unit in units]
         return self._shared_layouts.setdefault(tuple(map(id, layouts)), layouts)
 
 
-def _layouts_of(specs: tuple[ParameterSpec, ...], parts: int, alignment: int) -> list[BucketLayout]:
-    buckets = UnitPlan(module=ROOT, specs=specs).buckets()
-    return [build_layout(str(number), bucket, parts, alignment) for number, bucket in enumerate(buckets)]
+def _layouts_of(
+    specs: tuple[ParameterSpec, ...], parts: int, expert: int, experts: Collection[str], alignment: int
+) -> list[BucketLayout]:
+    def spread(spec: ParameterSpec) -> ParameterSpec:
+        if expert == 1 or spec.fqn.rpartition(".")[0] not in experts:
+            return spec
+        shape = (spec.shape[0] // expert, *spec.shape[1:])
+        return replace(spec, shape=shape, part=ParameterPart(region=Region.whole(shape), holders=(0,), experts=True))
+
+    plan = [UnitPlan(module=ROOT, specs=tuple(map(spread, specs)))]
+    return plan_layouts(plan, parts, alignment, experts=expert)[0]
 
 
 def _refusal_of(call: Callable[[], T]) -> tuple[str, T | None]:

@@ -100,6 +100,16 @@ class MemoryModel:
         return sum(self.terms.values()) + self.gathered + self.transit_bytes
 
     @cached_property
+    def moved(self) -> Mapping[int, tuple[int, Counter[torch.dtype]]]:
+        """Bytes of parameters in the compute dtype, and trained elements by dtype, by the number of ranks that share them."""
+        found: dict[int, tuple[int, Counter[torch.dtype]]] = {}
+        for layout in (layout for unit in self.units for layout in unit):
+            nbytes, elements = found.get(layout.parts, (0, Counter()))
+            elements[layout.first.dtype] += layout.padded * layout.first.requires_grad
+            found[layout.parts] = nbytes + layout.nbytes, elements
+        return found
+
+    @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
         """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
         numbers: dict[torch.dtype, tuple[int, int]] = {}
