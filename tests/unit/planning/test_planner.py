@@ -374,3 +374,23 @@ def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:
     # One state of matrices, and two of embedding and head.
     assert subject.parameters * 4 / 2 < found.device[Purpose.MOMENTS.value] < subject.parameters * 8 / 2
     subject.close()
+
+
+def test_experts_are_spread_where_tokens_take_fewer_bytes_than_their_weights() -> None:
+    """Two gathers and a reduction of N experts' 3 f h weights against four ways of the rows of T tokens to k of them."""
+    experts, chosen, width = 32, 2, 1024
+    sizes = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width, "head_dim": 8}
+    model = {**MODEL, **sizes, "model_type": "qwen3_moe", "hidden_size": 1024, "num_hidden_layers": 2}
+    turn = 9 * experts * width // (4 * chosen)
+    found = {}
+    for length in (turn // 64, 4 * turn):
+        keys = (f"model.config={model}", f"data.sequence_length={length}", "batch.global_size=2")
+        with closing(subject_of(load_config(None, [*keys]), device="cuda")) as moe:
+            assert moe.expert_sizes(4) == [1, 2, 4]
+            fixed = {"stage": 3, "micro": 1, "tensor": 1, "pipeline": 1, "recompute": "none"}
+            rows = Planner(moe, _card(), fixed=fixed).plan(2).rows
+            spread, whole = (next(row for row in rows if row.layout.expert == size) for size in (2, 1))
+            found[length] = spread.phases[StepPhase.COMMUNICATION] < whole.phases[StepPhase.COMMUNICATION]
+            assert spread.device[Purpose.MASTER.value] == pytest.approx(whole.device[Purpose.MASTER.value], rel=0.05)
+            assert spread.device[estimate.GATHERED] < whole.device[estimate.GATHERED]
+    assert list(found.values()) == [True, False]
