@@ -62,7 +62,8 @@ def watched_run(mesh: Mesh, layout: Layout, timeline: Timeline, layers: int = 4)
 
 def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
     gradients = engine._passes.gradients
-    original = gradients._reducer.launch
+    reducer = engine.groups[0].reduction.reducer
+    original = reducer.launch
     names = {id(bucket): unit.name for unit in engine.units for bucket in unit.buckets}
     current: list[Bucket] = []
     announce = gradients._post_reduction
@@ -83,7 +84,7 @@ def _watch_reductions(engine: ZeroEngine, timeline: Timeline) -> None:
         return reduction._replace(finish=finish)
 
     gradients._post_reduction = remember  # type: ignore[method-assign]
-    gradients._reducer.launch = launch  # type: ignore[method-assign]
+    reducer.launch = launch  # type: ignore[method-assign]
 
 
 def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[Entry]:

@@ -63,10 +63,10 @@ def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads
     slots = [(slot.spec, at, n) for at, layout in enumerate(layouts) for n, slot in enumerate(layout.slots)]
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
         if not spec.region.is_whole:
+            axis = "expert" if spec.in_experts else "tensor"
             raise ConfigError(
-                f"optimizer {type(own_class.optimizer).__name__} needs whole tensors, and ranks have parts of "
-                f"{spec.name}; set parallel.{'expert' if spec.in_experts else 'tensor'} to 1, or use an optimizer that works "
-                "element by element"
+                f"optimizer {type(own_class.optimizer).__name__} needs whole tensors, and {axis} parallelism divides "
+                f"{spec.name}; set parallel.{axis} to 1, or use an optimizer that works element by element"
             )
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
