@@ -362,14 +362,6 @@ class GradientShards:
         self._ordered: list[Transfer] = []  # to the host, which the device's later work is already ordered after
         self._norms: dict[int, torch.Tensor] = {}
 
-    def require_room(self, buckets: Iterable[Bucket]) -> None:
-        """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
-        if self._keeps_memory or self._pass_through:
-            return
-        nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
-        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
-        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
-
     def begin_step(self) -> None:
         self._norms.clear()
         self._ordered.clear()

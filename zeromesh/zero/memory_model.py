@@ -81,14 +81,15 @@ class MemoryModel:
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
-        tiers = {tier: Counter[Purpose]() for tier in Tier}
-        tiers[Tier.DEVICE][Purpose.PARAMETERS] += int(share * self.kept_bytes)
+        memory, host, files = (Counter[Purpose]() for _ in range(3))
+        memory[Purpose.PARAMETERS] += int(share * self.kept_bytes)
         slot = slot_bytes(self._trained, options, device)
-        tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(transport, options.gradient_slots, slot)
-        self._add_bytes(tiers)
+        memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(transport, options.gradient_slots, slot)
+        # Where ranks compute on a CPU, host memory is device memory.
+        hosted = host if is_accelerator(device) else memory
+        self._add_bytes({Tier.DEVICE: memory, Tier.HOST: hosted, Tier.FILE: files})
         self.terms, self.host_terms, self.files = (
-            {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
-            for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
+            {purpose: each[purpose] for purpose in Purpose if each[purpose]} for each in (memory, host, files)
         )
 
     @property
@@ -106,17 +107,15 @@ class MemoryModel:
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
-        # Where ranks compute on a CPU, host memory is device memory.
-        hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
             for purpose, lengths, choice in self._shard_tensors(layout, stays=stays):
-                for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                for tier, placed in tiers.items():
                     places = 2 if options.offload.durable and tier is Tier.FILE and purpose in DURABLE else 1
                     for dtype, numel in lengths.items():
                         placed[purpose] += places * choice.numel_on(tier, numel) * dtype.itemsize * count
         if (own_class := options.optimizer.own_class) is not None and own_class.whole:
             nbytes = most_owned_nbytes(self._trained, own_class, self._parts, options.precision.master)
-            for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+            for tier, placed in tiers.items():
                 placed[Purpose.MOMENTS] += options.offload.optimizer.numel_on(tier, nbytes)
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
@@ -125,7 +124,7 @@ class MemoryModel:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(layout.padded for layout in self._trained) * sums
         memory[Purpose.STAGING] += self._staging_bytes()
         kinds = {options.offload.durable and purpose in DURABLE for purpose, nbytes in files.items() if nbytes}
-        hosted[Purpose.STAGING] += THREAD_BYTES * len(kinds)
+        tiers[Tier.HOST][Purpose.STAGING] += THREAD_BYTES * len(kinds)
 
     def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
