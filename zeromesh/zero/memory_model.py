@@ -96,6 +96,15 @@ class MemoryModel:
     def total(self) -> int:
         return sum(self.terms.values()) + self.gathered + self.transit_bytes
 
+    @property
+    def snapshot(self) -> int:
+        """Bytes of a copy of this rank's states as they are read, with moments decoded, without weights that are not trained."""
+        options = self._options
+        wide = [options.precision.master, *moment_dtypes(options.optimizer, options.precision.sums).values()]
+        wide += [options.precision.master] if options.average is not None else []
+        wide += [torch.bfloat16] if options.precision.compensated else []
+        return sum(map(self._length, self._trained)) * sum(each.itemsize for each in wide)
+
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
         """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
