@@ -99,13 +99,6 @@ class OptimizerSettings(keys.OptimizerKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalerSettings(keys.ScalerKeys):
-    """The dynamic loss scale of float16 gradients, which never falls below `smallest`."""
-
-    smallest: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class Precision(keys.PrecisionKeys):
     """The dtype of each role. `loss_scale` applies to float16 gradients only. Gradients are summed in `reduce`. If it is bfloat16
     and master weights fp32, they travel in bfloat16 and are summed in fp32. Raises `ConfigError` when a sum or a master weight
@@ -117,7 +110,7 @@ class Precision(keys.PrecisionKeys):
     compensated: bool = False
     """True if weights without a wider copy have a state with what was rounded off, which the next update adds (Kahan, "Further
     remarks on reducing truncation errors", 1965)."""
-    loss_scale: ScalerSettings | None = None
+    loss_scale: keys.ScalerSettings | None = None
 
     def __post_init__(self) -> None:
         if self.masterless and (self.compute, self.reduce) != (torch.bfloat16, torch.float32):

@@ -39,6 +39,7 @@ class Purpose(Enum):
     ACTIVATIONS = "kept inputs of blocks"
     STAGING = "buffers on the way to and from files"
     COMMUNICATORS = "buffers of the library of collectives"
+    SNAPSHOTS = "snapshots of states"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ import torch
 
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.offload.accelerator import current_accelerator
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
+from zeromesh.settings.keys import ScalerSettings
 from zeromesh.trainer.models.small_copy import InFloat64
 
 from .models import SUBJECTS

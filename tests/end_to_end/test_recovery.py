@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,12 @@ import pytest
 
 from tests.simulated.device import compiler
 from tests.support.waiting import ended
+from tests.unit.planning.test_machine import MACHINE
+from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
+from zeromesh.trainer.planning.auto import subject_of
+from zeromesh.trainer.planning.estimate import Estimator
+from zeromesh.trainer.planning.layouts import Layout
 
 pytestmark = pytest.mark.usefixtures("at_once")
 RANKS, STEPS = 3, 8
@@ -375,6 +381,24 @@ def test_a_run_goes_on_from_a_snapshot(
     found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings={**alone, "recovery": section}, **asked)
     assert found.went_well(undisturbed)
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
+
+
+@pytest.mark.parametrize("memory", ["snapshots", pytest.param("auto", marks=FULL)])
+def test_a_run_takes_the_memory_that_a_plan_counts(tmp_path: Path, memory: str) -> None:
+    """Of snapshots, and of gradients that a journal may need after their step."""
+    keys = ["model.config.hidden_size=64", "model.config.num_hidden_layers=2", "data.tokenizer=bytes", "zero.stage=3"]
+    keys += ["batch.global_size=4", "batch.micro_size=2", "data.sequence_length=32", "precision.compute=float32"]
+    keys += ["run.max_steps=3", f"run.output_dir={tmp_path}", "run.name=run", f"recovery.memory={memory}"]
+    config = load_config(None, keys)
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    found = ended([sys.executable, "-m", "zeromesh", "train", str(tmp_path / "run.yaml"), "--nproc", "2"], seconds=60)
+    assert found.returncode == 0, found.stderr
+    line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["memory"]["device"]
+    with closing(subject_of(config)) as subject:
+        counted = Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, stage=3, micro=2)).check().memory["device"]
+    names = {"moments", "snapshots" if memory == "snapshots" else "gradients"}
+    assert {name: line.get(name) for name in names} == pytest.approx({name: counted[name] for name in names}, rel=0.05)
+    assert ("snapshots" in line) is (memory == "snapshots")
 
 
 @pytest.mark.parametrize("faults", [(), ((6, 1, "SIGKILL"),)])

@@ -28,14 +28,15 @@ from zeromesh.errors import CheckpointError, LayoutError
 from zeromesh.flat.redistribute import one_after_another, redistribute
 from zeromesh.intervals import Interval, grouped, round_up
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import available_bytes
+from zeromesh.offload import Purpose, Tier, available_bytes
+from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import MODEL
 
 _COST = 0.02  # the part of the time of training that copies take at most, where their steps are not given
-_ROOM = 0.5  # the part of a host's available memory that slots take at most
+ROOM = 0.5  # the part of a host's available memory that slots take at most
 _ALIGNMENT = 64
 _SENT = 32 << 20  # bytes that a rank sends to another host at once
 _MOST_RUNS = 1 << 17  # of an image that ranks of another layout can read
@@ -173,11 +174,14 @@ class Snapshots:
             self.clear()
             self._identity = (number_of_start(), 0)
             wanted = 2 * sum(sizes.values()) * hosts.count(hosts[self._mesh.rank])
-            if not all(self._mesh.world.gather_json(wanted <= _ROOM * available_bytes(), "room for snapshots")):
+            if not all(self._mesh.world.gather_json(wanted <= ROOM * available_bytes(), "room for snapshots")):
                 return False
         for slots, nbytes in sizes.items():
             if not slots.slots:
                 slots.open(nbytes, warm=False)
+        where = Tier.HOST if is_accelerator(self._mesh.device) else Tier.DEVICE
+        known = engine.ledger.by_purpose(where).get(Purpose.SNAPSHOTS, 0)
+        engine.ledger.add(where, Purpose.SNAPSHOTS, 2 * sum(sizes.values()) - known)
         self._since = (step, time.perf_counter())
         self._due = step + (1 if self._every_steps == "auto" else self._every_steps)
         return True

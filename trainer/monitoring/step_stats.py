@@ -183,7 +183,7 @@ class Stragglers:
 
 _STEPS = 20  # that are measured, between two changes of shares, or before waits are known
 _USUAL_WAITS, _LEAST_PATIENCE = 20, 5.0  # times the longest usual wait, and seconds
-_MOST = 2  # times `batch.micro_size`, as activations take memory by the sample
+MOST_SHARE = 2  # times `batch.micro_size`, as activations take memory by the sample
 _WORTH = 0.95  # of a round's time, which other shares have to save a part of
 
 
@@ -247,4 +247,4 @@ class Balance:
 
     def _shares(self, paces: Sequence[float]) -> tuple[int, ...]:
         plan = self._loader.feed.plan
-        return shares_by(paces, plan.round_size, _MOST * plan.micro_size)
+        return shares_by(paces, plan.round_size, MOST_SHARE * plan.micro_size)

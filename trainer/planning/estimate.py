@@ -19,7 +19,10 @@ from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.options import STAGING_SHARE, Placement, ZeroOptions
 from zeromesh.pipeline.schedule import Action, Kind, PipelineSchedule, make_schedule, simulate
 from zeromesh.telemetry.step_recorder import Collective, StepPhase
+from zeromesh.trainer.data.sampler import shares_by
+from zeromesh.trainer.loop.snapshots import ROOM
 from zeromesh.trainer.monitoring.plan_check import PlanCheck
+from zeromesh.trainer.monitoring.step_stats import MOST_SHARE
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.subject import Subject
@@ -196,11 +199,15 @@ class _LayoutCosts:
         self._ranks_on_host = min(known.host, layout.ranks)  # The number of ranks that compute on a host.
         self._hosts = max(1, math.ceil(layout.tensor * layout.states / known.host))
         """The number of hosts over which the ranks of a shard and tensor group extend."""
-        trace = subject.trace(layout.tensor, layout.micro, layout.sequence, layout.recompute, layout.context)
+        traced = partial(subject.trace, layout.tensor)
+        how = layout.sequence, layout.recompute, layout.context
+        trace = traced(layout.micro, *how)
         cut, ranks = subject.cut(layout.pipeline * layout.chunks), layout.pipeline
         self._ranks = sorted({*range(min(ranks, _ESTIMATED_RANKS)), ranks - 1})
         self._chunks = known.stages(trace, cut, layout)
         """The chunks of all stages, assigned round-robin to pipeline ranks."""
+        self._largest = known.stages(traced(self._largest_share(), *how), cut, layout)
+        """The chunks with the most samples that a rank takes in a microbatch."""
         choice = layout.activations
         moves = choice.leaves_device(self._device) and layout.recompute != "none"
         self._moved_inputs = choice.fraction if moves else 0.0
@@ -210,6 +217,16 @@ class _LayoutCosts:
         every = (subject.stage_units(layout.tensor, own, cut, layout.states, layout.expert) for own in stages)
         self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
+    def _largest_share(self) -> int:
+        """Return the most samples in a microbatch, by `batch.balance`."""
+        balance, layout = self._known.subject.config.batch.balance, self._layout
+        if balance == "speed":
+            return MOST_SHARE * layout.micro
+        if balance == "even" or len(balance) != layout.data:
+            return layout.micro
+        round_size = layout.micro * layout.data
+        return max(shares_by([1 / each for each in balance], round_size, round_size))
+
     def estimate(self, *, exact: bool) -> Estimate:
         layout, is_cpu = self._layout, self._machine.is_cpu
         every = [(self._bytes(rank, memory), memory) for rank, memory in zip(self._ranks, self._memory, strict=True)]
@@ -217,7 +234,7 @@ class _LayoutCosts:
         phases, bubble = self._phases(exact=exact)
         host = {purpose.value: nbytes for purpose, nbytes in memory.host_terms.items()}
         disk = sum(memory.files.values())
-        kept = max(chunk.kept for chunk in self._chunks) * layout.chunks * self._moved_inputs
+        kept = max(chunk.kept for chunk in self._largest) * layout.chunks * self._moved_inputs
         away = int(kept) * min(layout.accumulation, layout.pipeline)
         if layout.activations.tier == "host" and not is_cpu:
             host[Purpose.ACTIVATIONS.value] = away
@@ -225,7 +242,18 @@ class _LayoutCosts:
             disk += away
         if not is_cpu:
             host[LIBRARY] = self._machine.library.host
+        in_memory = device if is_cpu else host
+        if snapshots := self._snapshots(memory, sum(in_memory.values())):
+            in_memory[Purpose.SNAPSHOTS.value] = snapshots
         return Estimate(layout=layout, device=device, host=host, disk=disk, phases=phases, bubble=bubble)
+
+    def _snapshots(self, memory: MemoryModel, others: int) -> int:
+        """Return the bytes of snapshots beside `others` in a rank's share of a host's memory; 0 where a run takes none."""
+        section, host = self._known.subject.config.recovery, self._machine.host.memory_bytes // self._ranks_on_host
+        copied = section.copies > 0 and self._layout.ranks > self._known.host
+        takes = copied or section.memory == "snapshots" or (section.memory == "auto" and not self._machine.is_cpu)
+        nbytes = (4 if copied else 2) * memory.snapshot
+        return nbytes if takes and section.survivors != "end" and nbytes <= ROOM * (host - others) else 0
 
     def _chunks_of(self, rank: int) -> Sequence[Chunk]:
         return self._chunks[rank :: self._layout.pipeline]
@@ -251,7 +279,7 @@ class _LayoutCosts:
         return {name: nbytes for name, nbytes in device.items() if nbytes}
 
     def _activations(self, rank: int) -> int:
-        layout, own = self._layout, self._chunks_of(rank)
+        layout, own = self._layout, self._largest[rank :: self._layout.pipeline]
         # After a few rounds of microbatches a schedule is periodic.
         schedule = self._schedule(min(layout.accumulation, _PEAK_ROUNDS * layout.pipeline * layout.chunks))
         shape = (schedule.name, schedule.ranks, schedule.microbatches)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.environment import available_cores
 from zeromesh.errors import counted
+from zeromesh.intervals import grouped
 from zeromesh.kernels.cpu_matmul import linear, linear_grad_weight, linear_grad_x
 from zeromesh.mesh.process_mesh import ProcessMesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -81,10 +82,8 @@ def measure_machine(
 ) -> Machine:
     """Measure everything; all ranks call it, and get the machine. Rank 0 passes progress to `say`. While one rank measures, the
     others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
-    ranks_by_host: dict[str, list[int]] = {}
-    for rank, location in enumerate(mesh.locations):
-        ranks_by_host.setdefault(location.host, []).append(rank)
-    hosts, on_device = list(ranks_by_host.values()), is_accelerator(mesh.device)
+    by_host = grouped((location.host, rank) for rank, location in enumerate(mesh.locations))
+    hosts, on_device = list(by_host.values()), is_accelerator(mesh.device)
     sizes = sizes or (ACCELERATOR_SIZES if on_device else CPU_SIZES)
 
     def measured(what: str, call: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:

@@ -15,7 +15,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.offload import FileSettings, TierChoice
 from zeromesh.optim.fused_optimizer import OPTIMIZERS as FUSED
 from zeromesh.optim.fused_optimizer import hyperparameters
-from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, OptimizerKeys, PrecisionKeys, StepKeys
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.optimizer import make_optimizer, parameter_groups, require_matches
@@ -83,7 +83,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         precision=Precision(
             **roles,
             compensated=precision.master == "kahan",
-            loss_scale=ScalerSettings(**precision.loss_scale.model_dump()) if precision.compute == "float16" else None,
+            loss_scale=precision.loss_scale if precision.compute == "float16" else None,
         ),
         optimizer=OptimizerSettings(
             **optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)}, exclude_none=True)

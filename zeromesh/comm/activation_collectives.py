@@ -158,13 +158,9 @@ class Exchange:
             how |= {"sent": [width * each for each in sent], "received": [width * each for each in received]}
             how["times"] = self._sent_part(lengths)
             result = lambda: out  # noqa: E731
-        elif kind is _SWAP:
+        elif kind is _SWAP or (kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1):
             given = torch.stack(torch.split(tensor, lengths[0], dim))
-            row, out = kind, torch.empty_like(given)
-            result = lambda: out  # noqa: E731
-        elif kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
-            given = torch.stack(torch.split(tensor, lengths[0], dim))
-            row, out = Collective.REDUCE_SCATTER, torch.empty_like(given[0])
+            row, out = kind, torch.empty_like(given if kind is _SWAP else given[0])
             result = lambda: out  # noqa: E731
         elif kind is _SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))

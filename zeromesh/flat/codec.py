@@ -103,6 +103,15 @@ class Codec:
         """Return the bytes of the codes and the scales of `numel` elements, whole blocks."""
         return self.code_bytes(numel) + self.blocks(numel) * self.scale_dtype.itemsize
 
+    def packed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of codes, uint8 1-D, which fill whole bytes; the first code of a byte has the upper bits."""
+        return codes if self.codes_in_byte == 1 else (codes[::2] << 4) | codes[1::2]
+
+    def unpacked(self, packed: torch.Tensor, count: int) -> torch.Tensor:
+        """Return the first `count` codes of bytes."""
+        halves = packed if self.codes_in_byte == 1 else torch.stack([packed >> 4, packed & 15], dim=1).view(-1)
+        return halves[:count]
+
     def values(self) -> torch.Tensor:
         """Return the float32 numbers of all codes, in their order."""
         return CODECS[self.name].dequantize(torch.arange(1 << 8 // self.codes_in_byte, dtype=torch.uint8))
@@ -116,9 +125,8 @@ class Codec:
             end = min(start + step, numel)
             part = torch.nn.functional.pad(values(start, end).float(), (0, -(end - start) % self.codes_in_byte))
             found, most = CODECS[self.name].quantize(part, self.block)
-            if self.codes_in_byte == 2:
-                found = (found[::2] << 4) | found[1::2]
-            codes[start // self.codes_in_byte :][: found.numel()] = found
+            packed = self.packed(found)
+            codes[start // self.codes_in_byte :][: packed.numel()] = packed
             absmax[start // self.block :][: most.numel()] = most
         if not self.nested:
             return EncodedParameter(codes=codes, scales=absmax, tables=torch.empty(0))
@@ -161,13 +169,11 @@ class Codec:
             )
 
     def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        count, halves = out.numel(), self.codes_in_byte == 2
-        if halves and not count % 2 and out.dtype in _KERNEL_DTYPES and (bnb := _bitsandbytes()):
+        count, in_kernels = out.numel(), self.codes_in_byte == 2 and out.dtype in _KERNEL_DTYPES
+        if in_kernels and not count % 2 and (bnb := _bitsandbytes()):
             out.copy_(bnb.dequantize_4bit.default(codes, scales, self.block, self.name, [count], out.dtype).view(-1))
             return
-        if halves:
-            codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)[:count]
-        values, whole = CODECS[self.name].dequantize(codes), count // self.block * self.block
+        values, whole = CODECS[self.name].dequantize(self.unpacked(codes, count)), count // self.block * self.block
         if whole:
             scaled = values[:whole].view(-1, self.block) * scales[: whole // self.block, None]
             out[:whole].view(-1, self.block).copy_(scaled)

@@ -159,16 +159,10 @@ def encoded_part(
         return whole
     numel, block = rows.count * rows.width, part.block
     scales = codec.scale_values(whole.scales, whole.tables).repeat_interleave(codec.block // block)
-    codes = whole.codes
-    if codec.codes_in_byte == 2:
-        codes = torch.stack([codes >> 4, codes & 15], dim=1).view(-1)
-    found = torch.empty(region.numel, dtype=torch.uint8)
-    rows.take(codes[:numel], 0, Interval(start=0, end=region.numel), found)
+    found = torch.zeros(round_up(region.numel, codec.codes_in_byte), dtype=torch.uint8)
+    rows.take(codec.unpacked(whole.codes, numel), 0, Interval(start=0, end=region.numel), found[: region.numel])
     columns = tuple(Interval(start=each.start // block, end=-(-each.end // block)) for each in rows.columns)
     coarse = StridedRows(count=rows.count, width=-(-rows.width // block), columns=columns)
     kept = torch.empty(part.blocks(region.numel))
     coarse.take(scales, 0, Interval(start=0, end=kept.numel()), kept)
-    if codec.codes_in_byte == 2:
-        found = torch.nn.functional.pad(found, (0, found.numel() % 2))
-        found = (found[::2] << 4) | found[1::2]
-    return EncodedParameter(codes=found, scales=kept, tables=torch.empty(0))
+    return EncodedParameter(codes=codec.packed(found), scales=kept, tables=torch.empty(0))

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch.distributed import ReduceOp
 
-from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, ranks_text
+from zeromesh.errors import CollectiveError, LayoutError, ZeromeshError, counted, first_lines, ranks_text
 from zeromesh.intervals import grouped
 from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
 from zeromesh.mesh.device_works import DeviceWorks
@@ -196,8 +196,7 @@ def differences(rows: Sequence[Mapping[str, str]], ranks: Sequence[int]) -> list
             short = {value: value if len(value) <= _LENGTH else f"{value[: _LENGTH - 3]}..." for value in holders}
             sides = [f"{short[value]} on {ranks_text(where, _SHOWN)}" for value, where in holders.items()]
             found.append(f"{name} is {', '.join(sides)}")
-    more = len(found) - _SHOWN
-    return [*found[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
+    return first_lines(found, _SHOWN)
 
 
 AsSet = Callable[[str, tuple[int, ...], SetGroups | None], ProcessSet]  # of a name, ranks, and their process groups

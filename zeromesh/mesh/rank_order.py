@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, TypeVar
 
 from zeromesh.errors import ConfigError, counted, plural, ranks_text, some
@@ -34,12 +35,9 @@ def rank_order(locations: Sequence[ProcessLocation], order: Order = "topology") 
     if order == "launch":
         return tuple(world)
     if order == "topology":
-        first: dict[tuple[str, int | None], int] = {}
-        for process, location in enumerate(locations):
-            first.setdefault((location.host, None), process)
-            first.setdefault((location.host, location.island), process)
-        keys = [(first[location.host, None], first[location.host, location.island]) for location in locations]
-        return tuple(sorted(world, key=keys.__getitem__))
+        hosts = grouped((location.host, process) for process, location in enumerate(locations)).values()
+        islands = (grouped((locations[each].island, each) for each in host).values() for host in hosts)
+        return tuple(chain.from_iterable(chain.from_iterable(islands)))
     numbers = tuple(order)
     if sorted(numbers) != list(world) or numbers[0] != 0:
         why = f"order of ranks: got {list(numbers)}; allowed are topology, launch, or the numbers 0 to {len(world) - 1}"

@@ -21,6 +21,7 @@ import xxhash
 from zeromesh.comm.transport import Reduction
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
+from zeromesh.intervals import grouped
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -106,10 +107,8 @@ class GradientReducer:
         self.with_gradient[id(bucket)].add(index)
         again = index in arrivals.arrived
         if self.digests is not None and not again:  # A second gradient may be added to the first already.
-            number = self._mesh.watch.microbatch
-            self.digests[number] = (self.digests[number] + _digest(bucket, index)) % (
-                1 << 64
-            )  # in any order of parameters
+            number = self._mesh.watch.microbatch  # A sum does not depend on the order of parameters.
+            self.digests[number] = (self.digests[number] + _digest(bucket, index)) % (1 << 64)
         arrivals.arrived.add(index)
         arrivals.missing -= not again
         if self._on_stream:
@@ -363,14 +362,6 @@ class GradientShards:
         self._ordered: list[Transfer] = []  # to the host, which the device's later work is already ordered after
         self._norms: dict[int, torch.Tensor] = {}
 
-    def require_room(self, buckets: Iterable[Bucket]) -> None:
-        """Raise `StorageError` before training if a step's shards would not fit beside all other states."""
-        if self._keeps_memory or self._pass_through:
-            return
-        nbytes = sum(bucket.length for bucket in buckets) * self._dtype.itemsize
-        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, nbytes)
-        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -nbytes)
-
     def begin_step(self) -> None:
         self._norms.clear()
         self._ordered.clear()
@@ -481,11 +472,9 @@ class ReplicaGroups:
         if mesh.model_size == 1:
             return
         shared = sorted({bucket.shared_by for bucket in buckets} - {()})
-        sharers: dict[Positions, list[int]] = {}
-        for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
-            for row in rows:
-                sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
-        for positions, ranks in sorted(sharers.items()):
+        rows = mesh.world.gather_json(shared, "who shares parameters")
+        pairs = ((tuple((axis, tuple(at)) for axis, at in row), rank) for rank, own in enumerate(rows) for row in own)
+        for positions, ranks in sorted(grouped(pairs).items()):
             # The mesh keeps these process sets, so that the next engine on it finds them.
             name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
             axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]

@@ -25,8 +25,8 @@ from zeromesh.optim import fused_optimizer
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.optim.journal import Journal
-from zeromesh.options import Placement, ScalerSettings, ZeroOptions
-from zeromesh.settings.keys import AverageSettings, UpdateOn
+from zeromesh.options import Placement, ZeroOptions
+from zeromesh.settings.keys import AverageSettings, ScalerSettings, UpdateOn
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -58,7 +58,7 @@ class LossScaler:
             return
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
-            self.scale = max(settings.smallest, self.scale * settings.backoff_factor)
+            self.scale = max(1.0, self.scale * settings.backoff_factor)
         elif self.good_steps == settings.growth_interval:
             self.scale, self.good_steps = self.scale * settings.growth_factor, 0
 
@@ -193,7 +193,6 @@ class OptimizerStep:
         self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         self._make_optimizers()
-        gradients.shards.require_room(self._buckets)
         gradients.on_summed = self._update_ready
         self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
@@ -219,9 +218,8 @@ class OptimizerStep:
         )
         self._stream = self._make_stream(device)
         self.journal: Journal | None = None
-        self.step_note: Any = (
-            None  # What the caller wants to know of a step that another process finishes; JSON can express it.
-        )
+        self.step_note: Any = None
+        """What the caller wants to know of a step that another process finishes; JSON can express it."""
 
     @property
     def can_be_finished_by_others(self) -> bool:

@@ -185,7 +185,7 @@ class OptimizerKeys:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScalerKeys:
+class ScalerSettings:
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
     initial_scale: Positive = 65536.0

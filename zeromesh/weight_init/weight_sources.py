@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeromesh.errors import ConfigError, LayoutError, some, summary
 from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
-from zeromesh.intervals import Interval
+from zeromesh.intervals import Interval, grouped
 from zeromesh.rng import seed_of
 
 Table = Literal["_parameters", "_buffers"]
@@ -296,11 +296,9 @@ class SeededSource(BuiltSource):
         super().__init__(model)
         self.skeleton = Skeleton(model)
         self._seed = seed
-        self._owned: dict[str, list[str]] = {}  # the names of each module's own parameters on meta
-        for name, value in self._values.items():
-            if value.is_meta and name not in self._elsewhere:
-                owner, _, leaf = name.rpartition(".")
-                self._owned.setdefault(owner, []).append(leaf)
+        drawn = (name for name, value in self._values.items() if value.is_meta and name not in self._elsewhere)
+        self._owned = grouped((owner, leaf) for owner, _, leaf in (name.rpartition(".") for name in drawn))
+        """The names of each module's own parameters on meta."""
         self._drawn: dict[str, Mapping[str, torch.Tensor]] = {}
 
     def _draw(self, name: str) -> torch.Tensor:

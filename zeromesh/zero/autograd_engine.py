@@ -129,7 +129,8 @@ class AutogradPasses(Passes):
             if self.mode is PassMode.FORWARD:
                 on_gradient_of(tensors_in(output), self._on_reached(unit, self._progress.calls - 1))
 
-        for each in [each for each in self._inner[unit.index] if len(each[0]._forward_hooks) > each[1]]:
+        followed = self._inner[unit.index] if self._releases and self.mode is PassMode.FORWARD else ()
+        for each in [each for each in followed if len(each[0]._forward_hooks) > each[1]]:
             self._inner[unit.index].remove(each)
             self._hook_after(each[0], after)
 
@@ -156,13 +157,11 @@ class AutogradPasses(Passes):
                 self.end()  # The open forward's results were dropped, or an evaluation has failed.
         self.require_no_failure()
         super().before_forward(unit)
-        if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_new_hooks(unit)
+        self._follow_new_hooks(unit)
 
     def before_part(self, module: nn.Module) -> None:
         super().before_part(module)
-        if self._releases and self.mode is PassMode.FORWARD:
-            self._follow_new_hooks(self.units[0])
+        self._follow_new_hooks(self.units[0])
 
     def after_forward(self, unit: Unit, output: Any) -> None:
         super().after_forward(unit, output)

@@ -17,7 +17,7 @@ from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_l
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
 from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
-from zeromesh.intervals import ALIGNMENT, Interval
+from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, tensor_bytes
@@ -125,12 +125,10 @@ class CheckpointState:
         for bucket in self._buckets:
             bucket.buffer.wait()  # An update starts gathers, which write the buffer.
         world = self._mesh.world
-        holders: dict[str, dict[int, str]] = {}
-        for rank, row in zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True):
-            for what, value in row.items():
-                holders.setdefault(what, {})[rank] = value
+        rows = zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True)
+        holders = grouped((what, (rank, value)) for rank, row in rows for what, value in row.items())
         lines = []
-        for what, digests in holders.items():
+        for what, digests in ((what, dict(pairs)) for what, pairs in holders.items()):
             most, count = Counter(digests.values()).most_common(1)[0]
             others = [rank for rank, digest in digests.items() if digest != most]
             alike = [rank for rank in digests if rank not in others]

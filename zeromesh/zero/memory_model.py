@@ -84,20 +84,30 @@ class MemoryModel:
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
-        tiers = {tier: Counter[Purpose]() for tier in Tier}
-        tiers[Tier.DEVICE][Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
+        memory, host, files = (Counter[Purpose]() for _ in range(3))
+        memory[Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
         for ranks, layouts in grouped((layout.parts, layout) for layout in self._trained).items():
             kind, slot = "local" if ranks == 1 else transport, slot_bytes(layouts, options, device)
-            tiers[Tier.DEVICE][Purpose.GRADIENT_BUCKETS] += ring_bytes(kind, options.gradient_slots, slot)
-        self._add_bytes(tiers)
+            memory[Purpose.GRADIENT_BUCKETS] += ring_bytes(kind, options.gradient_slots, slot)
+        # Where ranks compute on a CPU, host memory is device memory.
+        hosted = host if is_accelerator(device) else memory
+        self._add_bytes({Tier.DEVICE: memory, Tier.HOST: hosted, Tier.FILE: files})
         self.terms, self.host_terms, self.files = (
-            {purpose: tiers[tier][purpose] for purpose in Purpose if tiers[tier][purpose]}
-            for tier in (Tier.DEVICE, Tier.HOST, Tier.FILE)
+            {purpose: each[purpose] for purpose in Purpose if each[purpose]} for each in (memory, host, files)
         )
 
     @property
     def total(self) -> int:
         return sum(self.terms.values()) + self.gathered + self.transit_bytes
+
+    @property
+    def snapshot(self) -> int:
+        """Bytes of a copy of this rank's states as they are read, with moments decoded, without weights that are not trained."""
+        options = self._options
+        wide = [options.precision.master, *moment_dtypes(options.optimizer, options.precision.sums).values()]
+        wide += [options.precision.master] if options.average is not None else []
+        wide += [torch.bfloat16] if options.precision.compensated else []
+        return sum(map(self._length, self._trained)) * sum(each.itemsize for each in wide)
 
     @cached_property
     def moved(self) -> Mapping[int, tuple[int, Counter[torch.dtype]]]:
@@ -120,17 +130,15 @@ class MemoryModel:
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
-        # Where ranks compute on a CPU, host memory is device memory.
-        hosted = tiers[Tier.HOST] if is_accelerator(self._device) else memory
         for layout, stays, count in self._buckets:
             for purpose, lengths, choice in self._shard_tensors(layout, stays=stays):
-                for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+                for tier, placed in tiers.items():
                     places = 2 if options.offload.durable and tier is Tier.FILE and purpose in DURABLE else 1
                     for dtype, numel in lengths.items():
                         placed[purpose] += places * choice.numel_on(tier, numel) * dtype.itemsize * count
         if (own_class := options.optimizer.own_class) is not None and own_class.whole:
             nbytes = most_owned_nbytes(self._trained, own_class, self._parts, options.precision.master)
-            for tier, placed in ((Tier.DEVICE, memory), (Tier.HOST, hosted), (Tier.FILE, files)):
+            for tier, placed in tiers.items():
                 placed[Purpose.MOMENTS] += options.offload.optimizer.numel_on(tier, nbytes)
         sums = options.precision.sums.itemsize
         if options.gradients_pass_through:
@@ -139,7 +147,7 @@ class MemoryModel:
             memory[Purpose.PARTIAL_GRADIENTS] += sum(each.padded for each in self._trained if each.parts > 1) * sums
         memory[Purpose.STAGING] += self._staging_bytes()
         kinds = {options.offload.durable and purpose in DURABLE for purpose, nbytes in files.items() if nbytes}
-        hosted[Purpose.STAGING] += THREAD_BYTES * len(kinds)
+        tiers[Tier.HOST][Purpose.STAGING] += THREAD_BYTES * len(kinds)
 
     def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length

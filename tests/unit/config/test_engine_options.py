@@ -17,8 +17,8 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import STAGING_BYTES, TierChoice
 from zeromesh.optim.fused_optimizer import GroupRules, hyperparameters, moment_dtypes
 from zeromesh.optim.optimizer_step import LossScaler
-from zeromesh.options import OffloadOptions, OptimizerClass, OptimizerSettings, Precision, ScalerSettings, ZeroOptions
-from zeromesh.settings.keys import AverageSettings
+from zeromesh.options import OffloadOptions, OptimizerClass, OptimizerSettings, Precision, ZeroOptions
+from zeromesh.settings.keys import AverageSettings, ScalerSettings
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.setup.engine_options import biases_and_norms, engine_options
 from zeromesh.units.unit import all_buckets
@@ -220,11 +220,7 @@ def test_what_an_engine_refuses_of_a_model(alone: Mesh) -> None:
     ("settings", "overflows", "scales"),
     [
         (ScalerSettings(initial_scale=4.0, growth_interval=2), "1110000", [2.0, 1.0, 1.0, 1.0, 2.0, 2.0, 4.0]),
-        (
-            ScalerSettings(initial_scale=8.0, growth_interval=2, smallest=2.0),
-            "00010111",
-            [8.0, 16.0, 16.0, 8.0, 8.0, 4.0, 2.0, 2.0],
-        ),
+        (ScalerSettings(initial_scale=4.0, growth_interval=2), "00010111", [4.0, 8.0, 8.0, 4.0, 4.0, 2.0, 1.0, 1.0]),
         (None, "1", [1.0]),
     ],
 )

@@ -1,5 +1,6 @@
 """An estimate's seconds and bytes, term by term, beside the formulas of the machine's figures."""
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from tests.unit.planning.test_planner import _card, _config, _on_card
 from zeromesh.offload import Purpose, TierChoice
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.trainer.planning.auto import subject_of
-from zeromesh.trainer.planning.estimate import GATHERED, LIBRARY, Estimate, Estimator
+from zeromesh.trainer.planning.estimate import ACTIVATIONS, GATHERED, LIBRARY, Estimate, Estimator
 from zeromesh.trainer.planning.layouts import Layout
 from zeromesh.trainer.planning.subject import Subject
 
@@ -25,7 +26,7 @@ def subject() -> Subject:
 
 @pytest.fixture(scope="module")
 def on_card() -> Subject:
-    return _on_card()
+    return _on_card("recovery.memory=off")
 
 
 @pytest.mark.parametrize(
@@ -188,3 +189,38 @@ def test_what_a_run_compares_has_the_ledgers_names(on_card: Subject) -> None:
     }
     assert "libraries" not in check.memory["device"]
     assert set(Estimator(on_card, _card(), 2).estimate(Layout()).check().memory) == {"device"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "hosts", "copies"),
+    [
+        ((), 1, 2),
+        (("recovery.copies=1",), 1, 2),
+        (("recovery.copies=1",), 2, 4),
+        (("recovery.memory=off", "recovery.copies=1"), 2, 4),
+        (("recovery.survivors=end",), 1, 0),
+    ],
+)
+def test_snapshots_are_counted_in_the_memory_of_the_host(keys: tuple[str, ...], hosts: int, copies: int) -> None:
+    """Master weights and two moments in float32, two copies or four; none where they take more than half of what is left."""
+    with closing(_on_card(*keys)) as subject:
+        card, layout = _card(), Layout(shard=2 * hosts, optimizer=HOST)
+        found = Estimator(subject, card, 2).estimate(layout)
+        states = sum(found.host[each.value] for each in (Purpose.MASTER, Purpose.MOMENTS))
+        assert found.host.get(Purpose.SNAPSHOTS.value, 0) == copies * states
+        host = card.host.model_copy(update={"memory_bytes": 2 * (found.host_bytes + copies * states - 1)})
+        small = Estimator(subject, card.model_copy(update={"host": host}), 2).estimate(layout)
+        assert Purpose.SNAPSHOTS.value not in small.host
+
+
+def test_the_largest_share_of_samples_counts() -> None:
+    found = []
+    for keys in ((), ("batch.balance=[1,3]",), ("batch.balance=speed",)):
+        with closing(subject_of(_config("batch.micro_size=2", "batch.global_size=8", *keys))) as subject:
+            found.append(Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, micro=2, accumulation=1)))
+            if keys == ():
+                large = Estimator(subject, MACHINE, 2).estimate(Layout(shard=2, micro=3))
+    usual, shares, speed = (each.device for each in found)
+    assert shares[ACTIVATIONS] == large.device[ACTIVATIONS] > usual[ACTIVATIONS]
+    assert speed[ACTIVATIONS] > shares[ACTIVATIONS]
+    assert found[1].seconds == found[0].seconds

@@ -10,7 +10,6 @@ from torch import nn
 
 from tests.support.state_groups import state_group
 from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduction, sum_in_order
-from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TieredTensor, Tiers
@@ -245,13 +244,8 @@ def test_buckets_that_stages_share_are_summed_last_in_the_order_of_names() -> No
 def test_shards_on_their_way_are_bounded_and_counted() -> None:
     """Three shards of 64 fp32 elements: two at a time leave the device, with the norms of the last sums until the next step."""
     buckets = [bucket_of(number) for number in range(3)]
-    tiers = Tiers(device=torch.device("cpu"), ledger=Ledger({Tier.DEVICE: 768}))
+    tiers = Tiers(device=torch.device("cpu"), ledger=Ledger())
     shards = GradientShards(ZeroOptions(accumulation=1), tiers)
-    shards.require_room(buckets)
-    with pytest.raises(StorageError):
-        shards.require_room([*buckets, bucket_of(3)])
-    # What is kept from step to step is counted already.
-    GradientShards(ZeroOptions(accumulation=2), tiers).require_room([*buckets, bucket_of(3)])
     counted = []
     for number, bucket in enumerate(buckets):
         bucket.grad_rest = TieredTensor.of(torch.zeros(64), Tier.HOST)

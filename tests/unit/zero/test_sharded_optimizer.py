@@ -13,7 +13,8 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.options import Precision, ScalerSettings, ZeroOptions
+from zeromesh.options import Precision, ZeroOptions
+from zeromesh.settings.keys import ScalerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
 

@@ -111,7 +111,7 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
         return 2 * self.context if self.context > 1 else 1
 
 
-class LossScaleSection(Section, keys.ScalerKeys):  # type: ignore[misc]  # pydantic freezes it too
+class LossScaleSection(Section, keys.ScalerSettings):  # type: ignore[misc]  # pydantic freezes it too
     """The dynamic loss scale of float16, as in torch.amp.GradScaler. Other compute dtypes do not read it."""
 
 

@@ -249,10 +249,6 @@ class Stages:
                 self.model.get_submodule(parent)._parameters[leaf] = best
 
 
-if TYPE_CHECKING:
-    from zeromesh.tensor.layers import SequenceShares
-
-
 @dataclass(slots=True)
 class StageSlot:
     """The hidden states that the running stage has received and will send. All stubs of a model share one slot."""
