@@ -193,6 +193,11 @@ def refused(mesh: Mesh, folder: str) -> None:
 
 def resumed(mesh: Mesh, folder: str, axes: Mapping[str, Any], steps: int) -> list[float]:
     """Steps of one run, on other axes each time it goes on."""
+    return gone_on(llama, packed(), folder, axes, steps)
+
+
+def gone_on(build: Any, data: Any, folder: str, axes: Mapping[str, Any], steps: int) -> list[float]:
+    """The losses of a run up to this step, which goes on where it has ended before."""
     config = settings(
         folder,
         parallel=dict(axes),
@@ -200,7 +205,7 @@ def resumed(mesh: Mesh, folder: str, axes: Mapping[str, Any], steps: int) -> lis
         run={"max_steps": steps},
         checkpoint={"every_steps": 2, "resume": "auto"},
     )
-    with Trainer(seeded(llama), config, packed()) as trainer:
+    with Trainer(seeded(build), config, data) as trainer:
         return list(trainer.fit().losses)
 
 

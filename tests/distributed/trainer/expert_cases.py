@@ -9,7 +9,7 @@ import torch
 import transformers as tf
 
 import zeromesh
-from tests.distributed.trainer.context_cases import EXPERTS, LATENT
+from tests.distributed.trainer.context_cases import EXPERTS, LATENT, gone_on
 from tests.distributed.trainer.lora_cases import _with_experts
 from tests.support.architecture_cases import differences
 from tests.support.plain import error_of, fitted
@@ -141,15 +141,7 @@ def stages_alike(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
 
 def resumed(mesh: Mesh, folder: str, axes: Mapping[str, Any], steps: int) -> list[float]:
     """Steps of one run, on other axes each time it goes on."""
-    config = settings(
-        folder,
-        parallel=dict(axes),
-        schedule={"name": "constant_with_warmup"},
-        run={"max_steps": steps},
-        checkpoint={"every_steps": 2, "resume": "auto"},
-    )
-    with Trainer(seeded(_mixtral), config, sentences()) as trainer:
-        return list(trainer.fit().losses)
+    return gone_on(_mixtral, sentences(), folder, axes, steps)
 
 
 def saved(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
