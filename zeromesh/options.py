@@ -228,6 +228,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         twice = self.evaluates_average and self.average is not None and self.average.decay
         narrowed, rounded = whole and (masterless or states != "float32"), masterless and self.average is not None
         narrow_average = self.evaluates_average and states != "float32"
+        divided = self.replicas == "divided"
         problems = {
             "offload.durable needs states that are all on files; set offload.optimizer to file": durable and partly,
             f"offload.durable cannot run with {key}, which changes states early": durable and inside,
@@ -237,6 +238,9 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
+            "zero.replicas is divided, and zero.stage 0 divides nothing; set zero.stage to 1, 2 or 3": divided and not self.stage,
+            "zero.replicas divided cannot run with an optimizer that needs whole tensors; set it to whole": divided and whole,
+            f"{key} cannot run with zero.replicas divided, whose replicas update at the end of a step": inside and divided,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
@@ -253,6 +257,10 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     def alignment(self) -> int:
         """The elements of which parameters and shards begin at a multiple: whole blocks of moments that rest in blocks."""
         return self.optimizer.format.block or ALIGNMENT
+
+    def dividing(self, replicas: int) -> int:
+        """Return the number of ranks, of `replicas` that hold one shard, which divide its states among them."""
+        return replicas if self.replicas == "divided" else 1
 
     @property
     def evaluates_average(self) -> bool:
@@ -275,6 +283,12 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         `device`: sums over several microbatches, and offloaded shards. Otherwise they use memory just freed by activations."""
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves_device(device)
         return self.accumulation > 1 or resting or self.gradients_outlive
+
+    def resting_gradients(self, part: int, shard: int, device: torch.device) -> int:
+        """Return the elements of a gradient shard's lasting memory: the whole `shard` where it is reduced into it, or sums of
+        microbatches rest there; its `part` that this rank updates where only sums of whole steps do."""
+        final = self.accumulation == 1 or self.sums_before_reducing
+        return part if final and self.offload.gradients_at.leaves_device(device) else shard
 
     @property
     def sums_before_reducing(self) -> bool:

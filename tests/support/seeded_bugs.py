@@ -193,10 +193,10 @@ def _unshared(layout: Mapping[str, Any], named: str = "", *, ranks: int = 2) -> 
 
     def register(of: Callable[..., Any]) -> Callable[..., Any]:
         def planted(start: Any, self: ReplicaGroups, bucket: Bucket, gradient: torch.Tensor) -> Any:
-            return None if of(bucket) else start(self, bucket, gradient)
+            return Reduction(lambda: True, lambda: None) if of(bucket) else start(self, bucket, gradient)
 
         name = of.__name__.replace("_", "-")
-        return seeded(ReplicaGroups, "all_reduce_async", layout, named, ranks=ranks, name=name)(planted)
+        return seeded(ReplicaGroups, "sum_async", layout, named, ranks=ranks, name=name)(planted)
 
     return register
 
@@ -207,7 +207,7 @@ def sequence_norms_unsummed(bucket: Bucket) -> bool:
     return "tensor" in dict(bucket.spec.shared_by) and _holds(bucket, "norm")
 
 
-@seeded(ReplicaGroups, "all_reduce_async", {**_TENSOR, "model.config.num_key_value_heads": 1}, r"[kv]_proj")
+@seeded(ReplicaGroups, "sum_async", {**_TENSOR, "model.config.num_key_value_heads": 1}, r"[kv]_proj")
 def shared_heads_averaged(start: Any, self: ReplicaGroups, bucket: Bucket, gradient: torch.Tensor) -> Any:
     """Gradients of key and value heads that several tensor ranks hold are averaged over them, not summed."""
     holders = dict(bucket.spec.shared_by).get("tensor")

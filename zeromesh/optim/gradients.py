@@ -2,7 +2,8 @@
 
     autograd --copy--> slot of the ring --launch--> reduction in flight --finish--> bucket.grad
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
-    bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`)
+    bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`);
+                  where replicas divide states, each keeps the sum of its part, at the beginning of the shard's memory
 
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. While no slot is
 free, gradients stay on `.grad` until backward leaves the unit. On a device the host runs ahead of the kernels and cannot query when
@@ -18,15 +19,17 @@ from functools import cache, partial
 import torch
 import xxhash
 
-from zeromesh.comm.transport import Reduction
+from zeromesh.comm.transport import Reduction, sum_in_order
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import Positions
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
+from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.units.unit import Bucket
 
 _SUMMED = Reduction(lambda: True, lambda: None)
@@ -69,8 +72,8 @@ class GradientReducer:
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
-        self._sums: dict[int, Callable[[], None]] = {}  # what waits for the sum over replicas, by the bucket's id
-        self._to_offload: deque[Bucket] = deque()
+        self._sums: dict[int, tuple[Bucket, Reduction]] = {}  # the sums over replicas that have started, by the bucket's id
+        self._to_sum: deque[Bucket] = deque()  # summed over the ranks of the group, with no room yet for the sum over replicas
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
@@ -146,6 +149,7 @@ class GradientReducer:
             if not reduction.ready():
                 break
             self._finish_oldest()
+        self._advance_sums()
 
     def flush(self) -> None:
         """End a backward: launch the remaining buckets, with zeros for missing gradients, and finish all reductions and sums."""
@@ -233,31 +237,38 @@ class GradientReducer:
             self._sum_replicas(bucket)
 
     def _sum_replicas(self, bucket: Bucket) -> None:
-        wait = self.replicas.all_reduce_async(bucket, gradient_of(bucket))
-        if wait is not None:
-            self._sums[id(bucket)] = wait
+        self._to_sum.append(bucket)
+        self._advance_sums()
         if self.updates_in_backward:
             self.on_summed(bucket)
-        elif bucket.grad_rest is not None:
-            self._to_offload.append(bucket)
-            self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
 
-    def _offload(self, but: int) -> None:
-        while len(self._to_offload) > but:
-            bucket = self._to_offload.popleft()
+    def _advance_sums(self, *, wait: bool = False) -> None:
+        """Start the sums over replicas that are due, of divided shards `MOST_SUMS` at a time, as each takes memory, and finish those
+        that are complete, in order. Only with `wait`, at the end of a backward, does the host wait for replicas: before, those that
+        this rank waits for might wait, through ranks of other groups, for what it would do next."""
+        while self._to_sum or self._sums:
+            while self._to_sum and not (self._to_sum[0].divided and len(self._sums) >= MOST_SUMS):
+                bucket = self._to_sum.popleft()
+                self._sums[id(bucket)] = bucket, self.replicas.sum_async(bucket, gradient_of(bucket))
+            bucket, reduction = next(iter(self._sums.values()))
+            # A stream that waits holds up only the work after it, which all ranks launch in one order.
+            soon = self._on_stream and len(self._sums) > 1 and (bucket.divided or bucket.grad_rest is not None)
+            if not wait and not (soon if self._on_stream else reduction.ready()):
+                return
             self.complete(bucket)
-            self.shards.offload(bucket, last=True)
 
     def complete(self, bucket: Bucket) -> None:
-        """Wait for the sum of a bucket over its replicas."""
-        self._sums.pop(id(bucket), lambda: None)()
+        """Wait for the sum of a bucket over its replicas, and offload it unless backward updates by it."""
+        if id(bucket) in self._sums:
+            self._sums.pop(id(bucket))[1].finish()
+            self.shards.keep_part(bucket)
+            if not self.updates_in_backward:
+                self.shards.offload(bucket, last=True)
 
     def _wait_for_sums(self) -> None:
         """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
         if not self.updates_in_backward:
-            self._offload(but=0)
-            while self._sums:
-                self._sums.pop(next(iter(self._sums)))()
+            self._advance_sums(wait=True)
         self.shards.order_offloads()
 
     def sum_tied(self) -> None:
@@ -269,7 +280,7 @@ class GradientReducer:
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """Drop the gradients of a step that has ended early."""
-        for pending in (self._to_offload, self._tied, self._sums):
+        for pending in (self._to_sum, self._tied, self._sums):
             pending.clear()
         self.shards.abandon(buckets)
 
@@ -280,8 +291,8 @@ class GradientReducer:
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         alone = bucket.group.ranks.size == 1  # Its own sums are the result.
-        if alone and bucket.grad is None:
-            self.shards.allocate(bucket)
+        if alone and (bucket.grad is None or (bucket.divided and self._first_microbatch)):
+            self.shards.allocate(bucket)  # The part of an earlier sum may lie where there are gaps.
             _zero_gaps(gradient_of(bucket), bucket)
         target = bucket.grad if alone else bucket.partial
         if target is None:
@@ -301,7 +312,7 @@ class GradientReducer:
         bucket, reduction = self._in_flight.popleft()
         with self._mesh.recorder.range("finish reducing", bucket.name):
             reduction.finish()
-        if bucket.length == bucket.layout.shard_length:
+        if bucket.held.length == bucket.layout.shard_length:
             self._after_reduction(bucket)
         else:
             self._unfinished_wholes.append((bucket, reduction))
@@ -347,6 +358,7 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
 
 
 MOST_OFFLOADS = 2  # gradient shards that may be in transfer to another tier at a time
+MOST_SUMS = 2  # sums of divided shards that may be in flight at a time
 
 
 class GradientShards:
@@ -400,7 +412,7 @@ class GradientShards:
     def _allocate_grad(self, bucket: Bucket) -> torch.Tensor:
         while len(self._offloading) >= MOST_OFFLOADS:
             self._order_oldest()
-        length = bucket.length
+        length = bucket.held.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
@@ -414,11 +426,19 @@ class GradientShards:
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)
-        grad = gradient_of(bucket)
+        grad = memory = gradient_of(bucket)
         if last:
+            grad = memory[: bucket.length]
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
-        self._offloading.append((bucket.grad_rest.write(0, grad), grad.nbytes))
+        self._offloading.append((bucket.grad_rest.write(0, grad), memory.nbytes))
         bucket.grad = None
+
+    def keep_part(self, bucket: Bucket) -> None:
+        """Release the memory of a summed shard beyond this rank's part of it, if replicas divide it and it is not needed again."""
+        if bucket.divided and bucket.grad_rest is None and not self._keeps_memory:
+            whole = gradient_of(bucket)
+            bucket.grad = whole[: bucket.length].clone()
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, bucket.grad.nbytes - whole.nbytes)
 
     def order_offloads(self) -> None:
         """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
@@ -450,7 +470,7 @@ class GradientShards:
         """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""
         norm = self._norms.get(id(bucket))
         if norm is None and bucket.grad is not None:
-            norm = torch.linalg.vector_norm(bucket.grad)
+            norm = torch.linalg.vector_norm(bucket.grad[: bucket.length])
         return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if norm is None else norm
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
@@ -475,7 +495,7 @@ class ReplicaGroups:
     these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
 
     def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
-        self._coordinate = mesh.coordinate
+        self._coordinate, self._shape = mesh.coordinate, mesh.shape
         self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
         """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         if mesh.model_size == 1:
@@ -499,7 +519,24 @@ class ReplicaGroups:
         """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it for the same samples."""
         return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
 
-    def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Start to sum a gradient shard in place over its sharers. Returns a call that waits; None if no other rank shares it."""
-        ranks = self.sets[bucket.shared_by]
-        return ranks.all_reduce_async(gradient, f"sum of gradients over {ranks.name}") if ranks.size > 1 else None
+    def sum_async(self, bucket: Bucket, gradient: torch.Tensor) -> Reduction:
+        """Start to sum a gradient shard in place over its sharers: all of it, or where these divide its states this rank's part, in
+        rank order, into its beginning."""
+        ranks, what = self.sets[bucket.shared_by], "sum of gradients over replicas"
+        if ranks.size == 1:
+            return _SUMMED
+        if not bucket.divided:
+            whole = ranks.all_reduce_async(gradient, what)
+            return Reduction(whole.done, whole.wait)
+        parts, kind = gradient.split(bucket.length), Collective.REDUCE_SCATTER
+        wanted = [parts[self._shape.coordinate(rank)["replicate"]] for rank in ranks.ranks]
+        given = gradient if len(wanted) == len(parts) else torch.cat(wanted)
+        received = torch.empty_like(given)
+        launched = ranks.start(Collective.ALL_TO_ALL, CollectiveCall(received, given, what, counts_as=kind))
+
+        def finish() -> None:
+            launched.wait()
+            with ranks.traffic.timed(kind):
+                sum_in_order(gradient[: bucket.length], received.split(bucket.length), add=False)
+
+        return Reduction(launched.done, finish)

@@ -312,7 +312,7 @@ class OptimizerStep:
 
     def _counts(self, bucket: Bucket) -> bool:
         """Return True if this rank adds a bucket's gradients to the norm, as one of the ranks that update the same elements."""
-        first = not self._mesh.replicate.index and not (self._replicated and bucket.group.ranks.index)
+        first = bucket.divided or not (self._mesh.replicate.index or (self._replicated and bucket.group.ranks.index))
         return first and self.gradients.replicas.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
@@ -386,6 +386,11 @@ class OptimizerStep:
         if not skip and not is_accelerator(self._stream.device):
             self.gradients.shards.wait()
         self._change_states(() if skip else due, factor, skip=skip)
+        # All gathers are started before the first is waited for.
+        shared = [(bucket, bucket.share_copy()) for bucket in due if bucket.divided and not skip]
+        for bucket, wait in shared:
+            wait()
+            bucket.buffer.end_write()
 
     def _change_states(self, due: Sequence[Bucket], factor: float, *, skip: bool) -> None:
         for number, bucket in enumerate(due):
@@ -508,7 +513,8 @@ class OptimizerStep:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
                 self._stream.run(list(self._rows(bucket)), compute, ahead)
-            bucket.buffer.end_write()
+            if not bucket.divided:
+                bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterable[StreamRow]:
         uses = self._operands(bucket, averaging=self._due_averages is not None)
@@ -523,6 +529,6 @@ class OptimizerStep:
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
         if not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
             uses.append(StreamOperand(tensor=summed, mode=Access.READ))
-        if bucket.copy is not None:
-            uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
+        if (copy := bucket.own_copy) is not None:
+            uses.append(StreamOperand(tensor=copy, mode=Access.WRITE))
         return uses

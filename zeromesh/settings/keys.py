@@ -85,6 +85,9 @@ class ZeroKeys:
 
     stage: Annotated[Whole, Ge(0), Le(3)] = 3
     """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    replicas: Literal["whole", "divided"] = "whole"
+    """What `parallel.replicate` replicas have of a shard. whole: all its states, and they sum its gradients once a step. divided:
+    its parameters, and a part of its master weights, moments and final gradients each: less memory, and less traffic."""
     prefetch: CountOrOff = 1
     """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"

@@ -23,9 +23,11 @@ from zeromesh.comm.transport import GatherBuffer, Transport
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
+from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.telemetry.step_recorder import Collective
 
 _ATTRIBUTES = (
     "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
@@ -134,9 +136,10 @@ class UseCallback:
 @dataclass(eq=False, slots=True)
 class StateGroup:
     """The ranks that share the states of some buckets. `transport` moves their parameters, and `reduction` their gradients, in
-    slots of `slot_bytes`; they are one object if both are sharded."""
+    slots of `slot_bytes`; they are one object if both are sharded. `replicas` are the ranks with the same shards as this one."""
 
     ranks: ProcessSet
+    replicas: ProcessSet
     transport: Transport
     reduction: Transport
     slot_bytes: int
@@ -151,9 +154,13 @@ class Bucket:
     group: StateGroup
     parameters: Sequence[nn.Parameter]
     buffer: GatherBuffer
+    held: Interval
+    """The elements whose parameters, and gradients in sum over the ranks of the group, this rank has: its shard, or all of them."""
     interval: Interval
+    """The elements whose states this rank has and updates: those that are `held`, or a part where replicas divide them."""
     master: TieredTensor
     copy: TieredTensor | None
+    """What is gathered of the elements that are `held`, in place of the master weights; None: it is they themselves."""
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -163,7 +170,7 @@ class Bucket:
         self.dtype = self.spec.dtype
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        self.length = self.interval.length  # the number of elements that this rank updates: its shard, or all of them
+        self.set_interval(self.interval)
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()
@@ -190,8 +197,42 @@ class Bucket:
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
+    def set_interval(self, interval: Interval) -> None:
+        self.interval, self.length = interval, interval.length
+        self.divided = self.length < self.held.length
+        """True if replicas divide the states; a frozen bucket has none."""
+
     def summed_gradient(self) -> TieredTensor | None:
-        return self.grad_rest if self.grad is None else TieredTensor.of(self.grad)
+        """The sum of a whole step. Of a shard that replicas divide, this rank's part is at the beginning of the shard's memory."""
+        summed = self.grad_rest if self.grad is None else TieredTensor.of(self.grad)
+        return summed.slice(0, self.length) if summed is not None and self.divided else summed
+
+    @property
+    def own_copy(self) -> TieredTensor | None:
+        """The part of the copy whose master weights this rank has."""
+        if self.copy is None or not self.divided:
+            return self.copy
+        own = self.interval.after(self.held.start)
+        return self.copy.slice(own.start, own.end)
+
+    def share_copy(self) -> Callable[[], None]:
+        """Start to gather a shard that replicas divide, of which each has written its part; returns a call that waits for it."""
+        copy, own, replicas = self.copy, self.own_copy, self.group.replicas
+        if copy is None or own is None or not self.divided:
+            return lambda: None
+        found, place = copy.whole(self.buffer.full.device), self.interval.after(self.held.start)
+        whole = torch.empty(copy.numel, dtype=copy.dtype, device=self.buffer.full.device) if found is None else found
+        if found is None:
+            own.read(0, whole[place.start : place.end]).wait()
+        call = CollectiveCall(whole, whole[place.start : place.end], f"gather of {self.name} from replicas")
+        launched = replicas.start(Collective.ALL_GATHER, call)
+
+        def finish() -> None:
+            launched.wait()
+            if found is None:
+                copy.write(0, whole).wait()
+
+        return finish
 
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         on_use = staticmethod(self.use_callback)

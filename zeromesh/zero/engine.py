@@ -348,9 +348,10 @@ class ZeroEngine:
             raise
         self._inconsistent = False
         for bucket in self._buckets:
-            if bucket.copy is not None:
+            if (copy := bucket.own_copy) is not None:
                 shown = bucket.average if self._shows_averages else None
-                bucket.copy.copy_from(bucket.master if shown is None else shown)
+                copy.copy_from(bucket.master if shown is None else shown)
+            bucket.share_copy()()
             bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages
