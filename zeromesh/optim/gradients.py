@@ -249,6 +249,7 @@ class GradientReducer:
         while self._to_sum or self._sums:
             while self._to_sum and not (self._to_sum[0].divided and len(self._sums) >= MOST_SUMS):
                 bucket = self._to_sum.popleft()
+                self.shards.count_received(bucket, 1)
                 self._sums[id(bucket)] = bucket, self.replicas.sum_async(bucket, gradient_of(bucket))
             bucket, reduction = next(iter(self._sums.values()))
             # A stream that waits holds up only the work after it, which all ranks launch in one order.
@@ -261,6 +262,7 @@ class GradientReducer:
         """Wait for the sum of a bucket over its replicas, and offload it unless backward updates by it."""
         if id(bucket) in self._sums:
             self._sums.pop(id(bucket))[1].finish()
+            self.shards.count_received(bucket, -1)
             self.shards.keep_part(bucket)
             if not self.updates_in_backward:
                 self.shards.offload(bucket, last=True)
@@ -432,6 +434,11 @@ class GradientShards:
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
         self._offloading.append((bucket.grad_rest.write(0, grad), memory.nbytes))
         bucket.grad = None
+
+    def count_received(self, bucket: Bucket, sign: int) -> None:
+        """Count the memory into which a shard that replicas divide is received, when it is allocated (1) or freed (-1)."""
+        if bucket.divided:
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, sign * bucket.held.length * self._dtype.itemsize)
 
     def keep_part(self, bucket: Bucket) -> None:
         """Release the memory of a summed shard beyond this rank's part of it, if replicas divide it and it is not needed again."""

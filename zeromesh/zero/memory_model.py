@@ -15,7 +15,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.offload.tiers import DURABLE
 from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
-from zeromesh.optim.gradients import MOST_OFFLOADS
+from zeromesh.optim.gradients import MOST_OFFLOADS, MOST_SUMS
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import goes_ahead, kept_buckets, ring_bytes, slot_bytes
 
@@ -83,7 +83,16 @@ class MemoryModel:
         lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
-        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
+        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier, those in flight and the next one, or
+        to replicas that divide them, which may come late."""
+        divided = [layout for layout in self._trained if layout.dividers > 1]
+        if divided:
+            longest = sorted(map(self._length, divided), reverse=True)
+            self.transit_bytes += sum(longest[:MOST_SUMS]) * sums
+            if not options.gradients_keep_memory(device):
+                waiting = len(longest) if not is_accelerator(device) else MOST_SUMS + 1
+                parts = sorted(map(self._own_length, divided), reverse=True)
+                self.transit_bytes += (sum(longest[:waiting]) - sum(parts[:waiting])) * sums
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
         for ranks, layouts in grouped((layout.parts, layout) for layout in self._trained).items():
