@@ -264,7 +264,7 @@ class GradientReducer:
             self._sums.pop(id(bucket))[1].finish()
             self.shards.count_received(bucket, -1)
             self.shards.keep_part(bucket)
-            if not self.updates_in_backward:
+            if bucket.grad_rest is not None and not self.updates_in_backward:
                 self.shards.offload(bucket, last=True)
 
     def _wait_for_sums(self) -> None:

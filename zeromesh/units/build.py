@@ -273,7 +273,7 @@ class _BucketBuilder:
         parameters = [self.model.get_parameter(slot.spec.fqn) for slot in layout.slots]
         for parameter in parameters:
             _move_parameter(parameter, self.mesh.device)
-        bucket = Bucket(layout, group, parameters, buffer, self._held(layout), self._interval(layout), *weights)
+        bucket = Bucket(layout, group, parameters, buffer, self._held(layout), *weights)
         bucket.share_copy()()
         buffer.end_write()
         bucket.hide_values()
@@ -447,15 +447,14 @@ def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource
 def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     """Give a frozen bucket master weights, initialized with its weights, and memory for gradients; raises as `build_units` does."""
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
-    dtype, interval = options.precision.master, bucket.layout.part(bucket.held, bucket.group.replicas.index)
-    if bucket.master.dtype != dtype or interval != bucket.interval:
+    dtype = options.precision.master
+    bucket.set_trainable(True)
+    if bucket.master.dtype != dtype or bucket.divided:
         what = f"master weights of {bucket.name}"
         bucket.copy = bucket.master
-        bucket.set_interval(interval)
         bucket.master = tiers.allocate(bucket.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
         if not tiers.keeps(bucket.master) and (own := bucket.own_copy) is not None:
             bucket.master.copy_from(own)
-    bucket.trainable = True
     _allocate_gradients(bucket, options, tiers)
 
 

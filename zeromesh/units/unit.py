@@ -156,8 +156,6 @@ class Bucket:
     buffer: GatherBuffer
     held: Interval
     """The elements whose parameters, and gradients in sum over the ranks of the group, this rank has: its shard, or all of them."""
-    interval: Interval
-    """The elements whose states this rank has and updates: those that are `held`, or a part where replicas divide them."""
     master: TieredTensor
     copy: TieredTensor | None
     """What is gathered of the elements that are `held`, in place of the master weights; None: it is they themselves."""
@@ -170,13 +168,11 @@ class Bucket:
         self.dtype = self.spec.dtype
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        self.set_interval(self.interval)
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
-        self.trainable = any(self.training)
-        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
+        self.set_trainable(any(self.training))
         self.ever_trained = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.average: TieredTensor | None = None
         """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
@@ -197,10 +193,13 @@ class Bucket:
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
-    def set_interval(self, interval: Interval) -> None:
-        self.interval, self.length = interval, interval.length
-        self.divided = self.length < self.held.length
-        """True if replicas divide the states; a frozen bucket has none."""
+    def set_trainable(self, trainable: bool) -> None:
+        self.trainable, self.divided = trainable, trainable and self.layout.dividers > 1
+        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained; and if replicas
+        divide these."""
+        self.interval = self.layout.part(self.held, self.group.replicas.index) if self.divided else self.held
+        """The elements whose states this rank has and updates: those that are `held`, or a part of them."""
+        self.length = self.interval.length
 
     def summed_gradient(self) -> TieredTensor | None:
         """The sum of a whole step. Of a shard that replicas divide, this rank's part is at the beginning of the shard's memory."""

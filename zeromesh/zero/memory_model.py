@@ -124,7 +124,7 @@ class MemoryModel:
         numbers: dict[torch.dtype, tuple[int, int]] = {}
         for layout in self._trained:
             whole, shard = numbers.get(layout.first.dtype, (0, 0))
-            numbers[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length // layout.dividers)
+            numbers[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
         return numbers
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:

@@ -14,7 +14,7 @@ from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TieredTensor, Tiers
-from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
+from zeromesh.optim.gradients import _SUMMED, GradientReducer, GradientShards, ReplicaGroups
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepRecorder
@@ -76,6 +76,12 @@ class Shards:
 
     def offload(self, bucket: Bucket, *, last: bool) -> None:
         self.offloads.append((bucket.name, last))
+
+    def count_received(self, bucket: Bucket, sign: int) -> None:
+        """Count nothing: no replicas divide shards here."""
+
+    def keep_part(self, bucket: Bucket) -> None:
+        """Keep all of it."""
 
     def order_offloads(self) -> None:
         """Have nothing offloaded."""
