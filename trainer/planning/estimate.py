@@ -354,9 +354,9 @@ class _LayoutCosts:
         # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
         accumulated = 0.0
         sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
-        for dtype, (elements, own) in memory.trained.items():
+        for dtype, (elements, _) in memory.trained.items():
             copies = shard > 1 and not options.sums_before_reducing
-            accumulated += elements * dtype.itemsize * (2 if copies else 1) + (own if copies else elements) * sums
+            accumulated += elements * dtype.itemsize * (2 if copies else 1) + (elements / shard if copies else elements) * sums
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED

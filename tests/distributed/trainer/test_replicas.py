@@ -2,16 +2,36 @@
 
 import pytest
 
+from tests.distributed.trainer.replica_cases import NARROW
 from tests.support.tables import row, tried
 
 FULL = pytest.mark.full
-PAIRS = {"replicate": 2, "shard": 2}
+TWO, PAIRS = {"replicate": 2}, {"replicate": 2, "shard": 2}
+MANY = {"batch": {"global_size": 10, "micro_size": 1}}
+FILES = {"optimizer": "file", "parameters": "file"}
 test_states_are_divided_over_replicas = tried(
     "replica_cases",
     [
-        row(4, "exact", axes=PAIRS),
-        *(row(2, "exact", axes={"replicate": 2}, stage=stage) for stage in (1, 2, 3)),
-        *(row(4, "exact", axes=PAIRS, stage=stage) for stage in (1, 2)),
+        *(row(4, "exact", axes=PAIRS, stage=stage) for stage in (1, 3)),
+        row(4, "exact", FULL, axes=PAIRS, stage=2),
+        row(4, "exact", FULL, axes={"replicate": 4}, **MANY),
+        *(row(2, "exact", FULL, axes=TWO, stage=stage, **MANY) for stage in (1, 2, 3)),
+        row(2, "exact", axes=TWO, ema={"decay": 0.9}, offload=FILES, **MANY),
+        row(4, "exact", FULL, axes=PAIRS, offload=FILES, **MANY),
+        row(2, "exact", FULL, axes=TWO, offload={"optimizer": {"tier": "file", "fraction": 0.5}, "parameters": "host"}),
+        row(4, "exact", FULL, axes=PAIRS, zero={"reduce_once": True}, **MANY),
+        row(4, "exact", FULL, axes={**PAIRS, "transport": "gloo"}, zero={"gathered_budget": 0}, **MANY),
+        row(2, "exact", FULL, axes={**TWO, "transport": "gloo"}, zero={"overlap": False}),
+        row(4, "exact", axes={**TWO, "tensor": 2, "sequence": True}, stage=2),
+        row(4, "exact", FULL, axes={**TWO, "tensor": 2}),
+        row(4, "exact", FULL, axes={**TWO, "pipeline": 2}, **MANY),
+        row(4, "exact", FULL, axes={**TWO, "context": 2}, **MANY),
+        row(4, "exact", FULL, axes={**PAIRS, "expert": 2}, kind="mixtral"),
+        row(2, "exact", FULL, axes=TWO, kind="lora"),
+        row(2, "alike"),
+        row(4, "alike", FULL),
+        row(2, "alike", FULL, precision=NARROW),
+        row(4, "counted"),
     ],
     timeout=120,
 )

@@ -127,6 +127,11 @@ BAD = [
     ("schedule: {power: 2}", ["schedule.power has no effect on cosine"]),
     ("schedule: {name: wsd, decay_steps: 500}", ["schedule.decay_steps is 500"]),
     ("parallel: {tensor: 0}", ["parallel.tensor: got 0"]),
+    ("zero: {replicas: divided, stage: 0}", ["zero.replicas: divided does not go with zero.stage 0"]),
+    (
+        "zero: {replicas: divided}\noptimizer: {in_backward: true}\nrun: {on_nonfinite: stop, clip_norm: 0}",
+        ["zero.replicas: divided does not go with optimizer.in_backward"],
+    ),
     ("parallel: {sequence: true}", ["parallel.sequence: true shares sequences out to tensor ranks"]),
     ("parallel: {plan: {'*.q': colwise}}", ["parallel.plan says how layers are divided"]),
     ("parallel: {pipeline: 2, schedule: interleaved}", ["parallel.chunks: 1 with parallel.schedule interleaved"]),
