@@ -238,9 +238,12 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
-            "zero.replicas is divided, and zero.stage 0 divides nothing; set zero.stage to 1, 2 or 3": divided and not self.stage,
-            "zero.replicas divided cannot run with an optimizer that needs whole tensors; set it to whole": divided and whole,
-            f"{key} cannot run with zero.replicas divided, whose replicas update at the end of a step": inside and divided,
+            "zero.replicas is divided, and zero.stage 0 divides nothing; set zero.stage to 1, 2 or 3": divided
+            and not self.stage,
+            "zero.replicas divided cannot run with an optimizer that needs whole tensors; set it to whole": divided
+            and whole,
+            f"{key} cannot run with zero.replicas divided, whose replicas update at the end of a step": inside
+            and divided,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,

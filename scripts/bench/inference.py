@@ -228,7 +228,9 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
     with _open(folder, "tiny", sections) as tiny:
         engine, barrier = tiny.engine, partial(tiny.mesh.world.barrier, "the measurement")
         parts = 1 if tiny.config.zero.stage == 0 else ranks
-        shared = engine.groups[0].transport.name == "shared" and not engine.options.offload.parameters.leaves_device(_CPU)
+        shared = engine.groups[0].transport.name == "shared" and not engine.options.offload.parameters.leaves_device(
+            _CPU
+        )
 
         part = sum(path.stat().st_size // parts for path in paths)
         cached = sum(path.stat().st_size // ranks for path in paths) if cold else 0

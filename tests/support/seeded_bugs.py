@@ -19,14 +19,16 @@ import torch
 
 from tests.support.trainer_cases import LENGTH, LLAMA, settings
 from zeromesh.comm.activation_collectives import Pending
+from zeromesh.comm.transport import Reduction
 from zeromesh.intervals import Interval
 from zeromesh.kernels import chunked_head
 from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.optim import gradients as gradients_of_buckets
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
-from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups, gradient_of
+from zeromesh.optim.gradients import GradientReducer, GradientShards, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
+from zeromesh.optim.replicas import ReplicaGroups
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.pipeline.schedule import Kind
 from zeromesh.rng import Streams, seed_all

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -121,7 +122,7 @@ class Estimator:
             staging_bytes=staging,
         )
         accumulation, prefetch = layout.accumulation, layout.prefetch
-        chosen = {"stage": layout.stage, "replicas": layout.replicas}
+        chosen: dict[str, Any] = {"stage": layout.stage, "replicas": layout.replicas}
         return replace(zero, **chosen, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
@@ -356,7 +357,9 @@ class _LayoutCosts:
         sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
         for dtype, (elements, _) in memory.trained.items():
             copies = shard > 1 and not options.sums_before_reducing
-            accumulated += elements * dtype.itemsize * (2 if copies else 1) + (elements / shard if copies else elements) * sums
+            accumulated += (
+                elements * dtype.itemsize * (2 if copies else 1) + (elements / shard if copies else elements) * sums
+            )
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED

@@ -10,7 +10,6 @@ free, gradients stay on `.grad` until backward leaves the unit. On a device the 
 a slot will be free: a bucket is copied into its slot as soon as it is complete and next, and the compute stream waits for the
 slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks."""
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -19,21 +18,14 @@ from functools import cache, partial
 import torch
 import xxhash
 
-from zeromesh.comm.transport import Reduction, sum_in_order
+from zeromesh.comm.transport import Reduction
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import Positions
-from zeromesh.mesh.collectives import CollectiveCall
-from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
+from zeromesh.optim.replicas import SUMMED, ReplicaGroups
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
-from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.units.unit import Bucket
-
-_SUMMED = Reduction(lambda: True, lambda: None)
-"""Stands for the reduction of a bucket whose sums are complete without other ranks."""
 
 
 @dataclass(slots=True)
@@ -52,7 +44,7 @@ class BucketArrivals:
 class GradientReducer:
     """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
-    def __init__(self, shards: "GradientShards", replicas: "ReplicaGroups", mesh: Mesh, options: ZeroOptions) -> None:
+    def __init__(self, shards: "GradientShards", replicas: ReplicaGroups, mesh: Mesh, options: ZeroOptions) -> None:
         self.shards = shards
         self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
@@ -72,8 +64,12 @@ class GradientReducer:
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
-        self._sums: dict[int, tuple[Bucket, Reduction]] = {}  # the sums over replicas that have started, by the bucket's id
-        self._to_sum: deque[Bucket] = deque()  # summed over the ranks of the group, with no room yet for the sum over replicas
+        self._sums: dict[
+            int, tuple[Bucket, Reduction]
+        ] = {}  # the sums over replicas that have started, by the bucket's id
+        self._to_sum: deque[Bucket] = (
+            deque()
+        )  # summed over the ranks of the group, with no room yet for the sum over replicas
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
@@ -145,7 +141,7 @@ class GradientReducer:
             if not wait and first.sequence is not None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while self._in_flight and ((reduction := self._in_flight[0][1]) is _SUMMED or not self._on_stream):
+        while self._in_flight and ((reduction := self._in_flight[0][1]) is SUMMED or not self._on_stream):
             if not reduction.ready():
                 break
             self._finish_oldest()
@@ -184,7 +180,7 @@ class GradientReducer:
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
-        arrivals, reduction = self._queue.popleft(), _SUMMED
+        arrivals, reduction = self._queue.popleft(), SUMMED
         bucket = arrivals.bucket
         if arrivals.sequence is not None:
             reduction = self._launch(arrivals, arrivals.sequence)
@@ -243,8 +239,8 @@ class GradientReducer:
             self.on_summed(bucket)
 
     def _advance_sums(self, *, wait: bool = False) -> None:
-        """Start the sums over replicas that are due, of divided shards `MOST_SUMS` at a time, as each takes memory, and finish those
-        that are complete, in order. Only with `wait`, at the end of a backward, does the host wait for replicas: before, those that
+        """Start the sums over replicas that are due, of divided shards `MOST_SUMS` at a time, as each takes memory, and finish what
+        is complete, in order. Only with `wait`, at the end of a backward, does the host wait for replicas: before, those that
         this rank waits for might wait, through ranks of other groups, for what it would do next."""
         while self._to_sum or self._sums:
             while self._to_sum and not (self._to_sum[0].divided and len(self._sums) >= MOST_SUMS):
@@ -495,55 +491,3 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
-
-
-class ReplicaGroups:
-    """Groups of ranks beside the shard group that hold the same elements of a bucket, sum their gradients, and of which one counts
-    these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
-
-    def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
-        self._coordinate, self._shape = mesh.coordinate, mesh.shape
-        self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
-        """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
-        if mesh.model_size == 1:
-            return
-        shared = sorted({bucket.shared_by for bucket in buckets} - {()})
-        sharers: dict[Positions, list[int]] = {}
-        for rank, rows in enumerate(mesh.world.gather_json(shared, "who shares parameters")):
-            for row in rows:
-                sharers.setdefault(tuple((axis, tuple(at)) for axis, at in row), []).append(rank)
-        for positions, ranks in sorted(sharers.items()):
-            # The mesh keeps these process sets, so that the next engine on it finds them.
-            name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-            axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
-            colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
-            if not any(each.startswith(name) for each in mesh.process_sets):
-                mesh.process_sets.split(colour, name=name)
-            if colour is not None:
-                self.sets[positions] = mesh.process_sets[f"{name} {colour}"]
-
-    def counts(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it for the same samples."""
-        return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
-
-    def sum_async(self, bucket: Bucket, gradient: torch.Tensor) -> Reduction:
-        """Start to sum a gradient shard in place over its sharers: all of it, or where these divide its states this rank's part, in
-        rank order, into its beginning."""
-        ranks, what = self.sets[bucket.shared_by], "sum of gradients over replicas"
-        if ranks.size == 1:
-            return _SUMMED
-        if not bucket.divided:
-            whole = ranks.all_reduce_async(gradient, what)
-            return Reduction(whole.done, whole.wait)
-        parts, kind = gradient.split(bucket.length), Collective.REDUCE_SCATTER
-        wanted = [parts[self._shape.coordinate(rank)["replicate"]] for rank in ranks.ranks]
-        given = gradient if len(wanted) == len(parts) else torch.cat(wanted)
-        received = torch.empty_like(given)
-        launched = ranks.start(Collective.ALL_TO_ALL, CollectiveCall(received, given, what, counts_as=kind))
-
-        def finish() -> None:
-            launched.wait()
-            with ranks.traffic.timed(kind):
-                sum_in_order(gradient[: bucket.length], received.split(bucket.length), add=False)
-
-        return Reduction(launched.done, finish)

@@ -195,6 +195,7 @@ class OptimizerStep:
         self._make_optimizers()
         gradients.shards.require_room(self._buckets)
         gradients.on_summed = self._update_ready
+        self._encoded: dict[int, torch.Tensor] = {}  # what goes to replicas in place of parameters, by the bucket's id
         self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
@@ -375,6 +376,7 @@ class OptimizerStep:
         self.scaler.update(overflow=skip)
         self.journal.take_over(record["step"], position)
         self._change_states(self._buckets if not skip else (), record["factor"] or 0.0, skip=skip)
+        self._encoded.clear()  # Parameters are gathered from all master weights.
         self.journal.end()
         return StepOutcome(grad_norm=float(record["norm"]), skipped=skip, loss_scale=scale, cause=record["cause"])
 
@@ -387,8 +389,10 @@ class OptimizerStep:
             self.gradients.shards.wait()
         self._change_states(() if skip else due, factor, skip=skip)
         # All gathers are started before the first is waited for.
-        shared = [(bucket, bucket.share_copy()) for bucket in due if bucket.divided and not skip]
-        for bucket, wait in shared:
+        wire, encoded, self._encoded = self.gradients.replicas.wire, self._encoded, {}
+        changed = [bucket for bucket in due if bucket.divided and not skip]
+        waits = [bucket.share_copy(wire, encoded.get(id(bucket))) for bucket in changed]
+        for bucket, wait in zip(changed, waits, strict=True):
             wait()
             bucket.buffer.end_write()
 
@@ -487,7 +491,10 @@ class OptimizerStep:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.updates_in_backward else None
-        averages = self._due_averages
+        averages, wire = self._due_averages, self.gradients.replicas.wire if bucket.divided else None
+        if wire is not None:
+            nbytes, device = wire.nbytes(bucket.length), self._mesh.device
+            encoded = self._encoded[id(bucket)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
@@ -502,7 +509,9 @@ class OptimizerStep:
                 optimizer.step(row.start, [master, part, *moments], self.groups)
                 if averages is not None and average is not None:
                     averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
-            if copy is not None:
+            if copy is not None and wire is not None:
+                wire.encode_into(encoded, master.float() - copy, row.start, bucket.length)
+            elif copy is not None:
                 copy.copy_(master)
 
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
@@ -530,5 +539,6 @@ class OptimizerStep:
         if not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
             uses.append(StreamOperand(tensor=summed, mode=Access.READ))
         if (copy := bucket.own_copy) is not None:
-            uses.append(StreamOperand(tensor=copy, mode=Access.WRITE))
+            told = bucket.divided and self.gradients.replicas.wire is not None  # Its difference is sent.
+            uses.append(StreamOperand(tensor=copy, mode=Access.READ if told else Access.WRITE))
         return uses

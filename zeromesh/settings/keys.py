@@ -75,6 +75,7 @@ Balance = Literal["parameters", "flops"]
 CodecName = Literal["nf4", "fp4", "int8", "fp8"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
+WireName = Literal["exact", "bfloat16", "int8", "int4", "auto"]
 ContextMethod = Literal["gather", "heads", "auto"]
 UpdateOn = Literal["auto", "host", "device"]
 
@@ -104,6 +105,9 @@ class TransportKeys:
 
     transport: TransportName = "auto"
     """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+    wire: WireName = "exact"
+    """How replicas on several hosts that divide states (`zero.replicas`) send each other sums of gradients and changes of
+    parameters. int8, int4: blocks with a scale. auto: the fastest, which is tried at the start, or exact."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -86,9 +86,7 @@ def build_units(
     most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
     dividers = options.dividing(mesh.replicate.size)
-    layouts = plan_layouts(
-        plan, mesh.shard.size, options.alignment, experts=mesh.experts.size, dividers=dividers
-    )
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment, experts=mesh.experts.size, dividers=dividers)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.peers, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
@@ -473,7 +471,10 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     dtype, padded = options.precision.sums, bucket.layout.padded
     if options.gradients_keep_memory(tiers.device):
-        what, length = f"gradients of {bucket.name}", options.resting_gradients(bucket.length, bucket.held.length, tiers.device)
+        what, length = (
+            f"gradients of {bucket.name}",
+            options.resting_gradients(bucket.length, bucket.held.length, tiers.device),
+        )
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
         bucket.grad = rest.whole(tiers.device)
         bucket.grad_rest = rest if bucket.grad is None else None

@@ -20,14 +20,13 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils import _pytree as pytree
 
 from zeromesh.comm.transport import GatherBuffer, Transport
+from zeromesh.comm.wire import Wire, gather_parts
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
-from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
 from zeromesh.offload.accelerator import on_accelerator
-from zeromesh.telemetry.step_recorder import Collective
 
 _ATTRIBUTES = (
     "shape dtype device layout ndim requires_grad grad _grad grad_fn is_leaf grad_dtype names name output_nr retains_grad "
@@ -214,21 +213,19 @@ class Bucket:
         own = self.interval.after(self.held.start)
         return self.copy.slice(own.start, own.end)
 
-    def share_copy(self) -> Callable[[], None]:
-        """Start to gather a shard that replicas divide, of which each has written its part; returns a call that waits for it."""
-        copy, own, replicas = self.copy, self.own_copy, self.group.replicas
-        if copy is None or own is None or not self.divided:
+    def share_copy(self, wire: Wire = None, encoded: torch.Tensor | None = None) -> Callable[[], None]:
+        """Start to gather a shard that replicas divide, of which each has written its part, or with a codec has `encoded` what it
+        differs by; returns a call that waits for it."""
+        copy, device = self.copy, self.buffer.full.device
+        if copy is None or not self.divided:
             return lambda: None
-        found, place = copy.whole(self.buffer.full.device), self.interval.after(self.held.start)
-        whole = torch.empty(copy.numel, dtype=copy.dtype, device=self.buffer.full.device) if found is None else found
-        if found is None:
-            own.read(0, whole[place.start : place.end]).wait()
-        call = CollectiveCall(whole, whole[place.start : place.end], f"gather of {self.name} from replicas")
-        launched = replicas.start(Collective.ALL_GATHER, call)
+        whole = copy.load(device)  # Only here is a copy needed that rests elsewhere.
+        own = self.interval.after(self.held.start)
+        wait = gather_parts(self.group.replicas, whole, own, wire, encoded)
 
         def finish() -> None:
-            launched.wait()
-            if found is None:
+            wait()
+            if copy.whole(device) is None:
                 copy.write(0, whole).wait()
 
         return finish

@@ -85,14 +85,11 @@ class MemoryModel:
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
         """The peak of bytes, beside `terms`, of gradient shards on their way to another tier, those in flight and the next one, or
         to replicas that divide them, which may come late."""
-        divided = [layout for layout in self._trained if layout.dividers > 1]
-        if divided:
-            longest = sorted(map(self._length, divided), reverse=True)
-            self.transit_bytes += sum(longest[:MOST_SUMS]) * sums
-            if not options.gradients_keep_memory(device):
-                waiting = len(longest) if not is_accelerator(device) else MOST_SUMS + 1
-                parts = sorted(map(self._own_length, divided), reverse=True)
-                self.transit_bytes += (sum(longest[:waiting]) - sum(parts[:waiting])) * sums
+        dividers = max((layout.dividers for layout in self._trained), default=1)
+        if dividers > 1:
+            waiting = sum(lengths[: MOST_SUMS + 1] if is_accelerator(device) else lengths)
+            others = 0 if options.gradients_keep_memory(device) else waiting - waiting // dividers
+            self.transit_bytes += (sum(lengths[:MOST_SUMS]) + others) * sums
         tiers = {tier: Counter[Purpose]() for tier in Tier}
         tiers[Tier.DEVICE][Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
         for ranks, layouts in grouped((layout.parts, layout) for layout in self._trained).items():

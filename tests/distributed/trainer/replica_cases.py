@@ -1,15 +1,18 @@
 """Replicas that divide the states of their shards, beside one process that has all of them."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests.distributed.trainer.context_cases import KINDS as CONTEXT_KINDS
 from tests.distributed.trainer.expert_cases import KINDS as EXPERT_KINDS
 from tests.support.architecture_cases import differences
-from tests.support.plain import calling, fitted
+from tests.support.plain import calling, error_of, fitted
 from tests.support.trainer_cases import digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
+from zeromesh.comm.wire import WireCodec
+from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.units.unit import all_buckets
 
@@ -18,7 +21,9 @@ SINGLE = {"compute": "float32", "master": "float32", "reduce": "float32"}
 NARROW = {**SINGLE, "compute": "bfloat16"}
 
 
-def exact(mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int = 3, kind: str = "llama", **sections: Any) -> None:
+def exact(
+    mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int = 3, kind: str = "llama", **sections: Any
+) -> None:
     """A model trains with divided states as in one process."""
     pair = seeded(KINDS[kind]), seeded(KINDS[kind])
     zero = {"stage": stage, "replicas": "divided", **sections.pop("zero", {})}
@@ -72,3 +77,54 @@ def counted(mesh: Mesh, folder: str) -> None:
         assert found["reduce-scatter"]["bytes"] == 4 * elements[0] // 2
         assert found["all-gather"]["bytes"] == 2 * elements[0] // 2
         assert "all-reduce" not in found
+
+
+def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[str, Any] | None = None) -> None:
+    """With a codec all replicas hold the same parameters, which differ from master weights by what the codec left out of the last
+    difference alone; bytes are those of the codec, and losses are near the exact ones."""
+    losses, sizes, apart = {}, list[int](), list[float]()
+
+    def look(trainer: Trainer, step: int, metrics: Any) -> None:
+        assert trainer.engine is not None
+        buckets = all_buckets(trainer.engine.units)
+        sizes[:] = [bucket.length for bucket in buckets]
+        for bucket in buckets:
+            assert bucket.copy is not None
+            assert bucket.own_copy is not None
+            copy, own = bucket.copy.load(mesh.device), bucket.own_copy.load(mesh.device)
+            assert len({*mesh.replicate.gather_json(digest({"copy": copy}), "copies")}) == 1
+            apart.append(float((own - bucket.master.load(mesh.device)).abs().max()))
+
+    for name in ("exact", wire):
+        config = settings(
+            folder,
+            precision=SINGLE,
+            parallel={"replicate": 2, "transport": "gloo", "wire": name},
+            zero={"replicas": "divided"},
+            offload=offload or {},
+        )
+        config["run"] |= {"name": name, "max_steps": 8}
+        with Trainer(seeded(llama), config, sentences(), callbacks=[calling(on_step_end=look)]) as trainer:
+            losses[name] = trainer.fit().losses
+        assert bool(max(apart)) == (name != "exact")
+    # AdamW moves a weight by about the rate, at most 1e-2; a rest of earlier steps would add up.
+    assert max(apart) <= bound * 2e-2
+    assert max(abs(a - b) / b for a, b in zip(losses[wire], losses["exact"], strict=True)) <= bound
+    codec = WireCodec(name=wire)
+    for line in lines_of(Path(folder, wire)):
+        found = line["communication"]["replicate"]
+        assert found["reduce-scatter"]["bytes"] == found["all-gather"]["bytes"] == sum(map(codec.nbytes, sizes))
+
+
+def refused(mesh: Mesh, folder: str, wire: str, said: str, **sections: Any) -> None:
+    config = settings(folder, precision=SINGLE, **sections)
+    config["parallel"] |= {"replicate": 2, "wire": wire}
+    assert said in error_of(partial(fitted, seeded(llama), config, sentences()), ConfigError)
+
+
+def automatic(mesh: Mesh, folder: str) -> None:
+    """Replicas of one host need no codec, and the log says so."""
+    config = settings(folder, precision=SINGLE, parallel={"replicate": 2, "wire": "auto"}, zero={"replicas": "divided"})
+    fitted(seeded(llama), config, sentences())
+    found = list(Path(folder, "run").glob("*.log"))
+    assert mesh.rank or any("exact between replicas, since replicas share a host" in each.read_text() for each in found)

@@ -35,3 +35,23 @@ test_states_are_divided_over_replicas = tried(
     ],
     timeout=120,
 )
+SENT = "int8 encodes what replicas on several hosts send each other"
+HERE = "replicas share a host, inside which nothing is sent"
+test_what_replicas_send_is_encoded = tried(
+    "replica_cases",
+    [
+        row(2, "encoded", wire="int8", bound=0.5 / 127),
+        row(4, "encoded", FULL, wire="int4", bound=0.5 / 7),
+        row(2, "encoded", FULL, wire="bfloat16", bound=2.0**-8),
+        row(2, "encoded", FULL, wire="int8", bound=0.5 / 127, offload=FILES),
+        row(
+            2,
+            "refused",
+            wire="int8",
+            said=f"parallel.wire: {SENT}, and {HERE}",
+            zero={"replicas": "divided"},
+        ),
+        row(2, "automatic"),
+    ],
+    timeout=120,
+)

@@ -59,7 +59,11 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
         (ZeroOptions, {**IN_BACKWARD, "optimizer": WHOLE}, ["cannot run with an optimizer that needs whole tensors"]),
         (ZeroOptions, {**DIVIDED, "stage": 0}, ["zero.replicas is divided, and zero.stage 0 divides nothing"]),
-        (ZeroOptions, {**DIVIDED, "optimizer": WHOLE}, ["zero.replicas divided cannot run with an optimizer that needs"]),
+        (
+            ZeroOptions,
+            {**DIVIDED, "optimizer": WHOLE},
+            ["zero.replicas divided cannot run with an optimizer that needs"],
+        ),
         (ZeroOptions, {**DIVIDED, **IN_BACKWARD}, ["optimizer.in_backward cannot run with zero.replicas divided"]),
         (
             ZeroOptions,

@@ -14,7 +14,8 @@ from zeromesh.errors import StorageError
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TieredTensor, Tiers
-from zeromesh.optim.gradients import _SUMMED, GradientReducer, GradientShards, ReplicaGroups
+from zeromesh.optim.gradients import GradientReducer, GradientShards
+from zeromesh.optim.replicas import SUMMED, ReplicaGroups
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepRecorder
@@ -104,7 +105,7 @@ def reducer_of(
         bucket.group = group
     shards: Any = Shards()
     reduced: list[str] = []
-    replicas: Any = SimpleNamespace(sum_async=lambda bucket, gradient: reduced.append(bucket.name) or _SUMMED)
+    replicas: Any = SimpleNamespace(sum_async=lambda bucket, gradient: reduced.append(bucket.name) or SUMMED)
     return GradientReducer(shards, replicas, mesh, options), reduced
 
 
@@ -295,7 +296,7 @@ def test_replicas_sum_and_one_of_all_holders_counts() -> None:
         ranks = SimpleNamespace(size=size, all_reduce_async=lambda gradient, what, started=started: started)
         at = dict(zip(("tensor", "pipeline"), coordinate, strict=True))
         mesh: Any = SimpleNamespace(coordinate=at, shape=None, replicate=None, model_size=1)
-        groups = ReplicaGroups(mesh, ())
+        groups = ReplicaGroups(mesh, (), ZeroOptions())
         groups.sets[bucket.shared_by] = ranks  # type: ignore[assignment]
         assert groups.sum_async(bucket, torch.zeros(64)).ready() == (size == 1)
         assert groups.counts(bucket) == (coordinate == (0, 0))
