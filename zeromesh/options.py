@@ -238,12 +238,10 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
-            "zero.replicas is divided, and zero.stage 0 divides nothing; set zero.stage to 1, 2 or 3": divided
+            "zero.replicas is divided, and zero.stage 0 divides nothing; set that to 1, 2 or 3": divided
             and not self.stage,
-            "zero.replicas divided cannot run with an optimizer that needs whole tensors; set it to whole": divided
-            and whole,
-            f"{key} cannot run with zero.replicas divided, whose replicas update at the end of a step": inside
-            and divided,
+            "zero.replicas divided cannot run with an optimizer that needs whole tensors": divided and whole,
+            f"{key} cannot run with zero.replicas divided, which updates after a step": divided and inside,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
@@ -288,10 +286,9 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         return self.accumulation > 1 or resting or self.gradients_outlive
 
     def resting_gradients(self, part: int, shard: int, device: torch.device) -> int:
-        """Return the elements of a gradient shard's lasting memory: the whole `shard` where it is reduced into it, or sums of
-        microbatches rest there; its `part` that this rank updates where only sums of whole steps do."""
-        final = self.accumulation == 1 or self.sums_before_reducing
-        return part if final and self.offload.gradients_at.leaves_device(device) else shard
+        """Return the elements of a gradient shard's lasting memory: of the `part` that this rank updates where only that rests
+        there, on another tier; else of the whole `shard`, which is reduced into it or rests between microbatches."""
+        return part if self.accumulation == 1 and self.offload.gradients_at.leaves_device(device) else shard
 
     @property
     def sums_before_reducing(self) -> bool:

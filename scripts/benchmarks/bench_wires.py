@@ -8,8 +8,8 @@ ranks, replicas with all states, replicas that divide them, and these with each 
 median seconds of a step, the bytes that a host sends in it by the counters of its interface, and both as parts of the first row and
 of that without a codec. The ways take turns, `--rounds` times. Two minutes a rate and round on two idle cores.
 
-loss: the loss after 240 steps of the quickstart's model, 4 sequences of 256 tokens a step, on two ranks of this host, with each codec;
-its distance from the exact one. Ten minutes.
+loss: the loss after 240 steps of the quickstart's model, 4 sequences of 256 tokens a step, on two ranks of this host, with each
+codec, and its distance from the exact one. Fifteen minutes.
 """
 
 import argparse

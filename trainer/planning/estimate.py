@@ -355,11 +355,9 @@ class _LayoutCosts:
         # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
         accumulated = 0.0
         sums = options.precision.sums.itemsize * (2 if options.accumulation > 1 else 1)
-        for dtype, (elements, _) in memory.trained.items():
+        for dtype, (elements, own) in memory.trained.items():
             copies = shard > 1 and not options.sums_before_reducing
-            accumulated += (
-                elements * dtype.itemsize * (2 if copies else 1) + (elements / shard if copies else elements) * sums
-            )
+            accumulated += elements * dtype.itemsize * (2 if copies else 1) + (own if copies else elements) * sums
         total = count * self._machine.moved_seconds(accumulated, ranks_on_host=self._ranks_on_host)
         each = 1 if options.placements.accumulating is Placement.PARTIAL else count
         whole = options.placements.gradients is Placement.REPLICATED
@@ -407,7 +405,8 @@ class _LayoutCosts:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
         machine, options, ranks = self._machine, self._options, self._ranks_on_host
         whole = options.placements.optimizer is Placement.REPLICATED
-        own = sum(each[0 if whole else 1] for each in memory.trained.values()) / options.dividing(self._layout.replicate)
+        shards = sum(each[0 if whole else 1] for each in memory.trained.values())
+        own = shards / options.dividing(self._layout.replicate)
         moments = len(moment_dtypes(options.optimizer, options.precision.sums))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer

@@ -64,12 +64,8 @@ class GradientReducer:
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
-        self._sums: dict[
-            int, tuple[Bucket, Reduction]
-        ] = {}  # the sums over replicas that have started, by the bucket's id
-        self._to_sum: deque[Bucket] = (
-            deque()
-        )  # summed over the ranks of the group, with no room yet for the sum over replicas
+        self._sums: dict[int, tuple[Bucket, Reduction]] = {}  # the running sums over replicas, by the bucket's id
+        self._to_sum: deque[Bucket] = deque()  # whose sum over replicas is to start
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:

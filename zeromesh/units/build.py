@@ -294,21 +294,20 @@ class _BucketBuilder:
         if stored is not None:
             return self.tiers.stored(interval.length, spec.dtype, stored, Purpose.PARAMETERS), None
         copy = None
-        divided = interval != self._held(layout)
-        if _rests_as_gathered(layout, options) and not divided:  # No copy: the master weights themselves are gathered.
+        held = self._held(layout)
+        if _rests_as_gathered(layout, options) and interval == held:  # No copy: master weights themselves are gathered.
             purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
             master = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, purpose)
         else:
             what, dtype = f"master weights of {layout.name}", options.precision.master
             master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
-            if divided or gathered.persistent or master.whole(self.tiers.device) is None:
-                length = self._held(layout).length
-                copy = self._allocate_gathered(layout, gathered, length, spec.dtype, Purpose.PARAMETERS)
+            if interval != held or gathered.persistent or master.whole(self.tiers.device) is None:
+                copy = self._allocate_gathered(layout, gathered, held.length, spec.dtype, Purpose.PARAMETERS)
         for piece in layout.pieces(interval) if not self.tiers.keeps(master) else ():
             _fill_piece(master, piece, self.source)
         if copy is not None:
-            first = interval.start - self._held(layout).start
-            copy.slice(first, first + interval.length).copy_from(master)
+            own = interval.after(held.start)
+            copy.slice(own.start, own.end).copy_from(master)
         return master, copy
 
     def _allocate_gathered(
@@ -471,10 +470,8 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     dtype, padded = options.precision.sums, bucket.layout.padded
     if options.gradients_keep_memory(tiers.device):
-        what, length = (
-            f"gradients of {bucket.name}",
-            options.resting_gradients(bucket.length, bucket.held.length, tiers.device),
-        )
+        what = f"gradients of {bucket.name}"
+        length = options.resting_gradients(bucket.length, bucket.held.length, tiers.device)
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
         bucket.grad = rest.whole(tiers.device)
         bucket.grad_rest = rest if bucket.grad is None else None

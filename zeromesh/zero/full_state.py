@@ -16,14 +16,7 @@ from zeromesh.checkpoint.io.format import TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
-from zeromesh.flat.redistribute import (
-    bucket_placement,
-    join_regions,
-    on_one_rank,
-    one_after_another,
-    redistribute,
-    replicated,
-)
+from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -480,8 +473,8 @@ class FullState:
                 whole, own = replicated(layout.padded, ranks.size), shard.load(self._mesh.device).detach()
                 what, replicas = f"reading of {bucket.name}", bucket.group.replicas
                 if bucket.divided:
-                    parts = one_after_another([bucket.length] * replicas.size)
-                    own = redistribute(own, parts, replicated(bucket.held.length, replicas.size), replicas, what)
+                    parts = tuple((layout.part(bucket.held, index),) for index in range(replicas.size))
+                    own = redistribute(own, parts, ((bucket.held,),) * replicas.size, replicas, what)
                 full = redistribute(own, held, whole, ranks, what)
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]

@@ -17,6 +17,7 @@ test_states_are_divided_over_replicas = tried(
         row(4, "exact", FULL, axes={"replicate": 4}, **MANY),
         *(row(2, "exact", FULL, axes=TWO, stage=stage, **MANY) for stage in (1, 2, 3)),
         row(2, "exact", axes=TWO, ema={"decay": 0.9}, offload=FILES, **MANY),
+        row(2, "exact", FULL, axes=TWO, stage=1, offload={"optimizer": "file"}, **MANY),
         row(4, "exact", FULL, axes=PAIRS, offload=FILES, **MANY),
         row(2, "exact", FULL, axes=TWO, offload={"optimizer": {"tier": "file", "fraction": 0.5}, "parameters": "host"}),
         row(4, "exact", FULL, axes=PAIRS, zero={"reduce_once": True}, **MANY),
