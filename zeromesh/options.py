@@ -221,6 +221,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         twice = self.evaluates_average and self.average is not None and self.average.decay
         narrowed, rounded = whole and (masterless or states != "float32"), masterless and self.average is not None
         narrow_average = self.evaluates_average and states != "float32"
+        divided = self.replicas == "divided"
         problems = {
             "offload.durable needs states that are all on files; set offload.optimizer to file": durable and partly,
             f"offload.durable cannot run with {key}, which changes states early": durable and inside,
@@ -230,6 +231,10 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
+            "zero.replicas is divided, and zero.stage 0 divides nothing; set that to 1, 2 or 3": divided
+            and not self.stage,
+            "zero.replicas divided cannot run with an optimizer that needs whole tensors": divided and whole,
+            f"{key} cannot run with zero.replicas divided, which updates after a step": divided and inside,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
             f"{key} cannot run with a loss scale, which may take a step back": inside and self.precision.loss_scale,
             f"{key} cannot run with an optimizer that needs whole tensors": inside and whole,
@@ -246,6 +251,10 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     def alignment(self) -> int:
         """The elements of which parameters and shards begin at a multiple: whole blocks of moments that rest in blocks."""
         return self.optimizer.format.block or ALIGNMENT
+
+    def dividing(self, replicas: int) -> int:
+        """Return the number of ranks, of `replicas` that hold one shard, which divide its states among them."""
+        return replicas if self.replicas == "divided" else 1
 
     @property
     def evaluates_average(self) -> bool:
@@ -268,6 +277,11 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
         `device`: sums over several microbatches, and offloaded shards. Otherwise they use memory just freed by activations."""
         resting = not self.optimizer_in_backward and self.offload.gradients_at.leaves_device(device)
         return self.accumulation > 1 or resting or self.gradients_outlive
+
+    def resting_gradients(self, part: int, shard: int, device: torch.device) -> int:
+        """Return the elements of a gradient shard's lasting memory: of the `part` that this rank updates where only that rests
+        there, on another tier; else of the whole `shard`, which is reduced into it or rests between microbatches."""
+        return part if self.accumulation == 1 and self.offload.gradients_at.leaves_device(device) else shard
 
     @property
     def sums_before_reducing(self) -> bool:

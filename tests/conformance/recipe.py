@@ -80,6 +80,7 @@ class Layout:
     scale: float = 0.0
     """Initial loss scale; 0 for none."""
     reduce_once: bool = False
+    replicas: str = "whole"
     reduce: str = ""
     """The dtype in which gradients travel; empty for that of their sums."""
     states: str = "float32"
@@ -100,6 +101,7 @@ class Layout:
         )  # The others move the host's memory.
         narrow: Any = self.states
         masterless = {"master": torch.bfloat16, "compensated": self.master == "kahan"} if self.master else {}
+        replicas: Any = self.replicas
         stop: Any = "stop" if self.in_backward else self.on_nonfinite
         return ZeroOptions(
             stage=self.stage,
@@ -112,6 +114,7 @@ class Layout:
             offload=offload_options(self.offload),
             accumulation=self.accumulation,
             reduce_once=self.reduce_once,
+            replicas=replicas,
             clip_norm=problem.clip,
             on_nonfinite=stop,
             optimizer_in_backward=self.in_backward,

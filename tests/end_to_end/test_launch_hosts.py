@@ -81,6 +81,18 @@ def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
     assert all_over(two)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("wire", ["int8", "auto"])
+def test_hosts_that_divide_states_send_codes(two: Hosts, start: Start, tmp_path: Path, wire: str) -> None:
+    """Without a word about the transport, since there is a wire between them."""
+    divided = ("parallel.replicate=2", "zero.replicas=divided", f"parallel.wire={wire}")
+    assert start(*divided).wait(timeout=120) == 0, (tmp_path / "err").read_text()
+    said = next(line for line in (tmp_path / "out").read_text().splitlines() if "between replicas" in line)
+    assert ("int8 between replicas" in said) if wire == "int8" else ("elements took exact" in said)
+    line = read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert {"reduce-scatter", "all-gather"} <= line["communication"]["replicate"].keys()
+
+
 @pytest.fixture
 def plugged(two: Hosts) -> Iterator[None]:
     """Puts cables back that a test has pulled."""

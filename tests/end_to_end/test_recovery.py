@@ -209,6 +209,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "accumulation": {"batch": {"global_size": 12, "micro_size": 1}},
     "average": {"ema": {"decay": 0.9}},
     "replicas": {"parallel": {"replicate": 3}, "zero": {"stage": 1}},
+    "divided": {"parallel": {"replicate": 3}, "zero": {"replicas": "divided"}},
     "host": {"offload": {"optimizer": "host", "gradients": "host"}},
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
     "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},

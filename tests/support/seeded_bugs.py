@@ -19,14 +19,16 @@ import torch
 
 from tests.support.trainer_cases import LENGTH, LLAMA, settings
 from zeromesh.comm.activation_collectives import Pending
+from zeromesh.comm.transport import Reduction
 from zeromesh.intervals import Interval
 from zeromesh.kernels import chunked_head
 from zeromesh.offload import Access, StreamRow
 from zeromesh.offload.activation_store import ActivationStore
 from zeromesh.optim import gradients as gradients_of_buckets
 from zeromesh.optim.fused_optimizer import BucketOptimizer, GroupRules
-from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups, gradient_of
+from zeromesh.optim.gradients import GradientReducer, GradientShards, gradient_of
 from zeromesh.optim.optimizer_step import OptimizerStep, WeightAverage
+from zeromesh.optim.replicas import ReplicaGroups
 from zeromesh.pipeline.pipeline import ZeroRunner
 from zeromesh.pipeline.schedule import Kind
 from zeromesh.rng import Streams, seed_all
@@ -193,10 +195,10 @@ def _unshared(layout: Mapping[str, Any], named: str = "", *, ranks: int = 2) -> 
 
     def register(of: Callable[..., Any]) -> Callable[..., Any]:
         def planted(start: Any, self: ReplicaGroups, bucket: Bucket, gradient: torch.Tensor) -> Any:
-            return None if of(bucket) else start(self, bucket, gradient)
+            return Reduction(lambda: True, lambda: None) if of(bucket) else start(self, bucket, gradient)
 
         name = of.__name__.replace("_", "-")
-        return seeded(ReplicaGroups, "all_reduce_async", layout, named, ranks=ranks, name=name)(planted)
+        return seeded(ReplicaGroups, "sum_async", layout, named, ranks=ranks, name=name)(planted)
 
     return register
 
@@ -207,7 +209,7 @@ def sequence_norms_unsummed(bucket: Bucket) -> bool:
     return "tensor" in dict(bucket.spec.shared_by) and _holds(bucket, "norm")
 
 
-@seeded(ReplicaGroups, "all_reduce_async", {**_TENSOR, "model.config.num_key_value_heads": 1}, r"[kv]_proj")
+@seeded(ReplicaGroups, "sum_async", {**_TENSOR, "model.config.num_key_value_heads": 1}, r"[kv]_proj")
 def shared_heads_averaged(start: Any, self: ReplicaGroups, bucket: Bucket, gradient: torch.Tensor) -> Any:
     """Gradients of key and value heads that several tensor ranks hold are averaged over them, not summed."""
     holders = dict(bucket.spec.shared_by).get("tensor")

@@ -104,6 +104,7 @@ def set_auto(config: TrainerConfig, inputs: UserInputs, launch: LaunchEnvironmen
 def _auto_keys(config: TrainerConfig) -> frozenset[str]:
     automatic = config.parallel.auto
     axes = {f"parallel.{name}" for name in type(config.parallel).model_fields.keys() - config.parallel.model_fields_set}
+    axes |= {"zero.replicas"} if "replicas" not in config.zero.model_fields_set else set()
     return frozenset(automatic or FIELDS) | (axes & FIELDS.keys() if "parallel" in automatic else set())
 
 

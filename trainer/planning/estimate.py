@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -124,7 +125,8 @@ class Estimator:
             staging_bytes=staging,
         )
         accumulation, prefetch = layout.accumulation, layout.prefetch
-        return replace(zero, stage=layout.stage, accumulation=accumulation, prefetch=prefetch, offload=offload)
+        chosen: dict[str, Any] = {"stage": layout.stage, "replicas": layout.replicas}
+        return replace(zero, **chosen, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
         tiers = layout.optimizer, layout.parameters
@@ -214,7 +216,8 @@ class _LayoutCosts:
         """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.states == 1 else self._machine.transport(self._hosts)
         stages = (tuple(range(rank, len(cut), ranks)) for rank in self._ranks)
-        every = (subject.stage_units(layout.tensor, own, cut, layout.states, layout.expert) for own in stages)
+        shares = layout.expert, self._options.dividing(layout.replicate)
+        every = (subject.stage_units(layout.tensor, own, cut, layout.states, *shares) for own in stages)
         self._memory = [known.memory_model(layout, units, self._transport) for units in every]
 
     def _largest_share(self) -> int:
@@ -391,8 +394,12 @@ class _LayoutCosts:
         for ranks, (nbytes, wire) in sent.items():
             total += each * moved(summed, wire, ranks) + gathers * moved(Collective.ALL_GATHER, nbytes, ranks)
         spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
-        shards = sum(wire / (1 if whole else ranks) for ranks, (_, wire) in sent.items())
-        total += moved(Collective.ALL_REDUCE, shards, layout.replicate, spread)
+        held = {dtype: each[0 if whole else 1] for dtype, each in memory.trained.items()}
+        summed = Collective.REDUCE_SCATTER if layout.replicas == "divided" else Collective.ALL_REDUCE
+        total += moved(summed, sum(held.values()) * options.precision.sums.itemsize, layout.replicate, spread)
+        if layout.replicas == "divided":
+            values = sum(elements * dtype.itemsize for dtype, elements in held.items())
+            total += moved(Collective.ALL_GATHER, values, layout.replicate, spread)
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.
@@ -426,7 +433,8 @@ class _LayoutCosts:
         """Return the seconds of the update of a rank's shards, and the further seconds of waiting for tiers."""
         machine, options, ranks = self._machine, self._options, self._ranks_on_host
         whole = options.placements.optimizer is Placement.REPLICATED
-        own = sum(each[0 if whole else 1] for each in memory.trained.values())
+        shards = sum(each[0 if whole else 1] for each in memory.trained.values())
+        own = shards / options.dividing(self._layout.replicate)
         moments = len(moment_dtypes(options.optimizer, options.precision.sums))
         width = options.precision.master.itemsize
         choice = options.offload.optimizer

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zeromesh.mesh.mesh_shape import SIZES
 from zeromesh.offload import TierChoice
@@ -17,6 +17,7 @@ TIERS = ("optimizer", "parameters", "activations")
 FIELDS = {
     **{f"parallel.{name}": name for name in (*SIZES, "sequence", "schedule", "chunks")},
     "zero.stage": "stage",
+    "zero.replicas": "replicas",
     "zero.prefetch": "prefetch",
     "batch.micro_size": "micro",
     "model.activation_checkpointing": "recompute",
@@ -39,6 +40,7 @@ class Layout:
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
     stage: int = 3
+    replicas: Literal["whole", "divided"] = "whole"
     micro: int = 1
     accumulation: int = 1
     recompute: Mode = "none"
@@ -76,6 +78,8 @@ class Layout:
         axes = [f"{axis} {getattr(self, axis)}" for axis in SIZES]
         parts = [" x ".join(each for each in axes if not each.endswith(" 1")) or "1 rank", f"stage {self.stage}"]
         parts.append(f"micro {self.micro} x {self.accumulation}")
+        if self.replicas == "divided" and self.replicate > 1:
+            parts.append("divided replicas")
         if self.pipeline > 1:
             parts.append(self.schedule.replace("_", " ") + (f" {self.chunks}" if self.chunks > 1 else ""))
         if self.sequence:

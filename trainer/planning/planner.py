@@ -157,9 +157,11 @@ class Planner:
                 self._choices("stage", stages), self._choices("micro", micros), self._choices("recompute", recomputes)
             ):
                 accumulation = -(-samples // (micro * mesh.data))
-                for schedule, chunks in self._schedules(mesh.pipeline, accumulation, blocks):
+                schedules = self._schedules(mesh.pipeline, accumulation, blocks)
+                kinds = self._choices("replicas", ("divided", "whole") if mesh.replicate > 1 and stage else ("whole",))
+                for replicas, (schedule, chunks) in product(kinds, schedules):
                     chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
-                    yield replace(mesh, schedule=schedule, chunks=chunks, **chosen)
+                    yield replace(mesh, schedule=schedule, chunks=chunks, replicas=replicas, **chosen)
 
     def _replicas(self, data: int, inner: int) -> list[int]:
         """Return the numbers of replicas to try: one, one on each host, or one on each group of 8 hosts."""
@@ -205,7 +207,7 @@ class Planner:
             refused = self._subject.refusal(layout)
             try:
                 estimate = None if refused else self._estimator.estimate(layout, exact=False)
-            except LayoutError as error:
+            except (ConfigError, LayoutError) as error:
                 refused, estimate = str(error), None
             if estimate is None:
                 self._refused.setdefault(refused, str(layout))

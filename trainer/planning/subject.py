@@ -146,10 +146,10 @@ class Subject:
         return [*([before] if stage == 0 else []), *own, *([after] if stage == len(cut) - 1 else [])]
 
     def _stage_units(
-        self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int, expert: int = 1
+        self, tensor: int, stages: Sequence[int], cut: Sequence[range], parts: int, expert: int = 1, dividers: int = 1
     ) -> UnitLayouts:
         """Return the layouts of the units of a rank with these stages, for `parts` ranks that share states, over `expert` of which
-        experts are spread; equal ones are one object."""
+        experts are spread, and of which each shares its shard with `dividers`; equal ones are one object."""
         units: Sequence[UnitPlan] = self.units(tensor)
         if len(cut) > 1 and (anatomy := self._anatomy) is not None:
             blocks, last = f"{anatomy.blocks}.", len(cut) - 1
@@ -163,12 +163,12 @@ class Subject:
                 elif not unit.module.startswith(blocks) and (specs or unit.module == ROOT):
                     units.append(replace(unit, specs=tuple(specs)))
         # Equal blocks share one tuple of specs, and so one cached list of layouts.
-        layouts = [self._layouts(unit.specs, parts, expert, frozenset(self._experts)) for unit in units]
+        layouts = [self._layouts(unit.specs, parts, expert, dividers, frozenset(self._experts)) for unit in units]
         return self._shared_layouts.setdefault(tuple(map(id, layouts)), layouts)
 
 
 def _layouts_of(
-    specs: tuple[ParameterSpec, ...], parts: int, expert: int, experts: Collection[str], alignment: int
+    specs: tuple[ParameterSpec, ...], parts: int, expert: int, dividers: int, experts: Collection[str], alignment: int
 ) -> list[BucketLayout]:
     def spread(spec: ParameterSpec) -> ParameterSpec:
         if expert == 1 or spec.fqn.rpartition(".")[0] not in experts:
@@ -177,7 +177,7 @@ def _layouts_of(
         return replace(spec, shape=shape, part=ParameterPart(region=Region.whole(shape), holders=(0,), experts=True))
 
     plan = [UnitPlan(module=ROOT, specs=tuple(map(spread, specs)))]
-    return plan_layouts(plan, parts, alignment, experts=expert)[0]
+    return plan_layouts(plan, parts, alignment, experts=expert, dividers=dividers)[0]
 
 
 def _refusal_of(call: Callable[[], T]) -> tuple[str, T | None]:

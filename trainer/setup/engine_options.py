@@ -80,6 +80,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     return ZeroOptions(
         **dict(config.zero),
         transport=config.parallel.transport,
+        wire=config.parallel.wire,
         precision=Precision(
             **roles,
             compensated=precision.master == "kahan",

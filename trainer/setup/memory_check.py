@@ -41,7 +41,8 @@ class HostMemory:
         self.offloaded_inputs = inputs if options.offload.activations.tier == "file" else 0
         group_of = GroupRules(options.optimizer).group_of
         plan = plan_model(model, options.precision.compute, group_of, cuts, options.weights)
-        layouts = plan_layouts(plan, self.shards, options.alignment, experts=mesh.experts.size)
+        dividers = options.dividing(mesh.replicate.size)
+        layouts = plan_layouts(plan, self.shards, options.alignment, experts=mesh.experts.size, dividers=dividers)
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
         held = [parameter for parameter in model.parameters() if not parameter.is_meta]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]

@@ -242,6 +242,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
         Detail(f"model: {units}{reduced}"),
         f"memory   states of each rank: {kept}",
         engine.optimizer_step.note,
+        engine.optimizer_step.gradients.replicas.note,
         *(engine.durable.notes if engine.durable is not None else ()),
     ]
 

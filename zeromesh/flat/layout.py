@@ -336,12 +336,14 @@ class ShardPiece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BucketLayout:
-    """The layout of a bucket of `parts` shards. Raises `LayoutError` unless slots are in order, aligned and disjoint."""
+    """The layout of a bucket of `parts` shards, each held by ranks of which `dividers` divide its states, if more than one does.
+    Raises `LayoutError` unless slots are in order, aligned and disjoint."""
 
     name: str
     slots: tuple[ParameterSlot, ...]
     parts: int
     alignment: int = ALIGNMENT
+    dividers: int = 1
     padded: int = field(init=False)
     shard_length: int = field(init=False)
     first: ParameterSpec = field(init=False, repr=False)
@@ -355,7 +357,8 @@ class BucketLayout:
                 why = f"bucket {self.name}: {spec.fqn} with {spec.numel} elements lies at [{where.start}, {where.end})"
                 raise LayoutError(f"{why}, which overlaps, is not aligned to {self.alignment} or has another length")
             end = where.end
-        padded = round_up(end, self.parts * self.alignment)  # Aligned shards of equal length fill it.
+        # Aligned shards of equal length fill it, and aligned parts each of them.
+        padded = round_up(end, self.parts * self.dividers * self.alignment)
         object.__setattr__(self, "padded", padded)
         object.__setattr__(self, "shard_length", padded // self.parts)
         object.__setattr__(self, "first", self.slots[0].spec if self.slots else None)
@@ -381,6 +384,12 @@ class BucketLayout:
 
     def shard(self, index: int) -> Interval:
         return Interval(start=index * self.shard_length, end=(index + 1) * self.shard_length)
+
+    def part(self, held: Interval, replica: int) -> Interval:
+        """Return the elements of a shard `held` whose states the rank at position `replica` of those with the shard has."""
+        length = held.length // self.dividers
+        start = held.start + replica % self.dividers * length
+        return Interval(start=start, end=start + length)
 
     def gaps(self) -> tuple[Interval, ...]:
         """Return the intervals that belong to no parameter, including the padding."""
@@ -417,7 +426,9 @@ class BucketLayout:
 UnitLayouts = Sequence[Sequence[BucketLayout]]  # The bucket layouts of each unit of a rank, the root unit first.
 
 
-def build_layout(name: str, specs: Sequence[ParameterSpec], parts: int, alignment: int = ALIGNMENT) -> BucketLayout:
+def build_layout(
+    name: str, specs: Sequence[ParameterSpec], parts: int, alignment: int = ALIGNMENT, dividers: int = 1
+) -> BucketLayout:
     """Lay out parameters one after the other, grouped by optimizer group, otherwise in order. Blocks of a codec are not cut."""
     alignment = max([alignment, *(spec.codec.block for spec in specs if spec.codec is not None)])
     slots, end = [], 0
@@ -425,4 +436,4 @@ def build_layout(name: str, specs: Sequence[ParameterSpec], parts: int, alignmen
         start = round_up(end, alignment)
         end = start + spec.numel
         slots.append(ParameterSlot(spec=spec, where=Interval(start=start, end=end)))
-    return BucketLayout(name=name, slots=tuple(slots), parts=parts, alignment=alignment)
+    return BucketLayout(name=name, slots=tuple(slots), parts=parts, alignment=alignment, dividers=dividers)

@@ -155,9 +155,9 @@ class ProcessSet:
         """Wait until all ranks of the set have called this; `what` names the wait in errors."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64), what)
 
-    def all_reduce_async(self, tensor: torch.Tensor, what: str) -> Callable[[], None]:
-        """Begin to sum a large tensor over the set, in place, on any device; the returned function waits for it."""
-        return self.start(Collective.ALL_REDUCE, CollectiveCall(tensor, tensor, what)).wait
+    def all_reduce_async(self, tensor: torch.Tensor, what: str) -> Launched:
+        """Begin to sum a large tensor over the set, in place, on any device."""
+        return self.start(Collective.ALL_REDUCE, CollectiveCall(tensor, tensor, what))
 
     def broadcast_async(
         self, tensor: torch.Tensor, source: int, what: str, purpose: GroupPurpose = "control"

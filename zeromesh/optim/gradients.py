@@ -2,14 +2,14 @@
 
     autograd --copy--> slot of the ring --launch--> reduction in flight --finish--> bucket.grad
              \\--add--> bucket.partial (stages that reduce once per step, before the last microbatch; a group of one rank)
-    bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`)
+    bucket.grad --sum over replicas, in a step's last backward--> kept, offloaded, or updated at once (`optimizer_in_backward`);
+                  where replicas divide states, each keeps the sum of its part, at the beginning of the shard's memory
 
 Buckets are launched in one order that all ranks share: the reverse of the order in which their units ran forward. While no slot is
 free, gradients stay on `.grad` until backward leaves the unit. On a device the host runs ahead of the kernels and cannot query when
 a slot will be free: a bucket is copied into its slot as soon as it is complete and next, and the compute stream waits for the
 slot's previous reduction. The order of launches thus follows from the program alone, alike on all ranks."""
 
-import hashlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -20,18 +20,12 @@ import xxhash
 
 from zeromesh.comm.transport import Reduction
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import Positions
-from zeromesh.intervals import grouped
-from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, Tiers, Transfer, allocate_lasting
+from zeromesh.optim.replicas import SUMMED, ReplicaGroups
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.units.unit import Bucket
-
-_SUMMED = Reduction(lambda: True, lambda: None)
-"""Stands for the reduction of a bucket whose sums are complete without other ranks."""
 
 
 @dataclass(slots=True)
@@ -50,7 +44,7 @@ class BucketArrivals:
 class GradientReducer:
     """Takes gradients as autograd produces them, launches reductions in order, and finishes them as peers complete them."""
 
-    def __init__(self, shards: "GradientShards", replicas: "ReplicaGroups", mesh: Mesh, options: ZeroOptions) -> None:
+    def __init__(self, shards: "GradientShards", replicas: ReplicaGroups, mesh: Mesh, options: ZeroOptions) -> None:
         self.shards = shards
         self.replicas = replicas
         self.on_summed: Callable[[Bucket], None] = lambda bucket: None
@@ -70,8 +64,8 @@ class GradientReducer:
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
         self._first_microbatch = self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
-        self._sums: dict[int, Callable[[], None]] = {}  # what waits for the sum over replicas, by the bucket's id
-        self._to_offload: deque[Bucket] = deque()
+        self._sums: dict[int, tuple[Bucket, Reduction]] = {}  # the running sums over replicas, by the bucket's id
+        self._to_sum: deque[Bucket] = deque()  # whose sum over replicas is to start
         self._tied: list[Bucket] = []  # with parameters tied between stages, summed after all backwards of the step
 
     def begin(self, buckets: Sequence[Bucket], *, reduce: bool, first: bool, last: bool, known_order: bool) -> None:
@@ -141,10 +135,11 @@ class GradientReducer:
             if not wait and first.sequence is not None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while self._in_flight and ((reduction := self._in_flight[0][1]) is _SUMMED or not self._on_stream):
+        while self._in_flight and ((reduction := self._in_flight[0][1]) is SUMMED or not self._on_stream):
             if not reduction.ready():
                 break
             self._finish_oldest()
+        self._advance_sums()
 
     def flush(self) -> None:
         """End a backward: launch the remaining buckets, with zeros for missing gradients, and finish all reductions and sums."""
@@ -179,7 +174,7 @@ class GradientReducer:
             bucket.missing = frozenset(() if self.keep_zeros else missing)
 
     def _launch_next(self) -> None:
-        arrivals, reduction = self._queue.popleft(), _SUMMED
+        arrivals, reduction = self._queue.popleft(), SUMMED
         bucket = arrivals.bucket
         if arrivals.sequence is not None:
             reduction = self._launch(arrivals, arrivals.sequence)
@@ -232,31 +227,40 @@ class GradientReducer:
             self._sum_replicas(bucket)
 
     def _sum_replicas(self, bucket: Bucket) -> None:
-        wait = self.replicas.all_reduce_async(bucket, gradient_of(bucket))
-        if wait is not None:
-            self._sums[id(bucket)] = wait
+        self._to_sum.append(bucket)
+        self._advance_sums()
         if self.updates_in_backward:
             self.on_summed(bucket)
-        elif bucket.grad_rest is not None:
-            self._to_offload.append(bucket)
-            self._offload(but=1)  # The sum of the newest bucket over its replicas goes on meanwhile.
 
-    def _offload(self, but: int) -> None:
-        while len(self._to_offload) > but:
-            bucket = self._to_offload.popleft()
+    def _advance_sums(self, *, wait: bool = False) -> None:
+        """Start the sums over replicas that are due, of divided shards `MOST_SUMS` at a time, as each takes memory, and finish what
+        is complete, in order. Only with `wait`, at the end of a backward, does the host wait for replicas: before, those that
+        this rank waits for might wait, through ranks of other groups, for what it would do next."""
+        while self._to_sum or self._sums:
+            while self._to_sum and not (self._to_sum[0].divided and len(self._sums) >= MOST_SUMS):
+                bucket = self._to_sum.popleft()
+                self.shards.count_received(bucket, 1)
+                self._sums[id(bucket)] = bucket, self.replicas.sum_async(bucket, gradient_of(bucket))
+            bucket, reduction = next(iter(self._sums.values()))
+            # A stream that waits holds up only the work after it, which all ranks launch in one order.
+            soon = self._on_stream and len(self._sums) > 1 and (bucket.divided or bucket.grad_rest is not None)
+            if not wait and not (soon if self._on_stream else reduction.ready()):
+                return
             self.complete(bucket)
-            self.shards.offload(bucket, last=True)
 
     def complete(self, bucket: Bucket) -> None:
-        """Wait for the sum of a bucket over its replicas."""
-        self._sums.pop(id(bucket), lambda: None)()
+        """Wait for the sum of a bucket over its replicas, and offload it unless backward updates by it."""
+        if id(bucket) in self._sums:
+            self._sums.pop(id(bucket))[1].finish()
+            self.shards.count_received(bucket, -1)
+            self.shards.keep_part(bucket)
+            if bucket.grad_rest is not None and not self.updates_in_backward:
+                self.shards.offload(bucket, last=True)
 
     def _wait_for_sums(self) -> None:
         """Wait for the sums over replicas, unless updates inside backward wait for them, and order device work after offloads."""
         if not self.updates_in_backward:
-            self._offload(but=0)
-            while self._sums:
-                self._sums.pop(next(iter(self._sums)))()
+            self._advance_sums(wait=True)
         self.shards.order_offloads()
 
     def sum_tied(self) -> None:
@@ -268,7 +272,7 @@ class GradientReducer:
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
         """Drop the gradients of a step that has ended early."""
-        for pending in (self._to_offload, self._tied, self._sums):
+        for pending in (self._to_sum, self._tied, self._sums):
             pending.clear()
         self.shards.abandon(buckets)
 
@@ -279,8 +283,8 @@ class GradientReducer:
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         alone = bucket.group.ranks.size == 1  # Its own sums are the result.
-        if alone and bucket.grad is None:
-            self.shards.allocate(bucket)
+        if alone and (bucket.grad is None or (bucket.divided and self._first_microbatch)):
+            self.shards.allocate(bucket)  # The part of an earlier sum may lie where there are gaps.
             _zero_gaps(gradient_of(bucket), bucket)
         target = bucket.grad if alone else bucket.partial
         if target is None:
@@ -300,7 +304,7 @@ class GradientReducer:
         bucket, reduction = self._in_flight.popleft()
         with self._mesh.recorder.range("finish reducing", bucket.name):
             reduction.finish()
-        if bucket.length == bucket.layout.shard_length:
+        if bucket.held.length == bucket.layout.shard_length:
             self._after_reduction(bucket)
         else:
             self._unfinished_wholes.append((bucket, reduction))
@@ -346,6 +350,7 @@ def _zero_gaps(flat: torch.Tensor, bucket: Bucket) -> None:
 
 
 MOST_OFFLOADS = 2  # gradient shards that may be in transfer to another tier at a time
+MOST_SUMS = 2  # sums of divided shards that may be in flight at a time
 
 
 class GradientShards:
@@ -391,7 +396,7 @@ class GradientShards:
     def _allocate_grad(self, bucket: Bucket) -> torch.Tensor:
         while len(self._offloading) >= MOST_OFFLOADS:
             self._order_oldest()
-        length = bucket.length
+        length = bucket.held.length
         if bucket.grad_rest is None:
             grad = torch.empty(length, dtype=self._dtype, device=self._tiers.device)
         else:
@@ -405,11 +410,24 @@ class GradientShards:
         if bucket.grad_rest is None:
             return
         self.allocate(bucket)
-        grad = gradient_of(bucket)
+        grad = memory = gradient_of(bucket)
         if last:
+            grad = memory[: bucket.length]
             self._norms[id(bucket)] = torch.linalg.vector_norm(grad)
-        self._offloading.append((bucket.grad_rest.write(0, grad), grad.nbytes))
+        self._offloading.append((bucket.grad_rest.write(0, grad), memory.nbytes))
         bucket.grad = None
+
+    def count_received(self, bucket: Bucket, sign: int) -> None:
+        """Count the memory into which a shard that replicas divide is received, when it is allocated (1) or freed (-1)."""
+        if bucket.divided:
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, sign * bucket.held.length * self._dtype.itemsize)
+
+    def keep_part(self, bucket: Bucket) -> None:
+        """Release the memory of a summed shard beyond this rank's part of it, if replicas divide it and it is not needed again."""
+        if bucket.divided and bucket.grad_rest is None and not self._keeps_memory:
+            whole = gradient_of(bucket)
+            bucket.grad = whole[: bucket.length].clone()
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, bucket.grad.nbytes - whole.nbytes)
 
     def order_offloads(self) -> None:
         """Order later device work after all offloads so far. Raises `StorageError` if one failed."""
@@ -441,7 +459,7 @@ class GradientShards:
         """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""
         norm = self._norms.get(id(bucket))
         if norm is None and bucket.grad is not None:
-            norm = torch.linalg.vector_norm(bucket.grad)
+            norm = torch.linalg.vector_norm(bucket.grad[: bucket.length])
         return torch.zeros((), dtype=self._dtype, device=self._tiers.device) if norm is None else norm
 
     def abandon(self, buckets: Iterable[Bucket]) -> None:
@@ -459,36 +477,3 @@ def gradient_of(bucket: Bucket) -> torch.Tensor:
     if bucket.grad is None:
         raise PhaseError(f"bucket {bucket.name} has no gradients")
     return bucket.grad
-
-
-class ReplicaGroups:
-    """Groups of ranks beside the shard group that hold the same elements of a bucket, sum their gradients, and of which one counts
-    these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
-
-    def __init__(self, mesh: Mesh, buckets: Iterable[Bucket]) -> None:
-        self._coordinate = mesh.coordinate
-        self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
-        """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
-        if mesh.model_size == 1:
-            return
-        shared = sorted({bucket.shared_by for bucket in buckets} - {()})
-        rows = mesh.world.gather_json(shared, "who shares parameters")
-        pairs = ((tuple((axis, tuple(at)) for axis, at in row), rank) for rank, own in enumerate(rows) for row in own)
-        for positions, ranks in sorted(grouped(pairs).items()):
-            # The mesh keeps these process sets, so that the next engine on it finds them.
-            name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-            axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
-            colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
-            if not any(each.startswith(name) for each in mesh.process_sets):
-                mesh.process_sets.split(colour, name=name)
-            if colour is not None:
-                self.sets[positions] = mesh.process_sets[f"{name} {colour}"]
-
-    def counts(self, bucket: Bucket) -> bool:
-        """Return True if this rank counts and writes a bucket's shard, among the ranks that hold it for the same samples."""
-        return all(self._coordinate[axis] == first for axis, first in bucket.counted_at.items())
-
-    def all_reduce_async(self, bucket: Bucket, gradient: torch.Tensor) -> Callable[[], None] | None:
-        """Start to sum a gradient shard in place over its sharers. Returns a call that waits; None if no other rank shares it."""
-        ranks = self.sets[bucket.shared_by]
-        return ranks.all_reduce_async(gradient, f"sum of gradients over {ranks.name}") if ranks.size > 1 else None

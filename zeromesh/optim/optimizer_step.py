@@ -194,6 +194,7 @@ class OptimizerStep:
         self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
         self._make_optimizers()
         gradients.on_summed = self._update_ready
+        self._encoded: dict[int, torch.Tensor] = {}  # what goes to replicas in place of parameters, by the bucket's id
         self._ready: list[Bucket] = []  # summed buckets that wait for an update inside this backward
         self._finished_units: set[int] = set()
         """The indices of units whose gathered parameters this rank reads no more in this step."""
@@ -310,7 +311,7 @@ class OptimizerStep:
 
     def _counts(self, bucket: Bucket) -> bool:
         """Return True if this rank adds a bucket's gradients to the norm, as one of the ranks that update the same elements."""
-        first = not self._mesh.replicate.index and not (self._replicated and bucket.group.ranks.index)
+        first = bucket.divided or not (self._mesh.replicate.index or (self._replicated and bucket.group.ranks.index))
         return first and self.gradients.replicas.counts(bucket)
 
     def finish(self, units: Iterable[Unit], factor: float, squares: float, *, loss_finite: bool) -> StepOutcome:
@@ -373,6 +374,7 @@ class OptimizerStep:
         self.scaler.update(overflow=skip)
         self.journal.take_over(record["step"], position)
         self._change_states(self._buckets if not skip else (), record["factor"] or 0.0, skip=skip)
+        self._encoded.clear()  # Parameters are gathered from all master weights.
         self.journal.end()
         return StepOutcome(grad_norm=float(record["norm"]), skipped=skip, loss_scale=scale, cause=record["cause"])
 
@@ -384,6 +386,13 @@ class OptimizerStep:
         if not skip and not is_accelerator(self._stream.device):
             self.gradients.shards.wait()
         self._change_states(() if skip else due, factor, skip=skip)
+        # All gathers are started before the first is waited for.
+        wire, encoded, self._encoded = self.gradients.replicas.wire, self._encoded, {}
+        changed = [bucket for bucket in due if bucket.divided and not skip]
+        waits = [bucket.share_copy(wire, encoded.get(id(bucket))) for bucket in changed]
+        for bucket, wait in zip(changed, waits, strict=True):
+            wait()
+            bucket.buffer.end_write()
 
     def _change_states(self, due: Sequence[Bucket], factor: float, *, skip: bool) -> None:
         for number, bucket in enumerate(due):
@@ -480,7 +489,10 @@ class OptimizerStep:
         optimizer = self._optimizers[id(bucket)]
         optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.updates_in_backward else None
-        averages = self._due_averages
+        averages, wire = self._due_averages, self.gradients.replicas.wire if bucket.divided else None
+        if wire is not None:
+            nbytes, device = wire.nbytes(bucket.length), self._mesh.device
+            encoded = self._encoded[id(bucket)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
@@ -495,7 +507,9 @@ class OptimizerStep:
                 optimizer.step(row.start, [master, part, *moments], self.groups)
                 if averages is not None and average is not None:
                     averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
-            if copy is not None:
+            if copy is not None and wire is not None:
+                wire.encode_into(encoded, master.float() - copy, row.start, bucket.length)
+            elif copy is not None:
                 copy.copy_(master)
 
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
@@ -506,7 +520,8 @@ class OptimizerStep:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
                 self._stream.run(list(self._rows(bucket)), compute, ahead)
-            bucket.buffer.end_write()
+            if not bucket.divided:
+                bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterable[StreamRow]:
         uses = self._operands(bucket, averaging=self._due_averages is not None)
@@ -521,6 +536,7 @@ class OptimizerStep:
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
         if not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
             uses.append(StreamOperand(tensor=summed, mode=Access.READ))
-        if bucket.copy is not None:
-            uses.append(StreamOperand(tensor=bucket.copy, mode=Access.WRITE))
+        if (copy := bucket.own_copy) is not None:
+            told = bucket.divided and self.gradients.replicas.wire is not None  # Its difference is sent.
+            uses.append(StreamOperand(tensor=copy, mode=Access.READ if told else Access.WRITE))
         return uses

@@ -75,6 +75,7 @@ Balance = Literal["parameters", "flops"]
 CodecName = Literal["nf4", "fp4", "int8", "fp8"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 TransportName = Literal["auto", "shared", "gloo", "nccl"]
+WireName = Literal["exact", "bfloat16", "int8", "int4", "auto"]
 ContextMethod = Literal["gather", "heads", "auto"]
 UpdateOn = Literal["auto", "host", "device"]
 
@@ -85,6 +86,9 @@ class ZeroKeys:
 
     stage: Annotated[Whole, Ge(0), Le(3)] = 3
     """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    replicas: Literal["whole", "divided"] = "whole"
+    """What `parallel.replicate` replicas have of a shard. whole: all its states, and they sum its gradients once a step. divided:
+    its parameters, and a part of its master weights, moments and final gradients each: less memory, and less traffic."""
     prefetch: CountOrOff = 1
     """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
@@ -101,6 +105,9 @@ class TransportKeys:
 
     transport: TransportName = "auto"
     """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
+    wire: WireName = "exact"
+    """How replicas on several hosts that divide states (`zero.replicas`) send each other sums of gradients and changes of
+    parameters. int8, int4: blocks with a scale. auto: the fastest, which is tried at the start, or exact."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,12 +61,13 @@ class BuiltUnits:
 
 
 def plan_layouts(
-    plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT, *, experts: int = 1
+    plan: Sequence[UnitPlan], parts: int, alignment: int = ALIGNMENT, *, experts: int = 1, dividers: int = 1
 ) -> list[list[BucketLayout]]:
-    """Return the layouts of each unit's buckets over `parts` ranks, of which `experts` neighbours have different experts."""
+    """Return the layouts of each unit's buckets over `parts` ranks, of which `experts` neighbours have different experts, and each
+    of which shares its shard with `dividers` that divide its states."""
 
     def build(name: str, specs: Sequence[ParameterSpec]) -> BucketLayout:
-        return build_layout(name, specs, parts // experts if specs[0].in_experts else parts, alignment)
+        return build_layout(name, specs, parts // experts if specs[0].in_experts else parts, alignment, dividers)
 
     return [[build(f"{unit.name}/{n}", specs) for n, specs in enumerate(unit.buckets())] for unit in plan]
 
@@ -84,7 +85,8 @@ def build_units(
     """Allocate buffers, fill this rank's shards from `source` bucket by bucket, and turn parameters into views. A rank holds at
     most one parameter beyond its shards at a time. All units are at rest afterwards. Raises `LayoutError` when ranks have different
     plans, or a parameter is wider than its master weight. Raises `StorageError` when memory is short."""
-    layouts = plan_layouts(plan, mesh.shard.size, options.alignment, experts=mesh.experts.size)
+    dividers = options.dividing(mesh.replicate.size)
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment, experts=mesh.experts.size, dividers=dividers)
     flat = [layout for unit in layouts for layout in unit]
     require_equal_plans(mesh.peers, flat, options)
     _require_master_weights([slot.spec for layout in flat for slot in layout.slots if slot.spec.requires_grad], options)
@@ -147,7 +149,7 @@ def _open_group(
     kept_bytes = sum(buffer.full.nbytes for buffer in transport.buffers if buffer.persistent)
     ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
     ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
-    return StateGroup(ranks, transport, reduction, ring[1])
+    return StateGroup(ranks, mesh.replicate, transport, reduction, ring[1])
 
 
 def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOptions, tiers: Tiers) -> None:
@@ -158,7 +160,8 @@ def _open_durable(layouts: Sequence[BucketLayout], mesh: Mesh, options: ZeroOpti
     slots = [(one.parts, slot.spec.name, slot.spec.region, slot.where) for one in trained for slot in one.slots]
     precision, optimizer = options.precision, options.optimizer
     dtypes = precision.master, precision.sums, precision.compensated, optimizer.states
-    kinds = optimizer.name, bool(optimizer.momentum), options.average is not None, options.stage, mesh.shape
+    stage = options.stage, options.replicas
+    kinds = optimizer.name, bool(optimizer.momentum), options.average is not None, *stage, mesh.shape
     files = tiers.open_durable(hashlib.blake2b(f"{slots} {dtypes} {kinds}".encode(), digest_size=5).hexdigest())
     own = {(each["generation"], each["number"], each["step"]): each for each in files.records}
     there = [files.other_step, [*map(str, files.others)]]
@@ -245,7 +248,8 @@ def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     """Return True if the shard of a bucket is stored in the dtype of the gather, and can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
-    return not trained or (spec.dtype == options.precision.master and not options.offload.durable)
+    alike = spec.dtype == options.precision.master and not options.offload.durable
+    return not trained or alike or layout.dividers > 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,17 +271,22 @@ class _BucketBuilder:
         parameters = [self.model.get_parameter(slot.spec.fqn) for slot in layout.slots]
         for parameter in parameters:
             _move_parameter(parameter, self.mesh.device)
-        bucket = Bucket(layout, group, parameters, buffer, self._interval(layout), *weights)
+        bucket = Bucket(layout, group, parameters, buffer, self._held(layout), *weights)
+        bucket.share_copy()()
         buffer.end_write()
         bucket.hide_values()
         if bucket.trainable:
             _allocate_gradients(bucket, self.options, self.tiers)
         return bucket
 
-    def _interval(self, layout: BucketLayout) -> Interval:
+    def _held(self, layout: BucketLayout) -> Interval:
         whole = self.options.placements.optimizer is Placement.REPLICATED
         ranks = self.mesh.expert_shard if layout.first.in_experts else self.mesh.shard
         return Interval(start=0, end=layout.padded) if whole else layout.shard(ranks.index)
+
+    def _interval(self, layout: BucketLayout) -> Interval:
+        held = self._held(layout)
+        return layout.part(held, self.mesh.replicate.index) if layout.first.requires_grad else held
 
     def _read_weights(self, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> _Weights:
         """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""
@@ -285,18 +294,20 @@ class _BucketBuilder:
         if stored is not None:
             return self.tiers.stored(interval.length, spec.dtype, stored, Purpose.PARAMETERS), None
         copy = None
-        if _rests_as_gathered(layout, options):  # No copy: the master weights themselves are gathered.
+        held = self._held(layout)
+        if _rests_as_gathered(layout, options) and interval == held:  # No copy: master weights themselves are gathered.
             purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
             master = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, purpose)
         else:
             what, dtype = f"master weights of {layout.name}", options.precision.master
             master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
-            if gathered.persistent or master.whole(self.tiers.device) is None:
-                copy = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, Purpose.PARAMETERS)
+            if interval != held or gathered.persistent or master.whole(self.tiers.device) is None:
+                copy = self._allocate_gathered(layout, gathered, held.length, spec.dtype, Purpose.PARAMETERS)
         for piece in layout.pieces(interval) if not self.tiers.keeps(master) else ():
             _fill_piece(master, piece, self.source)
         if copy is not None:
-            copy.copy_from(master)
+            own = interval.after(held.start)
+            copy.slice(own.start, own.end).copy_from(master)
         return master, copy
 
     def _allocate_gathered(
@@ -434,13 +445,13 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     """Give a frozen bucket master weights, initialized with its weights, and memory for gradients; raises as `build_units` does."""
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
-    if bucket.master.dtype != dtype:
-        frozen, what = bucket.master, f"master weights of {bucket.name}"
-        bucket.master = tiers.allocate(frozen.numel, dtype, options.offload.optimizer, Purpose.MASTER, what)
-        if not tiers.keeps(bucket.master):
-            bucket.master.copy_from(frozen)
-        bucket.copy = frozen
-    bucket.trainable = True
+    bucket.set_trainable(True)
+    if bucket.master.dtype != dtype or bucket.divided:
+        what = f"master weights of {bucket.name}"
+        bucket.copy = bucket.master
+        bucket.master = tiers.allocate(bucket.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
+        if not tiers.keeps(bucket.master) and (own := bucket.own_copy) is not None:
+            bucket.master.copy_from(own)
     _allocate_gradients(bucket, options, tiers)
 
 
@@ -457,9 +468,10 @@ def _move_parameter(parameter: nn.Parameter, device: torch.device) -> None:
 
 
 def _allocate_gradients(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
-    dtype, length, padded = options.precision.sums, bucket.length, bucket.layout.padded
+    dtype, padded = options.precision.sums, bucket.layout.padded
     if options.gradients_keep_memory(tiers.device):
         what = f"gradients of {bucket.name}"
+        length = options.resting_gradients(bucket.length, bucket.held.length, tiers.device)
         rest = tiers.allocate(length, dtype, options.offload.gradients_at, Purpose.GRADIENTS, what)
         bucket.grad = rest.whole(tiers.device)
         bucket.grad_rest = rest if bucket.grad is None else None

@@ -20,6 +20,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.utils import _pytree as pytree
 
 from zeromesh.comm.transport import GatherBuffer, Transport
+from zeromesh.comm.wire import Wire, gather_parts
 from zeromesh.errors import PhaseError
 from zeromesh.flat.layout import BucketLayout
 from zeromesh.intervals import Interval
@@ -134,9 +135,10 @@ class UseCallback:
 @dataclass(eq=False, slots=True)
 class StateGroup:
     """The ranks that share the states of some buckets. `transport` moves their parameters, and `reduction` their gradients, in
-    slots of `slot_bytes`; they are one object if both are sharded."""
+    slots of `slot_bytes`; they are one object if both are sharded. `replicas` are the ranks with the same shards as this one."""
 
     ranks: ProcessSet
+    replicas: ProcessSet
     transport: Transport
     reduction: Transport
     slot_bytes: int
@@ -151,9 +153,11 @@ class Bucket:
     group: StateGroup
     parameters: Sequence[nn.Parameter]
     buffer: GatherBuffer
-    interval: Interval
+    held: Interval
+    """The elements whose parameters, and gradients in sum over the ranks of the group, this rank has: its shard, or all of them."""
     master: TieredTensor
     copy: TieredTensor | None
+    """What is gathered of the elements that are `held`, in place of the master weights; None: it is they themselves."""
 
     def __post_init__(self) -> None:
         layout = self.layout
@@ -163,13 +167,11 @@ class Bucket:
         self.dtype = self.spec.dtype
         self.shared_by, self.counted_at = self.spec.shared_by, self.spec.counted_at
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
-        self.length = self.interval.length  # the number of elements that this rank updates: its shard, or all of them
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
         self.missing: frozenset[int] = frozenset()
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
-        self.trainable = any(self.training)
-        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained."""
+        self.set_trainable(any(self.training))
         self.ever_trained = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.average: TieredTensor | None = None
         """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
@@ -190,8 +192,43 @@ class Bucket:
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
+    def set_trainable(self, trainable: bool) -> None:
+        self.trainable, self.divided = trainable, trainable and self.layout.dividers > 1
+        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained; and if replicas
+        divide these."""
+        self.interval = self.layout.part(self.held, self.group.replicas.index) if self.divided else self.held
+        """The elements whose states this rank has and updates: those that are `held`, or a part of them."""
+        self.length = self.interval.length
+
     def summed_gradient(self) -> TieredTensor | None:
-        return self.grad_rest if self.grad is None else TieredTensor.of(self.grad)
+        """The sum of a whole step. Of a shard that replicas divide, this rank's part is at the beginning of the shard's memory."""
+        summed = self.grad_rest if self.grad is None else TieredTensor.of(self.grad)
+        return summed.slice(0, self.length) if summed is not None and self.divided else summed
+
+    @property
+    def own_copy(self) -> TieredTensor | None:
+        """The part of the copy whose master weights this rank has."""
+        if self.copy is None or not self.divided:
+            return self.copy
+        own = self.interval.after(self.held.start)
+        return self.copy.slice(own.start, own.end)
+
+    def share_copy(self, wire: Wire = None, encoded: torch.Tensor | None = None) -> Callable[[], None]:
+        """Start to gather a shard that replicas divide, of which each has written its part, or with a codec has `encoded` what it
+        differs by; returns a call that waits for it."""
+        copy, device = self.copy, self.buffer.full.device
+        if copy is None or not self.divided:
+            return lambda: None
+        whole = copy.load(device)  # Only here is a copy needed that rests elsewhere.
+        own = self.interval.after(self.held.start)
+        wait = gather_parts(self.group.replicas, whole, own, wire, encoded)
+
+        def finish() -> None:
+            wait()
+            if copy.whole(device) is None:
+                copy.write(0, whole).wait()
+
+        return finish
 
     def set_live_classes(self, kinds: Sequence[type[nn.Parameter]]) -> None:
         on_use = staticmethod(self.use_callback)

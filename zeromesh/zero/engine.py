@@ -20,8 +20,9 @@ from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFinite
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters, hyperparameters
-from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
+from zeromesh.optim.gradients import GradientReducer, GradientShards
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
+from zeromesh.optim.replicas import ReplicaGroups
 from zeromesh.options import ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -50,7 +51,7 @@ class ZeroEngine:
         self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
         self.groups = built.groups
         """The ranks that share the states of buckets: of most parameters, and of experts if these are spread over ranks."""
-        shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets)
+        shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets, options)
         gradients = GradientReducer(shards, replicas, mesh, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
@@ -348,9 +349,10 @@ class ZeroEngine:
             raise
         self._inconsistent = False
         for bucket in self._buckets:
-            if bucket.copy is not None:
+            if (copy := bucket.own_copy) is not None:
                 shown = bucket.average if self._shows_averages else None
-                bucket.copy.copy_from(bucket.master if shown is None else shown)
+                copy.copy_from(bucket.master if shown is None else shown)
+            bucket.share_copy()()
             bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages

@@ -90,7 +90,7 @@ class CheckpointState:
         replicated = self._options.placements.optimizer is Placement.REPLICATED
         shards: list[TensorShard] = []
         for bucket in self._buckets:
-            holders, index = self._mesh.replicate.size, self._mesh.replicate.index
+            holders, index = (1, 0) if bucket.divided else (self._mesh.replicate.size, self._mesh.replicate.index)
             if replicated:
                 ranks = bucket.group.ranks
                 holders, index = holders * ranks.size, index * ranks.size + ranks.index
@@ -165,7 +165,7 @@ class CheckpointState:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         tensors = []
         if not (reading and bucket.trainable):
-            tensors.append((MODEL, bucket.dtype, master if reading else bucket.copy or master))
+            tensors.append((MODEL, bucket.dtype, master if reading else bucket.own_copy or master))
         states = {MASTER: master} if bucket.trainable and (reading or master.dtype != bucket.dtype) else {}
         states |= optimizer.moments if optimizer is not None else {}
         states |= {AVERAGE: bucket.average} if bucket.average is not None else {}
@@ -467,9 +467,13 @@ class FullState:
             full = None
             if slots and (shard := shard_of(bucket)) is not None:
                 layout, ranks = bucket.layout, bucket.group.ranks
-                held = bucket_placement(layout, ranks.size, whole=shard.numel == layout.padded)
+                held = bucket_placement(layout, ranks.size, whole=bucket.held.length == layout.padded)
                 whole, own = replicated(layout.padded, ranks.size), shard.load(self._mesh.device).detach()
-                full = redistribute(own, held, whole, ranks, f"reading of {bucket.name}")
+                what, replicas = f"reading of {bucket.name}", bucket.group.replicas
+                if bucket.divided:
+                    parts = tuple((layout.part(bucket.held, index),) for index in range(replicas.size))
+                    own = redistribute(own, parts, ((bucket.held,),) * replicas.size, replicas, what)
+                full = redistribute(own, held, whole, ranks, what)
             for slot in slots:
                 name, local = slot.spec.name, None if full is None else full[slot.where.start : slot.where.end]
                 if local is not None and name in self._regions:

@@ -15,7 +15,7 @@ from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.offload.tiers import DURABLE
 from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
-from zeromesh.optim.gradients import MOST_OFFLOADS
+from zeromesh.optim.gradients import MOST_OFFLOADS, MOST_SUMS
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.units.build import goes_ahead, kept_buckets, ring_bytes, slot_bytes
 
@@ -83,7 +83,13 @@ class MemoryModel:
         lengths, sums = sorted(map(self._length, self._trained), reverse=True), options.precision.sums.itemsize
         stay = not lengths or options.offload.gradients_at.is_whole_on(lengths[0], device)
         self.transit_bytes = 0 if stay or options.gradients_pass_through else sum(lengths[: MOST_OFFLOADS + 1]) * sums
-        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier: those in flight, and the next one."""
+        """The peak of bytes, beside `terms`, of gradient shards on their way to another tier, those in flight and the next one, or
+        to replicas that divide them, which may come late."""
+        dividers = max((layout.dividers for layout in self._trained), default=1)
+        if dividers > 1:
+            waiting = sum(lengths[: MOST_SUMS + 1] if is_accelerator(device) else lengths)
+            others = 0 if options.gradients_keep_memory(device) else waiting - waiting // dividers
+            self.transit_bytes += (sum(lengths[:MOST_SUMS]) + others) * sums
         memory, host, files = (Counter[Purpose]() for _ in range(3))
         memory[Purpose.PARAMETERS] += sum(count * gathered(layout) for layout, count in staying)
         for ranks, layouts in grouped((layout.parts, layout) for layout in self._trained).items():
@@ -152,17 +158,22 @@ class MemoryModel:
     def _length(self, layout: BucketLayout) -> int:
         return layout.padded if self._replicated else layout.shard_length
 
+    def _own_length(self, layout: BucketLayout) -> int:
+        """Return the elements whose states a rank has: of a trained bucket, its part of a shard that replicas divide."""
+        return self._length(layout) // (layout.dividers if layout.first.requires_grad else 1)
+
     def _shard_tensors(
         self, layout: BucketLayout, *, stays: bool
     ) -> Iterator[tuple[Purpose, Mapping[torch.dtype, int], TierChoice]]:
         """Yield the tensors of a bucket's shard as `build_units` allocates them, with the elements of each dtype in them."""
-        spec, options, offload, length = layout.first, self._options, self._options.offload, self._length(layout)
+        spec, options, offload, length = layout.first, self._options, self._options.offload, self._own_length(layout)
+        shard, divided = self._length(layout), length < self._length(layout)
         trained = spec.requires_grad and spec.dtype.is_floating_point
         dtype = options.precision.master if trained else spec.dtype
-        if dtype != spec.dtype or (trained and offload.durable):
+        if dtype != spec.dtype or (trained and offload.durable) or divided:
             yield Purpose.MASTER, {dtype: length}, offload.optimizer
-            if not stays and not offload.optimizer.is_whole_on(length, self._device):
-                yield Purpose.PARAMETERS, {spec.dtype: length}, offload.parameters
+            if not stays and (divided or not offload.optimizer.is_whole_on(length, self._device)):
+                yield Purpose.PARAMETERS, {spec.dtype: shard}, offload.parameters
         elif not stays:
             rest = {dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, rest, offload.parameters
@@ -174,19 +185,21 @@ class MemoryModel:
             if options.average is not None:
                 yield Purpose.AVERAGES, {options.precision.master: length}, offload.optimizer
             if not options.gradients_pass_through:
+                if options.gradients_keep_memory(self._device):
+                    length = options.resting_gradients(length, shard, self._device)
                 yield Purpose.GRADIENTS, {options.precision.sums: length}, offload.gradients_at
 
     def _staging_bytes(self) -> int:
         # Moments with scales are decoded wherever they rest.
         widths = [
             sum(
-                len(lengths) > 1 or not choice.is_whole_on(self._length(layout), self._device)
+                len(lengths) > 1 or not choice.is_whole_on(max(lengths.values()), self._device)
                 for _, lengths, choice in self._shard_tensors(layout, stays=stays)
             )
             for layout, stays, _ in self._buckets
             if layout.first.requires_grad
         ]
-        longest = max(map(self._length, self._trained), default=0) * self._options.precision.master.itemsize
+        longest = max(map(self._own_length, self._trained), default=0) * self._options.precision.master.itemsize
         width = max(widths, default=0)
         return stream_bytes(width, longest, self._options.offload.staging_on(self._device)) if width else 0
 

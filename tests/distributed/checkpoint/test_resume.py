@@ -75,10 +75,27 @@ def test_half_and_half_is_the_whole_bit_by_bit(
     assert unequal(step(tmp_path / "a", 5), step(tmp_path / "a", 10)) != []
 
 
-def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("replicas", ["whole", "divided"])
+def test_hybrid_sharding_resumes_bit_by_bit(workers: Workers, tmp_path: Path, replicas: str) -> None:
+    hybrid = {"parallel": {"replicate": 2}, "zero": {"replicas": replicas}}
     for folder, steps in (("a", 4), ("b", 2), ("b", 4)):
-        train(workers, 4, tmp_path / folder, steps, replicate=2, sections={"parallel": {"replicate": 2}})
+        train(workers, 4, tmp_path / folder, steps, replicate=2, sections=hybrid)
     assert unequal(step(tmp_path / "a", 4), step(tmp_path / "b", 4)) == []
+
+
+def test_states_that_replicas_divide_are_read_by_any_layout(workers: Workers, tmp_path: Path) -> None:
+    straight = train(workers, 1, tmp_path / "a", 4)["losses"]
+    losses = []
+    for steps, (size, replicate, replicas) in enumerate(
+        ((4, 2, "divided"), (2, 2, "whole"), (3, 3, "divided"), (2, 1, "divided")), 1
+    ):
+        sections = {"parallel": {"replicate": replicate}, "zero": {"replicas": replicas}}
+        given = {"mirror": str(tmp_path / f"mirror-{steps}")} if steps > 1 else {}
+        losses += train(workers, size, tmp_path / "b", steps, replicate=replicate, sections=sections, **given)["losses"]
+        if given:
+            mirrored = tmp_path / f"mirror-{steps}" / "step-00000000"
+            assert unequal(step(tmp_path / "b", steps - 1), mirrored) == []
+    assert max(abs(a - b) / abs(b) for a, b in zip(losses, straight, strict=True)) <= 1e-9
 
 
 LAYOUTS = ((4, 3), (2, 1), (3, 2), (1, 3), (5, 3), (4, 0), (2, 2), (3, 1))

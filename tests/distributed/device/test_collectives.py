@@ -59,7 +59,7 @@ def waits_for_a_late_rank(mesh: Mesh, seconds: float) -> None:
     total = own.clone()
 
     def summed() -> torch.Tensor:
-        world.all_reduce_async(total, "a sum")()
+        world.all_reduce_async(total, "a sum").wait()
         return total
 
     def placed(wanted: Any, what: str) -> torch.Tensor:
@@ -110,7 +110,7 @@ def launches_without_others(mesh: Mesh, seconds: float) -> None:
         mesh.world.barrier("a moment")
         time.sleep(seconds * mesh.rank)
         began = time.monotonic()
-        finish = group.all_reduce_async(tensor, "a sum")
+        finish = group.all_reduce_async(tensor, "a sum").wait
         assert mesh.rank or time.monotonic() - began < seconds / 2
         finish()
         assert tensor.tolist() == [2.0] * 3

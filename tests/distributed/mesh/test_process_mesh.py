@@ -118,7 +118,7 @@ def another_order(mesh: Mesh) -> None:
 def test_a_rank_alone_is_its_own_sum(shape: tuple[int, ...]) -> None:
     world = Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5).world
     values = torch.full(shape, 2.5)
-    world.all_reduce_async(values, "sum")()
+    world.all_reduce_async(values, "sum").wait()
     for found in (world.all_reduce(values, "sum"), world.all_reduce_max(values, "maximum")):
         assert torch.equal(found, torch.full(shape, 2.5))
 
@@ -146,7 +146,7 @@ def told(mesh: Mesh, kind: Any) -> None:
         reduction = transport.reducer.launch(sequence, filled, out, add=False)
         reduction.finish()
         reduction.gather_sums()
-    mesh.shard.all_reduce_async(torch.ones(50), "sum")()
+    mesh.shard.all_reduce_async(torch.ones(50), "sum").wait()
     taken = mesh.recorder.take_traffic()
     assert mesh.recorder.take_traffic() == {}
     for axis, name, calls, nbytes in (

@@ -171,7 +171,7 @@ def agreements(mesh: Mesh) -> None:
     full = redistribute(torch.full((3,), float(rank)), held, everywhere, world, "shards")
     assert full.tolist() == [float(n // 3) for n in range(12)]
     total = torch.full((5,), float(rank))
-    world.all_reduce_async(total, "sum")()
+    world.all_reduce_async(total, "sum").wait()
     assert total.tolist() == [6.0] * 5
     assert [mesh.shard.index, mesh.replicate.index, mesh.data_index] == [rank % 2, rank // 2, rank]
 

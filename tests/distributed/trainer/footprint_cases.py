@@ -33,7 +33,8 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     options = how.options(task)
     plan = plan_model(reference.build(task), options.precision.compute, GroupRules(options.optimizer).group_of)
     transport = choose_transport(options.transport, mesh.shard, mesh.device)
-    layouts = plan_layouts(plan, mesh.shard.size, options.alignment)
+    dividers = options.dividing(mesh.replicate.size)
+    layouts = plan_layouts(plan, mesh.shard.size, options.alignment, dividers=dividers)
     predicted = MemoryModel(layouts, options, mesh.shard.size, transport, mesh.device)
     run = Run.start(mesh, task, how)
     ledger = run.engine.ledger
@@ -52,8 +53,8 @@ def account(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], paced: 
     if paced:
         assert sum(terms.values()) < peak <= predicted.total
         return
-    # All gradient shards are there before the update, but perhaps not while most is gathered.
-    assert (predicted.total if stay else total) <= peak <= predicted.total
+    # All gradient shards are there before the update, but perhaps not while most is gathered, or received from replicas.
+    assert (predicted.total if stay and dividers == 1 else total) <= peak <= predicted.total
     assert built == terms
     for passing in (Purpose.GRADIENT_BUCKETS, Purpose.STAGING):
         terms.pop(passing.name, None)
@@ -113,6 +114,8 @@ def _tensors(run: Run) -> dict[str, int]:
     for unit in run.engine.units:
         for bucket in unit.buckets:
             buffer = bucket.buffer
+            resting = bucket.copy is not None and not buffer.persistent
+            found[Purpose.PARAMETERS] += bucket.copy.nbytes if resting and bucket.copy is not None else 0
             inside = buffer.persistent and bucket.master.load(buffer.full.device).data_ptr() == buffer.own().data_ptr()
             found[Purpose.PARAMETERS] += _gathered_bytes(bucket, shared=run.engine.groups[0].transport.name == "shared")
             purpose = Purpose.MASTER if bucket.spec.requires_grad else Purpose.PARAMETERS

@@ -15,6 +15,7 @@ class Setting:
     """A run whose bytes are counted."""
 
     ranks: int = 2
+    replicate: int = 1
     problem: Problem
     layout: Layout
 
@@ -58,6 +59,19 @@ SETTINGS = {
     "moments in blocks": Setting(problem=BF16, layout=Layout(states="int8")),
     "bfloat16 alone": Setting(problem=BF16, layout=Layout(states="bfloat16", master="none")),
     "compensated": Setting(problem=BF16, layout=Layout(states="int8", master="kahan", stage=1)),
+    **{
+        f"{dtype}, divided replicas, stage {stage}, {shard} shards, {accumulation} microbatches": Setting(
+            ranks=2 * shard,
+            replicate=2,
+            problem=replace(LLAMA, precision=dtype, samples=16),
+            layout=Layout(stage=stage, transport=transport, accumulation=accumulation, replicas="divided", budget=0),
+        )
+        for dtype, stage, shard, transport, accumulation in (
+            ("bfloat16", 3, 2, "gloo", 1),
+            ("float32", 3, 2, "shared", 2),
+            ("bfloat16", 1, 1, "auto", 2),
+        )
+    },
     "inside backward, accumulating": Setting(
         problem=LLAMA, layout=Layout(transport="shared", in_backward=True, accumulation=2)
     ),
@@ -66,7 +80,7 @@ SETTINGS = {
 
 def account(workers: Workers, setting: Setting, **more: Any) -> None:
     arguments = {"problem": asdict(setting.problem), "layout": asdict(setting.layout)}
-    workers.run(setting.ranks, "footprint_cases:account", **arguments, **more)
+    workers.run(setting.ranks, "footprint_cases:account", **arguments, replicate=setting.replicate, **more)
 
 
 def in_short_run() -> list[Any]:

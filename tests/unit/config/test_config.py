@@ -127,6 +127,21 @@ BAD = [
     ("schedule: {power: 2}", ["schedule.power has no effect on cosine"]),
     ("schedule: {name: wsd, decay_steps: 500}", ["schedule.decay_steps is 500"]),
     ("parallel: {tensor: 0}", ["parallel.tensor: got 0"]),
+    ("zero: {replicas: divided, stage: 0}", ["zero.replicas: divided does not go with zero.stage 0"]),
+    (
+        "zero: {replicas: divided}\noptimizer: {in_backward: true}\nrun: {on_nonfinite: stop, clip_norm: 0}",
+        ["zero.replicas: divided does not go with optimizer.in_backward"],
+    ),
+    ("parallel: {wire: int8, replicate: 2}", ["parallel.wire: int8 encodes what replicas send each other that divide"]),
+    (
+        "parallel: {wire: int4}\nzero: {replicas: divided}",
+        ["parallel.wire: int4 encodes what replicas send each other"],
+    ),
+    (
+        "parallel: {wire: bfloat16, replicate: 2}\nzero: {replicas: divided}\n"
+        "precision: {compute: float64, master: float64, reduce: float64}",
+        ["parallel.wire: bfloat16 does not go with precision.compute float64"],
+    ),
     ("parallel: {sequence: true}", ["parallel.sequence: true shares sequences out to tensor ranks"]),
     ("parallel: {plan: {'*.q': colwise}}", ["parallel.plan says how layers are divided"]),
     ("parallel: {pipeline: 2, schedule: interleaved}", ["parallel.chunks: 1 with parallel.schedule interleaved"]),

@@ -35,6 +35,7 @@ def optimizer(**changes: Any) -> ZeroOptions:
 
 
 IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True, "on_nonfinite": "stop"}
+DIVIDED: dict[str, Any] = {"replicas": "divided"}
 ON_HOST = OffloadOptions(parameters=TierChoice(tier="host"))
 TO_FILES = TierChoice(tier="file")
 WHOLE = OptimizerSettings(own_class=OptimizerClass(optimizer=None, whole=True, plans={}))  # type: ignore[arg-type]
@@ -57,6 +58,13 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
         (ZeroOptions, {**IN_BACKWARD, "optimizer": WHOLE}, ["cannot run with an optimizer that needs whole tensors"]),
+        (ZeroOptions, {**DIVIDED, "stage": 0}, ["zero.replicas is divided, and zero.stage 0 divides nothing"]),
+        (
+            ZeroOptions,
+            {**DIVIDED, "optimizer": WHOLE},
+            ["zero.replicas divided cannot run with an optimizer that needs"],
+        ),
+        (ZeroOptions, {**DIVIDED, **IN_BACKWARD}, ["optimizer.in_backward cannot run with zero.replicas divided"]),
         (
             ZeroOptions,
             {"prefetch": -1, "optimizer_in_backward": True, "clip_norm": 1.0},

@@ -45,6 +45,11 @@ def on_card() -> Subject:
             4 * (8 + 4),
             [(REDUCE_SCATTER, 4, 2, 1, 4), (ALL_REDUCE, 2, 2, 2, 1)],
         ),
+        (
+            Layout(replicate=2, shard=2, stage=2, replicas="divided", accumulation=4),
+            4 * (8 + 4),
+            [(REDUCE_SCATTER, 4, 2, 1, 4), (REDUCE_SCATTER, 2, 2, 2, 1), (ALL_GATHER, 2, 2, 2, 1)],
+        ),
     ],
     ids=str,
 )  # fmt: skip

@@ -13,7 +13,8 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer, Reducer, Reduct
 from zeromesh.flat.layout import ParameterSpec, StageCopies, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TieredTensor, Tiers
-from zeromesh.optim.gradients import GradientReducer, GradientShards, ReplicaGroups
+from zeromesh.optim.gradients import GradientReducer, GradientShards
+from zeromesh.optim.replicas import SUMMED, ReplicaGroups
 from zeromesh.options import Precision, ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepRecorder
@@ -76,6 +77,12 @@ class Shards:
     def offload(self, bucket: Bucket, *, last: bool) -> None:
         self.offloads.append((bucket.name, last))
 
+    def count_received(self, bucket: Bucket, sign: int) -> None:
+        """Count nothing: no replicas divide shards here."""
+
+    def keep_part(self, bucket: Bucket) -> None:
+        """Keep all of it."""
+
     def order_offloads(self) -> None:
         """Have nothing offloaded."""
 
@@ -97,7 +104,7 @@ def reducer_of(
         bucket.group = group
     shards: Any = Shards()
     reduced: list[str] = []
-    replicas: Any = SimpleNamespace(all_reduce_async=lambda bucket, gradient: reduced.append(bucket.name))
+    replicas: Any = SimpleNamespace(sum_async=lambda bucket, gradient: reduced.append(bucket.name) or SUMMED)
     return GradientReducer(shards, replicas, mesh, options), reduced
 
 
@@ -279,11 +286,11 @@ def test_a_shard_is_kept_for_the_next_step_where_steps_have_microbatches(accumul
 def test_replicas_sum_and_one_of_all_holders_counts() -> None:
     bucket = bucket_of(0, copies=StageCopies(name="tied", aliases=(), ranks=(0, 1)))
     for size, coordinate in ((1, (0, 1)), (2, (1, 0)), (2, (0, 0))):
-        ranks = SimpleNamespace(size=size, name="sharers", all_reduce_async=lambda gradient, what: what)
+        started = SimpleNamespace(done=lambda: False, wait=None)
+        ranks = SimpleNamespace(size=size, all_reduce_async=lambda gradient, what, started=started: started)
         at = dict(zip(("tensor", "pipeline"), coordinate, strict=True))
-        mesh: Any = SimpleNamespace(coordinate=at, replicate=None, model_size=1)
-        groups = ReplicaGroups(mesh, ())
+        mesh: Any = SimpleNamespace(coordinate=at, shape=None, replicate=None, model_size=1)
+        groups = ReplicaGroups(mesh, (), ZeroOptions())
         groups.sets[bucket.shared_by] = ranks  # type: ignore[assignment]
-        wait: Any = groups.all_reduce_async(bucket, torch.zeros(64))
-        assert wait == ("sum of gradients over sharers" if size > 1 else None)
+        assert groups.sum_async(bucket, torch.zeros(64)).ready() == (size == 1)
         assert groups.counts(bucket) == (coordinate == (0, 0))

@@ -170,6 +170,7 @@ def _layout(nbytes: int) -> Any:
         is_alone=False,
         travelling_nbytes=lambda shards: nbytes,
         first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16),
+        dividers=1,
     )
 
 
