@@ -1,5 +1,5 @@
-"""One rank of a run of `bench_wires.py`: a Llama in several ways, in turn. The first rank of each host prints what it took as a line
-of JSON: the seconds of each step, and the bytes that its host has sent in it."""
+"""One rank of a run of `bench_wires.py`: a Llama in several ways, in turn. The first rank of each host prints what it took as a
+line of JSON: the seconds of each step, and the bytes that its host has sent in it."""
 
 import json
 import os
