@@ -47,6 +47,7 @@ def refusal(
         device=CPU if on_device is None else GPU,
         shard=SimpleNamespace(size=ranks),
         experts=SimpleNamespace(size=1),
+        replicate=SimpleNamespace(size=1),
         environment=SimpleNamespace(local_world_size=ranks),
     )
     transport = TRANSPORTS[ranks] if on_device is None or ranks == 1 else "nccl"
