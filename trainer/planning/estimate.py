@@ -392,7 +392,11 @@ class _LayoutCosts:
             total += each * moved(summed, wire, ranks) + gathers * moved(Collective.ALL_GATHER, nbytes, ranks)
         spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
         shards = sum(wire / (1 if whole else ranks) for ranks, (_, wire) in sent.items())
-        total += moved(Collective.ALL_REDUCE, shards, layout.replicate, spread)
+        every = self._known.subject.config.parallel.sync_every
+        if every > 1:  # What replicas sum are master weights.
+            shares = (sum(elements.values()) / (1 if whole else n) for n, (_, elements) in memory.moved.items())
+            shards = sum(shares) * options.precision.master.itemsize
+        total += moved(Collective.ALL_REDUCE, shards, layout.replicate, spread) / every
         if is_cpu:
             return total
         # The first gather and the last reduction overlap with nothing.

@@ -282,7 +282,7 @@ def test_replicas_sum_and_one_of_all_holders_counts() -> None:
         ranks = SimpleNamespace(size=size, name="sharers", all_reduce_async=lambda gradient, what: what)
         at = dict(zip(("tensor", "pipeline"), coordinate, strict=True))
         mesh: Any = SimpleNamespace(coordinate=at, replicate=None, model_size=1)
-        groups = ReplicaGroups(mesh, ())
+        groups = ReplicaGroups(mesh, (), mesh.replicate)
         groups.sets[bucket.shared_by] = ranks  # type: ignore[assignment]
         wait: Any = groups.all_reduce_async(bucket, torch.zeros(64))
         assert wait == ("sum of gradients over sharers" if size > 1 else None)
