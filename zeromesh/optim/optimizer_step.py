@@ -115,11 +115,8 @@ class OuterOptimizer:
 
     def allocate(self, bucket: Bucket) -> None:
         labels = [f"{what} of {bucket.name}" for what in ("weights of the last sync", "outer momentum")]
-        count, dtype = bucket.master.numel, bucket.master.dtype
-        bucket.outer = [
-            self._tiers.allocate(count, dtype, self._tier, Purpose.MOMENTS, each)
-            for each in labels[: self._settings.tensors]
-        ]
+        make = partial(self._tiers.allocate, bucket.master.numel, bucket.master.dtype, self._tier, Purpose.MOMENTS)
+        bucket.outer = [make(each) for each in labels[: self._settings.tensors]]
         self.begin(bucket)
 
     def begin(self, bucket: Bucket) -> None:
@@ -229,10 +226,9 @@ class OptimizerStep:
         self._units = units
         self._optimizers: dict[int, fused_optimizer.BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
-        self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
-        self.outer: OuterOptimizer | None = None
-        if options.outer is not None:
-            self.outer = OuterOptimizer(options.outer, tiers, options.offload.optimizer, mesh.replicate)
+        at = options.offload.optimizer
+        self.averages = WeightAverage(options.average, tiers, at) if options.average else None
+        self.outer = OuterOptimizer(options.outer, tiers, at, mesh.replicate) if options.outer else None
         self.syncs = True  # False in a local step, after which replicas have weights of their own
         self.diverged = False  # True between syncs: replicas have weights of their own
         self._make_optimizers()
@@ -553,7 +549,7 @@ class OptimizerStep:
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
-            part = None if not trained or grad is not None else tensors.pop()
+            part = tensors.pop() if trained and grad is None else None
             if grad is not None:
                 part = grad[row.start : row.end].to(tensors[0].device)
             with self._guarded(tensors) as changes:
