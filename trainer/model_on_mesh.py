@@ -79,11 +79,12 @@ class ModelOnMesh(ABC):
 
         Raises:
             WeightsDifferError: with the tensors and the ranks that differ.
-            PhaseError: once the model is whole, after `fit`.
+            PhaseError: once the model is whole, after `fit`; and between syncs of local steps.
         """
         placed = self.placed
         placed.require_sound()
         engine = placed.require_engine()
+        engine.require_alike("a comparison of weights")
         with placed.mesh.call(f"{placed.owner}.check_weights()"):
             engine.checkpoint_state.require_same_weights()
 

@@ -207,6 +207,10 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
         raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
     if resolved.offload.durable:
         raise ConfigError("is for zeromesh.Trainer, which knows a run's progress", where="offload.durable")
+    if resolved.parallel.sync_every > 1:
+        raise ConfigError(
+            "is for zeromesh.Trainer, which knows when replicas meet; set it to 1", where="parallel.sync_every"
+        )
     require_directories(resolved.offload)
     return resolved
 

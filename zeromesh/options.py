@@ -201,6 +201,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     average: keys.AverageSettings | None = None
+    outer: keys.OuterSettings | None = None
+    """Brings replicas together after local steps; None: replicas sum the gradients of every step."""
     weights: EncodedWeights | None = None
     accumulation: int = 1
     clip_norm: float = 0.0
@@ -242,6 +244,8 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": twice,
             f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": narrowed,
             "precision.master none or kahan does not go with averaged weights, which bfloat16 would round": rounded,
+            "parallel.sync_every above 1 is for the optimizers adamw, adam, adagrad and sgd": self.outer
+            and own is not None,
             "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": narrow_average,
         }
         if found := [problem for problem, holds in problems.items() if holds]:

@@ -214,6 +214,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
     "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},
 }
+LOCAL: dict[str, Any] = {
+    "parallel": {"replicate": 3, "sync_every": 4, "outer": {"lr": 0.7, "momentum": 0.9}},
+    "zero": {"stage": 1},
+}
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +355,25 @@ def test_a_rank_is_lost_after_the_run_has_gone_back(tmp_path: Path, when: str, s
     assert source in found.process.stdout
     assert len(found.losses) == 5
     assert "back from step 3 to 2" in found.process.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed_local_run(undisturbed_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("undisturbed"), settings=LOCAL)
+
+
+def test_replicas_of_local_steps_go_on_from_a_checkpoint(undisturbed_local_run: Run, tmp_path: Path) -> None:
+    """No memory has all replicas at one step, and each goes on with its own moments."""
+    found = run(tmp_path, (6, 1, "SIGKILL"), settings=LOCAL)
+    assert found.went_well(undisturbed_local_run)
+    assert "resumed from step 4" in found.process.stdout
+
+
+def test_replicas_of_local_steps_end_together_at_a_sync(undisturbed_local_run: Run, tmp_path: Path) -> None:
+    stopped = run(tmp_path, (2, 1, "SIGTERM"), settings=LOCAL)
+    assert stopped.process.returncode == 143, stopped.process.stderr
+    assert "stopped after step 4" in stopped.process.stdout
+    assert run(tmp_path, (2, 1, "SIGTERM"), settings=LOCAL).went_well(undisturbed_local_run)
 
 
 IN_BACKWARD = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on_nonfinite": "stop"}}

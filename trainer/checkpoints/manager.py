@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zeromesh import __version__, errors
-from zeromesh.checkpoint.io.format import Manifest, TensorSpec
+from zeromesh.checkpoint.io.format import REPLICA, Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
@@ -387,7 +387,9 @@ def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mappi
         return kept and (averaged or spec.kind != AVERAGE)
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
-    unread = {each.kind for each in reader.manifest.tensors}.difference(WEIGHTS, (each.kind for each in tensors))
+    # A replica that is no more leaves nothing behind: the first one is always there.
+    unread = {each.kind.partition(REPLICA)[0] for each in reader.manifest.tensors}
+    unread = unread.difference(WEIGHTS, (each.kind for each in tensors))
     if whole and unread:
         problem = f"has {some(sorted(unread))}, which would be lost; go on with the optimizer and precision that it had"
         raise LayoutError(f"{reader.directory} {problem}")

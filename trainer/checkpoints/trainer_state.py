@@ -160,7 +160,17 @@ def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mappin
     optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
     schedule = config.schedule.model_dump(mode="json")
     ema = config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {}
-    sections = {"model": model, "data": data, "optimizer": optimizer, "schedule": schedule, "ema": ema}
+    local = config.parallel.model_dump(
+        mode="json", include={"sync_every", "outer"} if config.parallel.sync_every > 1 else set()
+    )
+    sections = {
+        "model": model,
+        "data": data,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "ema": ema,
+        "parallel": local,
+    }
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     flat |= {key: attrgetter(key)(config) for key in _KEYS}
     return flat if config.data.seed is None else {**flat, "data.seed": config.data.seed}

@@ -87,6 +87,11 @@ class FitReport:
     """The summary of the run under transformers' names: `train_loss`, `train_runtime` in seconds, `total_flos`, `epoch`, ..."""
 
 
+def comes_after(step: int, every: int | str) -> bool:
+    """Return True if what is due every so many steps is due after `step`, counted from 1. For `every` 0 or `epoch` none is."""
+    return isinstance(every, int) and every > 0 and step % every == 0
+
+
 @dataclass(kw_only=True, slots=True)
 class RunProgress:
     """The counters of a run. Losses and seconds are those of this process's steps."""
@@ -231,6 +236,31 @@ class RunContext:
     @property
     def samples(self) -> int:
         return self.plan.samples_of(self.progress.position).start
+
+    def due_after(self, number: int, position: int) -> dict[str, bool]:
+        """Return for each action if the configuration schedules it after step `number`, counted from 1, on the data of step
+        `position`; `sync`, if replicas are alike then."""
+        config, every, last = self.config, self.config.run, position + 1 == self.config.run.max_steps
+
+        def due(steps: int | str) -> bool:
+            return comes_after(0 if last else number, steps)
+
+        judged = every.eval_every != "epoch"  # Otherwise the last checkpoint waits for the evaluation.
+        found = {
+            "log": due(every.log_every) or (every.log_first_step and number == 1),
+            "evaluate": comes_after(number, every.eval_every) or (last and judged and every.eval_at_end),
+            "save": due(config.checkpoint.every_steps) and (judged or not last),
+            "stop": last,
+            "sample": comes_after(number, every.prompts_every or 0),
+        }
+        together = any(found[name] for name in found if name != "log") or self.plan.ends_epoch(position)
+        return {**found, "sync": together or number % config.parallel.sync_every == 0}
+
+    @property
+    def ranks(self) -> Mesh:
+        """The ranks that are at one place after the step, as a mesh: between syncs of local steps those of this replica alone."""
+        engine = self.model.engine
+        return engine.ranks if engine is not None and engine.optimizer_step.diverged else self.mesh
 
     @property
     def total_flos(self) -> float:

@@ -101,7 +101,9 @@ class Recovery:
         if line is None or states is None or config.recovery.survivors == "end":
             return None
         stays = stays and config.recovery.survivors == "keep"
-        memory = _memory(states) if stays and config.recovery.memory == "auto" else None
+        # Replicas that take local steps are at one step in a checkpoint alone.
+        journals = stays and config.recovery.memory == "auto" and config.parallel.sync_every == 1
+        memory = _memory(states) if journals else None
         return cls(config, line, stays, memory, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
@@ -111,7 +113,7 @@ class Recovery:
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         self._key, section, self.snapshots = _digest(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
         copied = section.copies > 0 and len({each.host for each in mesh.locations}) > 1
-        on_device = section.memory == "auto" and is_accelerator(mesh.device)
+        on_device = section.memory == "auto" and is_accelerator(mesh.device) and self.config.parallel.sync_every == 1
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.

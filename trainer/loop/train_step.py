@@ -25,6 +25,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
 from zeromesh.optim.fused_optimizer import Hyperparameters
+from zeromesh.optim.optimizer_step import StepOutcome
 from zeromesh.overrides import override
 from zeromesh.pipeline.pipeline import MicrobatchWork, Pipeline, StepDriver
 from zeromesh.rng import Streams
@@ -135,6 +136,8 @@ class Stepper:
     gradient_factor: float | None = None
     """The factor that turns accumulated gradients into those of the mean loss, inside `before_update`; else None."""
     _computed: list[_Computed] = field(default_factory=list)
+    _own_inputs: float = 0.0  # Inputs of this replica since the last sync of local steps,
+    _shown_inputs: float = 0.0  # and those that results have shown for all replicas.
 
     def __post_init__(self, pipeline: Pipeline | None) -> None:
         self._driver: StepDriver = pipeline or StepDriver(self.mesh)
@@ -157,17 +160,20 @@ class Stepper:
         substep_end: Callable[[], None],
         before_update: Callable[[], None] | None,
         stop_signal: int = 0,
+        syncs: bool = True,
     ) -> StepResult | Mapping[str, Any] | None:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
         target on any rank, which makes no update, and what was judged of data that are passed over.
 
         `substep_end` is called after each microbatch before the last one with samples, and `before_update`, which may be None on
-        some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Raises
-        `DataError` for a batch that cannot be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
+        some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Without
+        `syncs` it is a local step, which meets no other replica, and no signal ends it. Raises `DataError` for a batch that cannot
+        be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
         """
         engine, mesh = self.engine, self.mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")
+        local, ranks = engine.options.outer is not None, engine.ranks
         began, waited = time.perf_counter(), mesh.watch.waited_seconds
         mesh.recorder.take_traffic()  # Traffic since the last step is not counted.
         mesh.recorder.begin_step(engine.waits)
@@ -178,12 +184,12 @@ class Stepper:
         with mesh.recorder.span(StepPhase.DATA):
             batches = loader.step(data_step)
         mesh.post(Activity.AGREE)
-        require_same_blocks(feed.plan, data_step, mesh)
+        require_same_blocks(feed.plan, data_step, ranks)
         if mesh.model_size > 1:
-            require_same_batches(batches, mesh)
+            require_same_batches(batches, ranks)
         dealt = self._deal(feed, data_step, mesh.data_index, batches)
         count = dealt.total
-        if count == 0:
+        if count == 0 and not local:  # Replicas count steps alike.
             mesh.recorder.take_seconds()
             mesh.post(Activity.IDLE)
             return None
@@ -196,7 +202,7 @@ class Stepper:
 
         if self.judge is not None:
             self.judge.begin(step, len(batches), again)
-        engine.begin_step(step, groups)
+        engine.begin_step(step, groups, syncs=syncs)
         if self.loads is not None:
             self.loads.begin_step()
         own, losses = self._compute(engine, dealt, substep_end, self.scalars)
@@ -204,38 +210,47 @@ class Stepper:
         loss_finite = math.isfinite(own[0])
         asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
         everything = torch.cat([own, torch.tensor(asked, dtype=torch.float64)])
-        mesh.world.all_reduce(everything, "sums of the step")
-        mesh.watch.ring.add(MEETING | (step + 1))
-        sums, (*stops, had) = everything[: len(own)], everything[len(own) :].tolist()
+        ranks.world.all_reduce(everything, "sums of the step")
+        sums, had = everything[: len(own)], bool(everything[-1])
+        if syncs:
+            mesh.watch.ring.add(MEETING | (step + 1))
         judged: Mapping[str, Any] = {}
         if self.judge is not None and sums[1]:
             sums, judged = self.judge.judge(sums, losses, count)
-        loss_sum, targets, inputs, squares, lacking = sums.tolist()
+        *_, targets, _, squares, lacking = sums.tolist()
 
-        if not targets or judged.get("act") in ("pass_over", "stop"):
+        if (not targets and not local) or judged.get("act") in ("pass_over", "stop"):
             engine.end_without_update()
             mesh.recorder.take_seconds()
             mesh.post(Activity.IDLE)
             return judged if targets else None
-        factor = 1.0 if count is not None else 1.0 / targets
-        note = {"loss": loss_sum / targets, "tokens": int(inputs), "unit": _count_inputs(batches[0])[0]}
+        everything[: len(own)] = sums
+        shown = self._over_replicas(engine, everything, syncs=syncs) if local else everything
+        loss_sum, counted, inputs, *_ = shown.tolist()
+        loss, unit = loss_sum / counted if counted else math.nan, _count_inputs(batches[0])[0]
+        note: dict[str, Any] = {"loss": loss, "tokens": int(inputs), "unit": unit}
         engine.optimizer_step.step_note = {**note, "seconds": time.perf_counter() - began}
-        if before_update is not None:
-            with ExitStack() as undone:
-                undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
-                before_update()
-        outcome = engine.finish_step(
-            factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
-        )
-        if self.loads is not None and not outcome.skipped:
-            self.loads.update_biases(loads)
+        if targets:
+            factor = 1.0 if count is not None else 1.0 / targets
+            if before_update is not None:
+                with ExitStack() as undone:
+                    undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
+                    before_update()
+            outcome = engine.finish_step(
+                factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
+            )
+            if self.loads is not None and not outcome.skipped:
+                self.loads.update_biases(loads)
+        else:
+            engine.end_without_update()
+            outcome = StepOutcome(grad_norm=0.0, skipped=False, loss_scale=1.0, cause="it had no target")
         timelines = self._driver.timelines()
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)
         mesh.post(Activity.IDLE)
         return StepResult(
             **note,
-            stop_signal=next((int(each) for each, asked in zip(_STOPS, stops, strict=True) if asked), 0),
+            stop_signal=next((int(each) for each, asked in zip(_STOPS, shown[len(own) : -1], strict=True) if asked), 0),
             outcome=outcome,
             communication=mesh.recorder.take_traffic(),
             phases=phases,
@@ -245,6 +260,24 @@ class Stepper:
             judged=judged,
             loads=loads,
         )
+
+    def _over_replicas(self, engine: ZeroEngine, sums: Tensor, *, syncs: bool) -> Tensor:
+        """Return the sums that the result of a step shows, of which `sums` has those of this replica. At a sync they are of all
+        replicas, with the inputs since the last sync that no result has shown. Before, other replicas count as many inputs each,
+        and nobody stops."""
+        shown = sums.clone()
+        self._own_inputs += float(sums[2])
+        if syncs:
+            shown[2] = self._own_inputs
+            shown = shown if engine.ranks.world.index == 0 else torch.zeros_like(shown)
+            self.mesh.world.all_reduce(shown, "sums of the replicas")
+            shown[2] -= self._shown_inputs
+            self._own_inputs = self._shown_inputs = 0.0
+        else:
+            shown[2] *= self.mesh.replicate.size
+            shown[-1 - len(_STOPS) :] = 0
+            self._shown_inputs += float(shown[2])
+        return shown
 
     def _deal(
         self, feed: Feed, data_step: int, source: int, batches: Sequence[Mapping[str, Any]] | None = None
@@ -271,7 +304,7 @@ class Stepper:
                 substep_end()
                 self._restore_training_flags()
 
-        share, seed = self.mesh.context.index, 1.0 if dealt.total is None else 1.0 / dealt.total
+        share, seed = self.mesh.context.index, 1.0 if dealt.total is None else 1.0 / max(1, dealt.total)
         seeded = engine.options.seed, engine.optimizer_step.step
         streams = [Streams(*seeded, each.first_sample, share) for each in dealt.microbatches]
         seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
@@ -411,7 +444,8 @@ class Stepper:
         known = [count or 0 for count in counts]
         own = [sum(count * each.weight for count, each in zip(known, microbatches, strict=True))]
         own += [sum(len(each.samples) * each.weight for each in microbatches)]
-        targets, samples = self.mesh.data.all_reduce(torch.tensor(own), "count of targets").tolist()
+        data = self.mesh.data if self.engine is None else self.engine.ranks.data
+        targets, samples = data.all_reduce(torch.tensor(own), "count of targets").tolist()
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.

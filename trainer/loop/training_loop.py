@@ -21,7 +21,7 @@ from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
-from zeromesh.trainer.loop.context import FitReport, Line, RunContext
+from zeromesh.trainer.loop.context import FitReport, Line, RunContext, comes_after
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery, note_act, require_updates, rewind
 from zeromesh.trainer.loop.train_step import REGROUP
@@ -36,11 +36,6 @@ from zeromesh.trainer.monitoring.tracking import Tracking, evaluation_row, sampl
 Samples = Callable[[RunContext], list[dict[str, Any]]]
 """Generates the completions of a run's prompts, on all ranks; returns `step`, `prompt` and `completion` of each."""
 _SOURCES = {"memory": "the memory of the ranks", "snapshot": "a snapshot in memory"}
-
-
-def _comes_after(step: int, every: int | str) -> bool:
-    """Return True if what is due every so many steps is due after `step`, counted from 1. For `every` 0 or `epoch` none is."""
-    return isinstance(every, int) and every > 0 and step % every == 0
 
 
 @dataclass(kw_only=True)
@@ -157,7 +152,7 @@ class TrainingLoop:
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
         if run.finished:
             evaluates = run.data.eval is not None and (
-                section.eval_at_end or _comes_after(state.step, section.eval_every)
+                section.eval_at_end or comes_after(state.step, section.eval_every)
             )
             progress.owes_evaluation = evaluates and state.eval_loss is None
             owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
@@ -252,7 +247,8 @@ class TrainingLoop:
         run, progress, events = self.run, self.run.progress, self.run.events
         number, position = progress.step + 1, progress.position
 
-        events.forget_requests()
+        if run.ranks is run.mesh:  # Requests between syncs wait for the next one.
+            events.forget_requests()
         events.call("on_step_begin", number)
         factor, momentum = run.schedule.factor(number - 1), run.schedule.momentum(number - 1)
         run.mesh.watch.in_step = True
@@ -266,6 +262,7 @@ class TrainingLoop:
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._asked,
+                syncs=run.due_after(number, position)["sync"],
             )
         run.mesh.watch.in_step = False
         if isinstance(result, StepResult):
@@ -292,7 +289,8 @@ class TrainingLoop:
         run, progress, events = self.run, self.run.progress, self.run.events
         if result is not None:
             self._finish_step(result, position)
-        if run.plan.ends_epoch(position) or events.control.should_epoch_stop or (self._is_over and not self._signal):
+        ends = events.control.should_epoch_stop and run.ranks is run.mesh
+        if run.plan.ends_epoch(position) or ends or (self._is_over and not self._signal):
             self._end_epoch(position)
         progress.unfinished = None
 
@@ -308,8 +306,8 @@ class TrainingLoop:
         events.call("on_optimizer_step", number)
         self._stragglers.add(result.seconds, result.idle)
 
-        due = self._due_after_step(position)
-        peak, busy = rank_figures(run.mesh, self._stragglers.busy) if due["log"] else (0, ())
+        due = run.due_after(number, position)
+        peak, busy = rank_figures(run.ranks, self._stragglers.busy) if due["log"] else (0, ())
         lr = run.learning_rate_of(number - 1)
         line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
         if shares := self._loader.feed.plan.shares:
@@ -318,8 +316,9 @@ class TrainingLoop:
             run.planned.steps.append((result.seconds, result.phases))
             if due["stop"]:
                 line["plan"] = run.planned.record(line["memory"], rank_figures(run.mesh)[0])
-        if result.outcome.skipped and result.outcome.loss_scale == 1.0:
-            run.console.note(f"step {number}: no update on any rank: {result.outcome.cause}")
+        if result.outcome.cause and result.outcome.loss_scale == 1.0:
+            where = "any rank" if run.config.parallel.sync_every == 1 else "this replica"
+            run.console.note(f"step {number}: no update on {where}: {result.outcome.cause}")
         self._line = line
         if due["log"]:
             self._write(line)
@@ -331,20 +330,20 @@ class TrainingLoop:
                 self._append(RECOVERIES, {**cause, **figures, "source": self.recovery.source})
             if unreached := run.model.require_engine().without_gradient:
                 run.console.note(f"no gradient came to {some(unreached)}; so they are neither updated nor decayed")
-        events.request(**due)
+        events.request(**{name: due[name] for name in ("log", "evaluate", "save", "stop")})
         self._announce("on_step_end", line)
-        events.agree(run.mesh)
+        events.agree(run.ranks)
         if not self._log():
             run.console.advance(number)
-        if due["log"]:
+        if due["log"] and due["sync"]:
             run.console.note(self._stragglers.compare(number, busy))
         require_updates(run)
         if self._patience is not None:
             run.console.note(self._patience.after(result))
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
-        every = run.config.run.prompts_every
-        self._act_on_requests(samples=every is not None and number % every == 0)
+        if run.ranks is run.mesh:
+            self._act_on_requests(samples=due["sample"])
 
     def _go_back(self) -> None:
         """Go back to an earlier checkpoint if a spike lasts, and leave out what later steps have written, as a resumed run does."""
@@ -359,22 +358,6 @@ class TrainingLoop:
             self._writer.keep_through(state.step, EVALUATIONS, SAMPLES)
         self._append(RECOVERIES, line)
 
-    def _due_after_step(self, position: int) -> dict[str, bool]:
-        """Return for each action if the configuration schedules it after this step; `position` is the index of the step's data."""
-        number, config = self.run.progress.step, self.run.config
-        every, last = config.run, position + 1 == config.run.max_steps
-
-        def due(steps: int | str) -> bool:
-            return _comes_after(0 if last else number, steps)
-
-        judged = every.eval_every != "epoch"  # Otherwise the last checkpoint waits for the evaluation.
-        return {
-            "log": due(every.log_every) or (every.log_first_step and number == 1),
-            "evaluate": _comes_after(number, every.eval_every) or (last and judged and every.eval_at_end),
-            "save": due(config.checkpoint.every_steps) and (judged or not last),
-            "stop": last,
-        }
-
     def _announce(self, event: str, line: Mapping[str, Any]) -> None:
         """Call callbacks with the step's line; values that they add are logged with the next step."""
         if not self.run.events.listeners(event):
@@ -387,7 +370,7 @@ class TrainingLoop:
     def _write(self, line: Line) -> None:
         """Write the step's line, with values added since the last one, before callbacks, which could fail. All ranks call it."""
         run = self.run
-        line |= run.model.stepper.scalars.take(run.mesh)
+        line |= run.model.stepper.scalars.take(run.ranks)
         if self._writer is not None:
             self._writer.write({**line, **self._start, **({"judged": run.progress.acts} if run.progress.acts else {})})
             self._start = {}
@@ -403,7 +386,7 @@ class TrainingLoop:
         if not run.events.control.should_log or line is None:
             return False
         if self._last_written_step != line["step"]:
-            line["peak_memory_bytes"] = rank_figures(run.mesh)[0]
+            line["peak_memory_bytes"] = rank_figures(run.ranks)[0]
             self._write(line)
         self._line = None
         run.events.control.should_log = False

@@ -396,7 +396,9 @@ class _LayoutCosts:
         spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
         held = {dtype: each[0 if whole else 1] for dtype, each in memory.trained.items()}
         summed = Collective.REDUCE_SCATTER if layout.replicas == "divided" else Collective.ALL_REDUCE
-        total += moved(summed, sum(held.values()) * options.precision.sums.itemsize, layout.replicate, spread)
+        every = self._known.subject.config.parallel.sync_every  # What replicas sum then are master weights.
+        width = options.precision.sums.itemsize if every == 1 else options.precision.master.itemsize
+        total += moved(summed, sum(held.values()) * width, layout.replicate, spread) / every
         if layout.replicas == "divided":
             values = sum(elements * dtype.itemsize for dtype, elements in held.items())
             total += moved(Collective.ALL_GATHER, values, layout.replicate, spread)

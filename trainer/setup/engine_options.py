@@ -97,6 +97,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
             staging_bytes=None if offload.staging == "auto" else offload.staging,
         ),
         average=config.ema if config.ema.decay else None,
+        outer=config.parallel.outer if config.parallel.sync_every > 1 else None,
         weights=encoded_weights(config.model.weights),
         accumulation=accumulation,
         optimizer_in_backward=optimizer.in_backward,

@@ -87,7 +87,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
         judge = _judge_of(run, engine)
-        loads = ExpertLoads(model, mesh, config.optimizer.expert_bias_rate)
+        loads = ExpertLoads(model, engine.ranks, config.optimizer.expert_bias_rate)
         changes.callback(loads.close)
         undone.pop_all()
     trained = TrainedModel(

@@ -49,6 +49,9 @@ def verify(
     """Train a small run in the user's layout beside a plain process, as `Trainer.verify`. Rank 0 writes to `out`, if given."""
     if unknown := [name for name in checks if name not in CHECKS]:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
+    if config.parallel.sync_every > 1:
+        why = "local steps are not what one process computes; verify the layout with 1"
+        raise ConfigError(f"{config.parallel.sync_every}: {why}", where="parallel.sync_every")
     began = time.perf_counter()
     with _scratch_directory(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)

@@ -23,7 +23,8 @@ from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.telemetry.status_board import Activity
 
 _FALLBACKS = {"master": "model", "ema": "model"}
-"""The kind of tensor to read where a checkpoint lacks one: absent master weights and averages are equal to the parameters."""
+"""The kind of tensor to read where a checkpoint lacks one: absent master weights and averages are equal to the parameters. A
+replica that a checkpoint lacks begins with what the first one has of its own."""
 _MOST_NAMED = 5  # tensors in an error message
 
 
@@ -109,8 +110,8 @@ def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterat
 
 
 def _stored(reader: CheckpointReader, kind: str, name: str) -> TensorSpec | None:
-    found = reader.tensor(kind, name)
-    return found if found is not None or kind not in _FALLBACKS else reader.tensor(_FALLBACKS[kind], name)
+    found, other = reader.tensor(kind, name), _FALLBACKS.get(kind, kind.partition(formats.REPLICA)[0])
+    return found if found is not None or other == kind else reader.tensor(other, name)
 
 
 def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:

@@ -10,6 +10,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -231,6 +232,16 @@ class ProcessMesh:
             works=self._mesh_groups.works,
             traffic=self.recorder.account(name, len(ranks)) if joined else CommAccount(self.recorder, name, 1),
         )
+
+    @cached_property
+    def within_replica(self) -> "ProcessMesh":
+        """This mesh as a rank needs it in local steps: the world, the ranks with other samples and those with the same parameters
+        are of its own replica. The shape, the numbers of ranks and all else are those of the whole mesh."""
+        inside, others = copy(self), axes_of("batch", but=["states"])
+        inside.world = self._axes_set("replica", [name for name in AXES if name not in others])
+        inside.data = self.group(*(name for name in axes_of("batch") if name not in others))
+        inside.peers, inside.replicate = self.shard, self._as_set("one replica", (self.rank,), None)
+        return inside
 
     @property
     def communicator_bytes(self) -> int:

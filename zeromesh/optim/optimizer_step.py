@@ -18,6 +18,7 @@ import torch
 
 from zeromesh.errors import NonFiniteError, PhaseError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
@@ -26,7 +27,7 @@ from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.optim.journal import Journal
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.settings.keys import AverageSettings, ScalerSettings, UpdateOn
+from zeromesh.settings.keys import AverageSettings, OuterSettings, ScalerSettings, UpdateOn
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -102,6 +103,40 @@ class WeightAverage:
             first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
             master.write(start, second).wait()
             average.write(start, first).wait()
+
+
+class OuterOptimizer:
+    """Brings the weights of replicas together after local steps: its gradient is the way that they went since the last sync, in the
+    mean (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023). Its states are `[shard]`
+    each in the master dtype, on the tier of the moments, and alike on all `replicas`."""
+
+    def __init__(self, settings: OuterSettings, tiers: Tiers, at: TierChoice, replicas: ProcessSet) -> None:
+        self._settings, self._tiers, self._tier, self.replicas = settings, tiers, at, replicas
+
+    def allocate(self, bucket: Bucket) -> None:
+        labels = [f"{what} of {bucket.name}" for what in ("weights of the last sync", "outer momentum")]
+        make = partial(self._tiers.allocate, bucket.master.numel, bucket.master.dtype, self._tier, Purpose.MOMENTS)
+        bucket.outer = [make(each) for each in labels[: self._settings.tensors]]
+        self.begin(bucket)
+
+    def begin(self, bucket: Bucket) -> None:
+        """Measure the way of a bucket's weights from those that it has now."""
+        for synced in bucket.outer[:1]:
+            synced.copy_from(bucket.master)
+
+    def step(self, weights: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Give `weights` the values that they have on all replicas; `states` are the same part of the bucket's `outer`. Replicas
+        call it for the same parts in the same order."""
+        summed = weights.to(self._tiers.device)  # Other devices' memory is out of reach of its collectives.
+        self.replicas.all_reduce_async(summed, "sum of the replicas' weights").wait()
+        weights.copy_(summed.div_(self.replicas.size))
+        if states:
+            synced, *momenta = states
+            way = synced - weights
+            for momentum in momenta:
+                momentum.mul_(self._settings.momentum).add_(way)
+                way.add_(momentum, alpha=self._settings.momentum)
+            weights.copy_(synced.sub_(way, alpha=self._settings.lr))
 
 
 _CPU = torch.device("cpu")
@@ -184,14 +219,18 @@ class OptimizerStep:
     ) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
         self.gradients = gradients
-        self._mesh = mesh
+        self._mesh = mesh.within_replica if options.outer is not None else mesh
         self._options = options
         self._tiers = tiers
         self._all_buckets = all_buckets(units)
         self._units = units
         self._optimizers: dict[int, fused_optimizer.BucketOptimizer] = {}
         self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
-        self.averages = WeightAverage(options.average, tiers, options.offload.optimizer) if options.average else None
+        at = options.offload.optimizer
+        self.averages = WeightAverage(options.average, tiers, at) if options.average else None
+        self.outer = OuterOptimizer(options.outer, tiers, at, mesh.replicate) if options.outer else None
+        self.syncs = True  # False in a local step, after which replicas have weights of their own
+        self.diverged = False  # True between syncs: replicas have weights of their own
         self._make_optimizers()
         gradients.on_summed = self._update_ready
         self._encoded: dict[int, torch.Tensor] = {}  # what goes to replicas in place of parameters, by the bucket's id
@@ -235,6 +274,8 @@ class OptimizerStep:
         optimizers = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
         for bucket, optimizer in zip(new, optimizers, strict=True):
             self._optimizers[id(bucket)] = optimizer
+            if self.outer is not None:
+                self.outer.allocate(bucket)
             if self.averages is not None:
                 self.averages.allocate(bucket)
 
@@ -255,7 +296,7 @@ class OptimizerStep:
         """Return the largest number of tensors that a bucket's update needs and that are outside the memory of `device`."""
 
         def count(bucket: Bucket) -> int:
-            uses = self._operands(bucket, averaging=True)
+            uses = self._operands(bucket, most=True)
             # Gradients that are not allocated yet will be allocated on this rank's compute device.
             coming = bucket.grad is None and bucket.grad_rest is None and device.type != self._tiers.device.type
             return sum(use.tensor.whole(device) is None for use in uses) + coming
@@ -284,8 +325,8 @@ class OptimizerStep:
                 optimizer.steps = [steps.get(each.name, updates * (each.fqn in bucket.ever_trained)) for each in specs]
                 optimizer.update_segments()
 
-    def begin_step(self, step: int, groups: Sequence[fused_optimizer.Hyperparameters]) -> None:
-        self.step, self.groups = step, groups
+    def begin_step(self, step: int, groups: Sequence[fused_optimizer.Hyperparameters], *, syncs: bool = True) -> None:
+        self.step, self.groups, self.syncs = step, groups, syncs
         self._updated = []
         self.gradients.shards.begin_step()
         self._finished_units = set()
@@ -397,9 +438,13 @@ class OptimizerStep:
     def _change_states(self, due: Sequence[Bucket], factor: float, *, skip: bool) -> None:
         for number, bucket in enumerate(due):
             self._update(bucket, factor, due[number + 1 :])
+        if self.outer is not None and self.syncs:  # Replicas may also differ in what this step does not update here.
+            for bucket in (*self._buckets, *self._all_buckets):
+                if id(bucket) in self._optimizers and bucket not in self.last_order:
+                    self._update(bucket, None, ())
         self._stream.wait_for_writes()  # Wait for updates inside backward too: states may be read now.
         self.drop_gradients()
-        if skip:
+        if skip and self.outer is None:
             return
         if (averages := self._due_averages) is not None:
 
@@ -409,14 +454,27 @@ class OptimizerStep:
                         averages.blend(tensors[1], tensors[0])
 
             for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
-                if bucket.average is not None and not any(bucket.training) and not self._options.evaluates_average:
+                if bucket.average is not None and bucket not in self.last_order and not self._options.evaluates_average:
                     self.before_change(bucket)
                     modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
                     uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
                     self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), blend)
             self._stream.wait_for_writes()
             averages.count += 1
-        self.updates += 1
+        self.updates += not skip
+        if self.outer is not None:
+            self.diverged = not self.syncs
+            if self.syncs:
+                self._agree_on_updates(self.outer.replicas)
+
+    def _agree_on_updates(self, replicas: ProcessSet) -> None:
+        """Take the largest numbers of updates of all replicas, since one may have skipped some."""
+        optimizers = [*self._optimizers.values()]
+        own = torch.tensor([self.updates, *chain.from_iterable(each.steps for each in optimizers)])
+        self.updates, *steps = replicas.all_reduce_max(own, "numbers of updates").tolist()
+        for optimizer in optimizers:
+            optimizer.steps, steps = steps[: len(optimizer.steps)], steps[len(optimizer.steps) :]
+            optimizer.update_segments()
 
     def _guarded(self, states: Sequence[torch.Tensor]) -> AbstractContextManager[bool]:
         """Guard a change of states by the journal, if there is one; see `Journal.chunk`."""
@@ -431,18 +489,22 @@ class OptimizerStep:
 
     @property
     def _due_averages(self) -> WeightAverage | None:
-        return self.averages if self.averages is not None and self.averages.is_due(self.updates + 1) else None
+        """The averages that the present step's weights enter. With local steps it is each sync, and steps count, not updates."""
+        if self.averages is None or not self.syncs:
+            return None
+        return self.averages if self.averages.is_due((self.updates if self.outer is None else self.step) + 1) else None
 
     def _describe_nonfinite(self, norm: float, loss_finite: bool) -> str:
         """Name the units whose gradients, and the ranks whose losses, are not finite, alike on all ranks."""
         units = [self._units[bucket.unit_index] for bucket, norm in self._norms if not math.isfinite(norm)]
         causes = [not loss_finite, sorted({(unit.index, unit.name) for unit in units})]
-        rows = self._mesh.world.gather_json(causes, "where gradients are not finite")
-        names = [name for _, name in sorted({(index, name) for _, units in rows for index, name in units})]
+        world = self._mesh.world
+        rows = dict(zip(world.ranks, world.gather_json(causes, "where gradients are not finite"), strict=True))
+        names = [name for _, name in sorted({(index, name) for _, units in rows.values() for index, name in units})]
         text = f"the gradient norm is {norm}"
         if names:
             text += f": gradients of unit {some(names, 1)} are not finite"
-        if ranks := [str(rank) for rank, (bad, _) in enumerate(rows) if bad]:
+        if ranks := [str(rank) for rank, (bad, _) in rows.items() if bad]:
             text += f"; the loss is not finite on {plural(len(ranks), 'rank')} {', '.join(ranks)}"
         return text
 
@@ -482,29 +544,40 @@ class OptimizerStep:
                 self._update(bucket, 1.0, [each for each in self.gradients.buckets if id(each) not in done])
                 self.gradients.shards.drop(bucket)
 
-    def _update(self, bucket: Bucket, factor: float, following: Sequence[Bucket]) -> None:
+    def _update(self, bucket: Bucket, factor: float | None, following: Sequence[Bucket]) -> None:
+        """Update a bucket with gradients times `factor`; None: only bring it together with the replicas'."""
         self.before_change(bucket)
         self.last_order.append(bucket)
         self._mesh.post(Activity.OPTIMIZER, self._units[bucket.unit_index].index)
         optimizer = self._optimizers[id(bucket)]
-        optimizer.begin()
+        trained = any(bucket.training)
+        if factor is not None:
+            optimizer.begin()
         grad = gradient_of(bucket) if self.gradients.updates_in_backward else None
-        averages, wire = self._due_averages, self.gradients.replicas.wire if bucket.divided else None
+        averages, outer = self._due_averages, self.outer if self.syncs else None
+        wire = self.gradients.replicas.wire if bucket.divided else None
         if wire is not None:
             nbytes, device = wire.nbytes(bucket.length), self._mesh.device
             encoded = self._encoded[id(bucket)] = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
         def compute(row: StreamRow, tensors: list[torch.Tensor]) -> None:
             copy = tensors.pop() if bucket.copy is not None else None
-            part = tensors.pop() if grad is None else grad[row.start : row.end].to(tensors[0].device)
+            part = tensors.pop() if trained and grad is None else None
+            if grad is not None:
+                part = grad[row.start : row.end].to(tensors[0].device)
             with self._guarded(tensors) as changes:
                 if not changes:
                     return
-                if factor != 1.0:  # A journal keeps no copy of gradients, which have to stay as they are.
+                if part is not None and factor not in (None, 1.0):
+                    # A journal keeps no copy of gradients, which have to stay as they are.
                     part = part.mul_(factor) if self.journal is None else part * factor
                 average = tensors.pop() if averages is not None else None
+                outer_states = [tensors.pop(1) for _ in bucket.outer] if outer is not None else []
                 master, *moments = tensors
-                optimizer.step(row.start, [master, part, *moments], self.groups)
+                if part is not None and factor is not None:
+                    optimizer.step(row.start, [master, part, *moments], self.groups)
+                if outer is not None:
+                    outer.step(master, outer_states)
                 if averages is not None and average is not None:
                     averages.blend(average, optimizer.evaluated(row.start, master, moments, self.groups))
             if copy is not None and wire is not None:
@@ -515,7 +588,7 @@ class OptimizerStep:
         with self._mesh.recorder.span(StepPhase.OPTIMIZER, f"update {bucket.name}"):
             bucket.buffer.begin_write()
             if optimizer.whole:
-                run_whole(self._operands(bucket, averaging=averages is not None), compute, self._mesh.device)
+                run_whole(self._operands(bucket), compute, self._mesh.device)
             else:
                 # If no tensor is offloaded, nothing is read ahead.
                 ahead = chain.from_iterable(map(self._rows, following)) if self._stream.nbytes else ()
@@ -524,17 +597,19 @@ class OptimizerStep:
                 bucket.buffer.end_write()
 
     def _rows(self, bucket: Bucket) -> Iterable[StreamRow]:
-        uses = self._operands(bucket, averaging=self._due_averages is not None)
-        return self._cut(self._stream.rows(id(bucket), bucket.length, uses))
+        return self._cut(self._stream.rows(id(bucket), bucket.length, self._operands(bucket)))
 
-    def _operands(self, bucket: Bucket, *, averaging: bool) -> list[StreamOperand]:
-        """List the operands of an update in the order in which `_update` takes them: master weights, moments, averages, gradients
-        unless backward has just left them in memory, and the copy that is gathered."""
-        states = [bucket.master, *self._optimizers[id(bucket)].moments.values()]
-        if averaging and bucket.average is not None:
+    def _operands(self, bucket: Bucket, *, most: bool = False) -> list[StreamOperand]:
+        """List the operands of the present step in the order in which `_update` takes them: master weights, outer states, moments,
+        averages, gradients unless backward has just left them in memory, and the copy that is gathered; `most`: list what any
+        step needs. A bucket that is not trained now has neither moments nor gradients among them."""
+        trained = any(bucket.training)
+        states = [bucket.master, *(bucket.outer if most or self.syncs else ())]
+        states += self._optimizers[id(bucket)].moments.values() if trained else ()
+        if (most or self._due_averages is not None) and bucket.average is not None:
             states.append(bucket.average)
         uses = [StreamOperand(tensor=tensor, mode=Access.UPDATE) for tensor in states]
-        if not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
+        if trained and not self.gradients.updates_in_backward and (summed := bucket.summed_gradient()) is not None:
             uses.append(StreamOperand(tensor=summed, mode=Access.READ))
         if (copy := bucket.own_copy) is not None:
             told = bucket.divided and self.gradients.replicas.wire is not None  # Its difference is sent.

@@ -29,10 +29,11 @@ class ReplicaGroups:
     """Groups of ranks beside the shard group that hold the same elements of a bucket, sum their gradients, and of which one counts
     these in norms: replicas, tensor ranks with what is not divided among all, stages with tied parameters. All ranks make it."""
 
-    def __init__(self, mesh: Mesh, buckets: Iterable[Bucket], options: ZeroOptions) -> None:
-        """Raises `ConfigError` for a codec where nothing is sent that it could encode."""
+    def __init__(self, mesh: Mesh, buckets: Iterable[Bucket], options: ZeroOptions, replicate: ProcessSet) -> None:
+        """`replicate` are the replicas whose gradients are summed: this one alone in local steps. Raises `ConfigError` for a codec
+        where nothing is sent that it could encode."""
         self._coordinate, self._shape = mesh.coordinate, mesh.shape
-        self.sets: dict[Positions, ProcessSet] = {(): mesh.replicate}
+        self.sets: dict[Positions, ProcessSet] = {(): replicate}
         """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         self.wire, self.note = _choose_wire(mesh, sum(each.length for each in buckets if each.divided), options)
         """How parameters of replicas that divide states travel; the note says why."""
@@ -45,8 +46,9 @@ class ReplicaGroups:
         pairs = ((tuple((axis, tuple(at)) for axis, at in row), rank) for rank, own in enumerate(rows) for row in own)
         for positions, ranks in sorted(grouped(pairs).items()):
             # The mesh keeps these process sets, so that the next engine on it finds them.
-            name = f"sharers {hashlib.blake2b(repr((positions, ranks)).encode(), digest_size=6).hexdigest()}"
-            axes = [*axes_of("batch", but=["states"]), *(axis for axis, _ in positions)]
+            axes = [*axes_of("batch", but=["states"])] if replicate.size > 1 else []
+            axes += [axis for axis, _ in positions]
+            name = f"sharers {hashlib.blake2b(repr((positions, ranks, axes)).encode(), digest_size=6).hexdigest()}"
             colour = mesh.shape.group_index(mesh.rank, *axes) if mesh.rank in ranks else None
             if not any(each.startswith(name) for each in mesh.process_sets):
                 mesh.process_sets.split(colour, name=name)

@@ -133,6 +133,22 @@ class ParallelOptions(TransportKeys):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OuterSettings:
+    """The outer optimizer of local steps, whose gradient is the way that the replicas' weights went since the last sync, in the
+    mean."""
+
+    lr: Positive = 1.0
+    """Learning rate. With 1.0 and no momentum, the new weights are the mean of the replicas'."""
+    momentum: Fraction = 0.0
+    """Nesterov's momentum, as in DiLoCo, which takes 0.9 with a learning rate of 0.7; it takes one more state."""
+
+    @property
+    def tensors(self) -> int:
+        """The number of tensors like the master weights that it keeps: their values of the last sync, and the momentum."""
+        return 2 if self.momentum else int(self.lr != 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrecisionKeys:
     """The dtypes of each role."""
 

@@ -175,6 +175,8 @@ class Bucket:
         self.ever_trained = {slot.spec.fqn for slot in layout.slots if slot.spec.requires_grad}
         self.average: TieredTensor | None = None
         """The moving average of the master weights; None if nothing of the bucket was ever trained, or none is kept."""
+        self.outer: Sequence[TieredTensor] = ()
+        """With local steps the weights of the last sync and the outer momentum, as far as the outer optimizer needs them."""
         self.grad: torch.Tensor | None = None
         self.grad_rest: TieredTensor | None = None
         self.partial: torch.Tensor | None = None

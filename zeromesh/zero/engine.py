@@ -51,13 +51,17 @@ class ZeroEngine:
         self.waits = built.tiers.waits  # the time that this rank has waited for transfers from other tiers
         self.groups = built.groups
         """The ranks that share the states of buckets: of most parameters, and of experts if these are spread over ranks."""
-        shards, replicas = GradientShards(options, built.tiers), ReplicaGroups(mesh, self._buckets, options)
-        gradients = GradientReducer(shards, replicas, mesh, options)
+        self.ranks = mesh.within_replica if options.outer is not None else mesh
+        """The mesh as the ranks that sum gradients see it: with local steps each replica is on its own."""
+        mesh.watch.ranks_with_same_events = frozenset(self.ranks.peers.ranks)
+        shards = GradientShards(options, built.tiers)
+        replicas = ReplicaGroups(mesh, self._buckets, options, self.ranks.replicate)
+        gradients = GradientReducer(shards, replicas, self.ranks, options)
         self.optimizer_step = OptimizerStep(self.units, mesh, options, built.tiers, gradients)
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
         for unit in self.units:  # Units without parameters are in the first chunk.
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
-        self._passes = self.passes_class(built, mesh, options, self.optimizer_step, chunks)
+        self._passes = self.passes_class(built, self.ranks, options, self.optimizer_step, chunks)
         self._averages_swapped = self._shows_averages = False
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
@@ -111,6 +115,7 @@ class ZeroEngine:
 
     def full_state(self, *, averaged: bool) -> FullState:
         """Return whole parameters by name, if `averaged` their averages where these are kept, and gradients. All ranks call it."""
+        self.require_alike("whole weights and gradients")
         # Gathering the layout of all ranks takes a while. It changes with the trained parameters, perhaps in one stage alone.
         followed = self.mesh.pipeline.gather_integers([self._flag_changes])
         if followed != self._states_valid_at:
@@ -134,6 +139,8 @@ class ZeroEngine:
         """Return the progress that a checkpoint stores beside tensors, see docs/checkpoint-format.md. All ranks call it; with `own`
         it is that of this rank's stage, and no other rank is asked."""
         step = self.optimizer_step
+        if not own:
+            self.require_alike("a checkpoint")
         changed = {
             slot.spec.name: (trained, steps)
             for bucket in self._buckets
@@ -172,10 +179,11 @@ class ZeroEngine:
 
     # A step
 
-    def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None) -> None:
-        """Begin a step, with the present `requires_grad` of parameters, and these hyperparameters; None: those of the options."""
+    def begin_step(self, step: int, groups: Sequence[Hyperparameters] | None = None, *, syncs: bool = True) -> None:
+        """Begin a step, with the present `requires_grad` of parameters, and these hyperparameters; None: those of the options. With
+        local steps, its update brings the replicas together if it `syncs`."""
         self._apply_flags()
-        self.optimizer_step.begin_step(step, groups or hyperparameters(self.options.optimizer))
+        self.optimizer_step.begin_step(step, groups or hyperparameters(self.options.optimizer), syncs=syncs)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
     def _apply_flags(self) -> None:
@@ -253,7 +261,7 @@ class ZeroEngine:
 
     def _sum_squares(self) -> float:
         total = torch.tensor([self.read_step()[1]], dtype=torch.float64)
-        return float(self.mesh.world.all_reduce(total, "sum of the gradient norm"))
+        return float(self.ranks.world.all_reduce(total, "sum of the gradient norm"))
 
     @property
     def lacks_gradients(self) -> bool:
@@ -353,6 +361,8 @@ class ZeroEngine:
                 shown = bucket.average if self._shows_averages else None
                 copy.copy_from(bucket.master if shown is None else shown)
             bucket.share_copy()()
+            if self.optimizer_step.outer is not None:
+                self.optimizer_step.outer.begin(bucket)
             bucket.buffer.end_write()
         self._next_generation()
         averages = self.optimizer_step.averages
@@ -375,7 +385,16 @@ class ZeroEngine:
 
     def evaluation(self) -> AbstractContextManager[Passes]:
         """Inside the block forward runs under no_grad, on all ranks alike, by the yielded passes and with the global generators."""
+        self.require_alike("an evaluation")
         return self._passes.evaluation()
+
+    def require_alike(self, what: str) -> None:
+        """Raise `PhaseError` where replicas have weights of their own, between syncs of local steps."""
+        if self.optimizer_step.diverged:
+            raise PhaseError(
+                f"{what} between syncs: replicas have weights of their own after this step (parallel.sync_every). Take it after a "
+                "step that brings them together; a request of a callback (should_save, should_evaluate) waits for the next one"
+            )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

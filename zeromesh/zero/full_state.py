@@ -12,7 +12,7 @@ import xxhash
 from torch import nn
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.format import TensorSpec, spec_of
+from zeromesh.checkpoint.io.format import REPLICA, TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, share_of
@@ -28,6 +28,7 @@ from zeromesh.units.unit import Bucket, Phase, Unit, all_buckets, digest, set_va
 
 MODEL, MASTER, AVERAGE = "model", "master", "ema"
 WEIGHTS = (MODEL, MASTER, AVERAGE)  # kinds of stored tensors from which weights are restored
+OUTER_MOMENTUM = "outer_momentum"
 _MOST_LISTED = 8
 
 
@@ -47,7 +48,8 @@ class CheckpointState:
         specs = [
             TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=slot.spec.region.shape)
             for bucket in self._buckets
-            for kind, dtype, _ in self._sharded_tensors(bucket, reading=reading)
+            for first, dtype, _ in self._sharded_tensors(bucket, reading=reading)
+            for kind in self._kinds(first)
             for slot in bucket.layout.slots
             if _is_stored(bucket, slot.spec, kind, reading=reading)
         ]
@@ -89,13 +91,14 @@ class CheckpointState:
         the first pipeline stage with a buffer writes the buffer."""
         replicated = self._options.placements.optimizer is Placement.REPLICATED
         shards: list[TensorShard] = []
-        for bucket in self._buckets:
-            holders, index = (1, 0) if bucket.divided else (self._mesh.replicate.size, self._mesh.replicate.index)
-            if replicated:
-                ranks = bucket.group.ranks
-                holders, index = holders * ranks.size, index * ranks.size + ranks.index
-            if self._updater.gradients.replicas.counts(bucket):
-                shards += self._shards_of(bucket, share_of(bucket.interval, holders, index, ALIGNMENT))
+        for bucket in filter(self._updater.gradients.replicas.counts, self._buckets):
+            ranks, replicas = bucket.group.ranks, self._mesh.replicate
+            among = (1, 0) if bucket.divided else (replicas.size, replicas.index)
+            for own, holders, index in ((False, *among), (True, 1, 0)):
+                if replicated:
+                    holders, index = holders * ranks.size, index * ranks.size + ranks.index
+                share = share_of(bucket.interval, holders, index, ALIGNMENT)
+                shards += self._shards_of(bucket, share, writing="own" if own else "common")
         # Forward may change a buffer while it is written.
         buffers, pipeline = persistent_buffers(self._model), self._mesh.pipeline
         specs = buffers_by_stage(self._model, pipeline)[pipeline.index]
@@ -104,7 +107,7 @@ class CheckpointState:
 
     def shards_to_read(self) -> list[TensorShard]:
         """List the shards that this rank reads: all that it holds, with master weights rather than parameters, and all buffers."""
-        shards = (self._shards_of(bucket, bucket.interval, reading=True) for bucket in self._buckets)
+        shards = (self._shards_of(bucket, bucket.interval) for bucket in self._buckets)
         buffers = persistent_buffers(self._model).items()
         return [*chain.from_iterable(shards), *(_buffer_shard(name, buffer) for name, buffer in buffers)]
 
@@ -169,7 +172,13 @@ class CheckpointState:
         states = {MASTER: master} if bucket.trainable and (reading or master.dtype != bucket.dtype) else {}
         states |= optimizer.moments if optimizer is not None else {}
         states |= {AVERAGE: bucket.average} if bucket.average is not None else {}
+        states |= {OUTER_MOMENTUM: bucket.outer[1]} if len(bucket.outer) > 1 else {}
         return [*tensors, *((name, state.dtype, state) for name, state in states.items())]
+
+    def _kinds(self, kind: str) -> list[str]:
+        """Return the kinds under which the replicas' tensors of a kind are stored: with local steps each has moments of its own."""
+        local = self._updater.outer is not None and kind not in (*WEIGHTS, OUTER_MOMENTUM)
+        return [kind, *(f"{kind}{REPLICA}{each}" for each in range(1, self._mesh.replicate.size if local else 1))]
 
     def _unsharded(self, bucket: Bucket, written: Interval | None) -> Iterator[tuple[TensorSpec, TieredTensor | None]]:
         """Yield the optimizer states that are not divided as their parameters are, with the values that this rank reads, or of
@@ -189,14 +198,19 @@ class CheckpointState:
                 spec = TensorSpec(kind=kind, name=slot.spec.name, dtype=dtype, shape=shape)
                 yield spec, values if written is None or writes else None
 
-    def _shards_of(self, bucket: Bucket, interval: Interval, *, reading: bool = False) -> Iterator[TensorShard]:
-        owner = self.bucket_number(bucket)
-        for spec, values in self._unsharded(bucket, None if reading else interval):
+    def _shards_of(self, bucket: Bucket, interval: Interval, writing: str = "") -> Iterator[TensorShard]:
+        """Yield the shards of an interval that are to be read, or written: of what replicas have in `common`, or of their `own`."""
+        owner, reading = self.bucket_number(bucket), not writing
+        for spec, values in self._unsharded(bucket, None if reading else interval) if writing != "own" else ():
             if values is not None:
                 region, everything = Region.whole(spec.shape), Interval(start=0, end=values.numel)
                 yield TensorShard(spec=spec, region=region, interval=everything, values=values, owner=owner)
         offset, pieces = interval.start - bucket.interval.start, bucket.layout.pieces(interval)
-        for kind, dtype, tensor in self._sharded_tensors(bucket, reading=reading):
+        for first, dtype, tensor in self._sharded_tensors(bucket, reading=reading):
+            kinds = self._kinds(first)
+            if writing == ("own" if len(kinds) == 1 else "common"):
+                continue
+            kind = kinds[self._mesh.replicate.index % len(kinds)]
             for piece in pieces:
                 if _is_stored(bucket, piece.spec, kind, reading=reading):
                     region, where = piece.spec.region, piece.in_shard

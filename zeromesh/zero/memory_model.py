@@ -182,6 +182,8 @@ class MemoryModel:
                 yield Purpose.MOMENTS, options.optimizer.format.lengths(length, wide), offload.optimizer
             if options.precision.compensated:
                 yield Purpose.MOMENTS, {torch.bfloat16: length}, offload.optimizer
+            for _ in range(options.outer.tensors if options.outer is not None else 0):
+                yield Purpose.MOMENTS, {options.precision.master: length}, offload.optimizer
             if options.average is not None:
                 yield Purpose.AVERAGES, {options.precision.master: length}, offload.optimizer
             if not options.gradients_pass_through:

@@ -8,6 +8,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements,
 
 FLOAT8 = {"compute": "bfloat16", "linear": "float8"}
 IN_BACKWARD: dict[str, Any] = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0, "on_nonfinite": "stop"}}
+LOCAL: dict[str, Any] = {"replicate": 2, "sync_every": 4}
 CHAT = {"format": "chat", "packing": True}
 SPEED = {"balance": "speed"}
 STAGES = {"pipeline": 2, "schedule": "zero_bubble"}
@@ -61,6 +62,22 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"recovery": REWINDS, "checkpoint": {"every_steps": "epoch"}}, ""),
         (IN_BACKWARD | {"parallel": {"schedule": "zero_bubble"}}, ""),
         (IN_BACKWARD | {"parallel": {"pipeline": 2}}, ""),
+        ({"parallel": LOCAL}, ""),
+        ({"parallel": LOCAL | {"outer": {"lr": 0.7, "momentum": 0.9}}}, ""),
+        ({"parallel": {"sync_every": 4}}, "parallel.sync_every: 4 is about replicas, and parallel.replicate is 1"),
+        ({"parallel": {"outer": {"momentum": 0.9}}}, "parallel.outer is about local steps"),
+        ({"parallel": {"outer": {"lr": 0.7}}}, "parallel.outer is about local steps"),
+        (IN_BACKWARD | {"parallel": LOCAL}, "parallel.sync_every: 4 does not go with optimizer.in_backward"),
+        ({"parallel": LOCAL, "precision": {"compute": "float16"}}, "not with float16 and precision.master float32"),
+        ({"parallel": LOCAL, "precision": {"master": "kahan"}}, "not with bfloat16 and precision.master kahan"),
+        ({"parallel": LOCAL, "recovery": {"spike_factor": 4}}, "recovery.spike_factor and recovery.audit_steps compare"),
+        ({"parallel": LOCAL, "recovery": {"audit_steps": 4}}, "recovery.spike_factor and recovery.audit_steps compare"),
+        ({"parallel": LOCAL, "recovery": {"memory": "snapshots"}}, "recovery.memory: snapshots with recovery.copies 0"),
+        ({"parallel": LOCAL, "recovery": {"copies": 1}}, "recovery.memory: auto with recovery.copies 1"),
+        ({"parallel": LOCAL, "offload": {"durable": True}}, "parallel.sync_every: 4 does not go with offload.durable"),
+        ({"parallel": LOCAL, "batch": {"balance": "speed", "micro_size": 2}}, "does not go with batch.balance speed"),
+        ({"parallel": LOCAL, "ema": {"decay": 0.9}}, ""),
+        ({"parallel": LOCAL, "ema": {"decay": 0.9, "every_steps": 2}}, "ema.every_steps: 2 does not go with"),
         ({"precision": {"compute": "bfloat16", "reduce": "bfloat16"}}, ""),
         ({"precision": {"compute": "float32", "reduce": "bfloat16"}}, ""),
         ({"precision": {"compute": "float16", "reduce": "bfloat16"}}, "precision.reduce: bfloat16 goes with"),

@@ -130,12 +130,15 @@ def test_inputs_say_where_they_come_from() -> None:
     )
 
 
-def loop_of(progress: RunProgress, every: dict[str, Any], saves: Any = 0) -> TrainingLoop:
+def run_of(progress: RunProgress, every: dict[str, Any], saves: Any = 0, sync: int = 1, epoch: int = 400) -> RunContext:
     defaults = {"log_every": 0, "log_first_step": False, "eval_every": 0, "eval_at_end": False, "max_steps": 6}
     config: Any = SimpleNamespace(
-        run=SimpleNamespace(**{**defaults, **every}), checkpoint=SimpleNamespace(every_steps=saves)
+        run=SimpleNamespace(**{**defaults, "prompts_every": None, **every}),
+        checkpoint=SimpleNamespace(every_steps=saves),
+        parallel=SimpleNamespace(sync_every=sync),
     )
-    return TrainingLoop(run=context(progress, config=config), directory=None)  # type: ignore[arg-type]
+    plan = BatchPlan(global_size=8, micro_size=1, data_ranks=1, epoch_size=epoch)
+    return context(progress, config=config, plan=plan)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +157,29 @@ def loop_of(progress: RunProgress, every: dict[str, Any], saves: Any = 0) -> Tra
     ],
 )
 def test_what_is_due_after_each_step(every: dict[str, Any], saves: Any, due: dict[str, list[int]]) -> None:
-    progress = RunProgress(max_nonfinite=0)
-    loop, found = loop_of(progress, every, saves), {}
-    for number in range(1, 7):
-        progress.step = number
-        found[number] = loop._due_after_step(number - 1)
+    run = run_of(RunProgress(max_nonfinite=0), every, saves)
+    found = {number: run.due_after(number, number - 1) for number in range(1, 7)}
     assert {name: [number for number in found if found[number][name]] for name in due} == due
     assert [number for number in found if found[number]["stop"]] == [6]
-    progress.step = 5
-    assert loop._due_after_step(5)["stop"] is True, "data that was passed over counts too"
+    assert run.due_after(5, 5)["stop"] is True, "data that was passed over counts too"
+
+
+@pytest.mark.parametrize(
+    ("every", "saves", "epoch", "syncs"),
+    [
+        ({}, 0, 400, [4, 6]),
+        ({"log_every": 1}, 0, 400, [4, 6]),
+        ({"eval_every": 3}, 0, 400, [3, 4, 6]),
+        ({"prompts_every": 5}, 0, 400, [4, 5, 6]),
+        ({}, 1, 400, [1, 2, 3, 4, 5, 6]),
+        ({}, 0, 16, [2, 4, 6]),
+    ],
+)
+def test_replicas_are_alike_where_something_needs_them_to_be(
+    every: dict[str, Any], saves: Any, epoch: int, syncs: list[int]
+) -> None:
+    run = run_of(RunProgress(max_nonfinite=0), every, saves, sync=4, epoch=epoch)
+    assert [number for number in range(1, 7) if run.due_after(number, number - 1)["sync"]] == syncs
 
 
 def test_a_line_of_the_log_has_the_mean_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +190,7 @@ def test_a_line_of_the_log_has_the_mean_since_the_last_one(monkeypatch: pytest.M
         progress,
         events=SimpleNamespace(control=control, listeners=lambda _: False),
         plan=BatchPlan(global_size=8, micro_size=1, data_ranks=1, epoch_size=16),
+        model=SimpleNamespace(engine=None),
     )
     loop = TrainingLoop(run=run, directory=None)  # type: ignore[arg-type]
     monkeypatch.setattr(loop, "_write", written.append)

@@ -290,7 +290,7 @@ def test_replicas_sum_and_one_of_all_holders_counts() -> None:
         ranks = SimpleNamespace(size=size, all_reduce_async=lambda gradient, what, started=started: started)
         at = dict(zip(("tensor", "pipeline"), coordinate, strict=True))
         mesh: Any = SimpleNamespace(coordinate=at, shape=None, replicate=None, model_size=1)
-        groups = ReplicaGroups(mesh, (), ZeroOptions())
+        groups = ReplicaGroups(mesh, (), ZeroOptions(), mesh.replicate)
         groups.sets[bucket.shared_by] = ranks  # type: ignore[assignment]
         assert groups.sum_async(bucket, torch.zeros(64)).ready() == (size == 1)
         assert groups.counts(bucket) == (coordinate == (0, 0))

@@ -15,7 +15,7 @@ from zeromesh.offload.accelerator import DeviceMemory
 from zeromesh.offload.io.file_tier import THREAD_BYTES
 from zeromesh.offload.memory.allocation import PinnedBudget
 from zeromesh.options import OffloadOptions, Precision, ZeroOptions
-from zeromesh.settings.keys import AverageSettings
+from zeromesh.settings.keys import AverageSettings, OuterSettings
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.setup import memory_check
 from zeromesh.units.build import kept_buckets, plan_layouts
@@ -232,6 +232,10 @@ BY_HAND: dict[str, tuple[Transport, int, ZeroOptions, dict[str, int], int | None
     "none where each microbatch is reduced": ("shared", 2, options(stage=2, accumulation=4), {"partial_gradients": 0}, None),
     "averages are as large as one moment": (
         "shared", 2, options(stage=3, average=AverageSettings(decay=0.9)), {"averages": 6 * _P, "moments": 12 * _P}, None),
+    "an outer optimizer keeps as much as a moment": (
+        "shared", 2, options(stage=3, outer=OuterSettings(lr=0.7)), {"moments": 18 * _P}, None),
+    "and its momentum": ("shared", 2, options(stage=3, outer=OuterSettings(momentum=0.9)), {"moments": 24 * _P}, None),
+    "but averages of replicas nothing": ("shared", 2, options(stage=3, outer=OuterSettings()), {"moments": 12 * _P}, None),
     "the optimizer inside backward needs few gradients": ("shared", 2, options(stage=3, **INSIDE), {"gradients": 4 * _P}, None),
     "of one rank those of the root and of a unit": ("local", 1, options(stage=0, **INSIDE), {"gradients": 8 * _P}, 0),
     "of equal ranks all": ("gloo", 2, options(stage=0, **INSIDE), {"gradients": 12 * _P, "master": 12 * _P}, 0),

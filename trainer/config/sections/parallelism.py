@@ -62,6 +62,10 @@ class OffloadSection(Section, keys.OffloadKeys):  # type: ignore[misc]  # pydant
     """Bytes of a rank's staging buffers between offload tier and optimizer. auto: 64MiB on a CPU, a 64th of accelerator memory."""
 
 
+class OuterSection(Section, keys.OuterSettings):  # type: ignore[misc]  # pydantic freezes it too
+    """The optimizer of syncs after local steps; by default weights are averaged."""
+
+
 AUTOMATIC = ("parallel", "batch.micro_size", "zero.stage")
 """Keys that a plan may decide. `parallel` means its axes, schedule and chunks, unless given."""
 
@@ -87,6 +91,11 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Ranks, out of those that shard states, over which the experts of a layer are spread; tokens travel to them."""
     pipeline: keys.Count = 1
     """Ranks that divide the blocks of the model into stages."""
+    sync_every: keys.Count = 1
+    """Steps from one sync of the replicas to the next, between which each takes its steps alone; 1: they sum the gradients of
+    every step. A step that evaluates, saves, or ends an epoch or the run is a sync too."""
+    outer: OuterSection = OuterSection()
+    """The optimizer of syncs; by default weights are averaged."""
     order: Literal["topology", "launch"] = "topology"
     """The order of processes as ranks: host by host, so that tensor ranks are neighbours, or in launch order."""
     numa_binding: Literal["node", "socket", "exclusive", "core-complex"] | None = None

@@ -53,6 +53,8 @@ SCHEMA = 2  # the highest that is read, written with a source of frozen weights;
 SOURCE = "source/"
 MAX_BYTES = 1 << 30
 _MAX_FILES = 1_000_000
+REPLICA = ".replica"
+"""Ends the kind of a tensor that each replica has of its own, but the first, before the number of the replica."""
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 _PATH = re.compile(rf"{_PART}(/{_PART})?")
 _CHECKSUM = re.compile(r"[0-9a-f]{32}")
