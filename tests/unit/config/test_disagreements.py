@@ -68,6 +68,7 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"parallel": {"outer": {"momentum": 0.9}}}, "parallel.outer is about local steps"),
         ({"parallel": {"outer": {"lr": 0.7}}}, "parallel.outer is about local steps"),
         (IN_BACKWARD | {"parallel": LOCAL}, "parallel.sync_every: 4 does not go with optimizer.in_backward"),
+        ({"parallel": LOCAL, "zero": {"replicas": "divided"}}, "sync_every: 4 does not go with zero.replicas: divided"),
         ({"parallel": LOCAL, "precision": {"compute": "float16"}}, "not with float16 and precision.master float32"),
         ({"parallel": LOCAL, "precision": {"master": "kahan"}}, "not with bfloat16 and precision.master kahan"),
         ({"parallel": LOCAL, "recovery": {"spike_factor": 4}}, "recovery.spike_factor and recovery.audit_steps compare"),
