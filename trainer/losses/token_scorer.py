@@ -11,8 +11,7 @@ from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores
 from zeromesh.trainer.data.collate import shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import examine
-from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
-from zeromesh.trainer.weights.safetensors_source import quiet_library
+from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, output_layer, pretrained_of
 
 
 class TokenScorer:
@@ -28,9 +27,8 @@ class TokenScorer:
         head does not give exactly, with the reason, and for one that is partitioned already."""
         inside: Any = pretrained_of(model)
         reason = "it is no language model of transformers"
-        if inside is not None and getattr(inside, "get_output_embeddings", lambda: None)() is not None:
-            with quiet_library():
-                verdict = examine(inside)
+        if output_layer(inside) is not None:
+            verdict = examine(inside)
             reason = verdict.reason
         if is_adapted(model) and learns_prompts(model):
             reason = "its adapters learn prompts, which have no labels"
