@@ -175,10 +175,9 @@ class Trainer(ModelOnMesh):
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
-            section = {"checkpoint": self.config.checkpoint.model_copy(update={"resume": named})}
-            self.config = self.config.model_copy(update=section)
+            self.config = self.config.changed(checkpoint={"resume": named})
             if self._run is not None:
-                self._run.config = self._run.config.model_copy(update=section)
+                self._run.config = self._run.config.changed(checkpoint={"resume": named})
         config = self.config
         first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
         recovery = Recovery.begin(config, self.inputs.model, stays=first)

@@ -366,8 +366,7 @@ def _evaluate(config: Any, checkpoint: Path | None) -> int:
     from zeromesh.trainer.loop.evaluation import evaluation_line
     from zeromesh.trainer.monitoring.step_metrics import MetricsWriter
 
-    even = config.batch.model_copy(update={"balance": "even"})  # Shares are for the ranks that train.
-    with Trainer(config=config.model_copy(update={"batch": even})) as trainer:
+    with Trainer(config=config.changed(batch={"balance": "even"})) as trainer:  # Shares are for the ranks that train.
         checkpoint = checkpoint or next(iter(CheckpointStore(trainer.run_directory / FOLDER).paths()), None)
         if checkpoint is not None:
             trainer.load_weights(checkpoint)

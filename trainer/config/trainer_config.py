@@ -56,6 +56,11 @@ class TrainerConfig(Section):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainerConfig) and vars(self) == vars(other)
 
+    def changed(self, **sections: Mapping[str, Any]) -> "TrainerConfig":
+        """Return a copy with these values in its sections, which are not checked."""
+        parts = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
+        return self.model_copy(update=parts)
+
     def with_notes(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> "TrainerConfig":
         """Return a copy with other notes and folders, which do not affect equality."""
         config = self.model_copy()
@@ -226,6 +231,4 @@ def schedule_of(config: TrainerConfig) -> LRSchedule:
 
 def with_length(config: TrainerConfig, steps: int) -> TrainerConfig:
     """Return the configuration with `steps` steps and a resolved warm-up."""
-    run = config.run.model_copy(update={"max_steps": steps})
-    schedule = config.schedule.model_copy(update={"warmup_steps": config.schedule.warmup_of(steps)})
-    return config.model_copy(update={"run": run, "schedule": schedule})
+    return config.changed(run={"max_steps": steps}, schedule={"warmup_steps": config.schedule.warmup_of(steps)})

@@ -246,8 +246,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         ahead = max(2 * count, min(rounds_of(step) + 1, MOST_PREFETCHED))
         before = set(multiprocessing.active_children())
         on_child = signal.getsignal(signal.SIGCHLD)
-        with warnings.catch_warnings(), states_hidden_from_children():
-            warnings.simplefilter("ignore")  # More workers than cores are fine, as they may wait for disks.
+        # More workers than cores are fine, as they may wait for disks.
+        with warnings.catch_warnings(action="ignore"), states_hidden_from_children():
             loader: DataLoader[_Result] = DataLoader(
                 self._maker,
                 sampler=(

@@ -205,8 +205,8 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
     `DataError` if that takes too much time, memory or text; a `template` that has passed once is not rendered again."""
     if template in _BOUNDED_TEMPLATES:
         return
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Python warns of a fork beside threads; the child uses none of them.
+    # Python warns of a fork beside threads; the child uses none of them.
+    with warnings.catch_warnings(action="ignore"):
         child = os.fork()
     if not child:
         code = 0

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
+from zeromesh.intervals import grouped
 from zeromesh.overrides import override
 from zeromesh.trainer.models.adapters import CHANGING, import_peft
 
@@ -59,9 +60,8 @@ class AdapterRows:
 
     def enter(self, adapters: Sequence[str | None] = (), shape: tuple[int, int] = (0, 0)) -> None:
         """Give the rows of the next forwards, over ids of `shape` [rows, columns], adapters; None or no entry: the active one."""
-        self._rows, self._shape = {}, shape
-        for row, name in enumerate(adapters if self.names else ()):
-            self._rows.setdefault(self.names[0] if name is None else name, []).append(row)
+        named = enumerate(adapters if self.names else ())
+        self._rows, self._shape = grouped((self.names[0] if name is None else name, row) for row, name in named), shape
 
     def _forward(
         self, name: str, plain: Callable[..., Any], inside: Sequence[Any], once: bool, /, *args: Any, **kwargs: Any

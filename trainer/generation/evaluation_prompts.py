@@ -114,8 +114,7 @@ def prompts_of(batch: Mapping[str, Any], samples: Sequence[int], padding: int) -
     if isinstance(labels, Tensor):
         kept &= (labels != IGNORED_LABEL).cumsum(1) == 0
     lengths = kept.sum(1)
-    missing = [sample for sample, length in zip(samples, lengths.tolist(), strict=True) if not length]
-    if missing:
+    if missing := [sample for sample, length in zip(samples, lengths.tolist(), strict=True) if not length]:
         who = f"sample {some(missing)} has" if len(missing) == 1 else f"samples {some(missing, 8)} have"
         cure = f"Set the labels of prompts to {IGNORED_LABEL}"
         why = f"it is what stands before the first label that is not {IGNORED_LABEL}. {cure}"

@@ -70,8 +70,7 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
     given = [key for key in KEYS if key in prompt]
     if len(given) != 1:
         raise DataError(f"{where}: a prompt has one of {', '.join(KEYS)}; it has {' and '.join(given) or 'none'}")
-    problem = problem_of(prompt[given[0]], given[0])
-    if problem:
+    if problem := problem_of(prompt[given[0]], given[0]):
         raise DataError(f"{where}: {given[0]} {problem}, not {_shorten(json.dumps(prompt[given[0]], default=str))}")
     seed = prompt.get("seed", 0)
     if type(seed) is not int or not 0 <= seed < 1 << 63:
@@ -98,8 +97,7 @@ def problem_of(prompt: Any, key: str | None = None) -> str:
 
 def tokens_of(prompt: Any, tokenizer: Tokenizer | None, where: str) -> list[int]:
     """Return the tokens of a prompt. Raises `DataError`, with its name `where`, for other values and half characters."""
-    problem = problem_of(prompt)
-    if problem:
+    if problem := problem_of(prompt):
         raise DataError(f"{where} {problem}")
     if not isinstance(prompt, str) and not isinstance(prompt[0], Mapping):
         return list(prompt)

@@ -60,16 +60,13 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]
         self.buffers: list[Tensor] = []
         """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
 
-    def lazy_initialization(self, *states: Tensor) -> None:
-        for each in states:
-            rows, heads, _, width = each.shape
-            self.buffers.append(each.new_zeros(rows, heads, self._columns.capacity, width))
-        self.is_initialized = True
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[rows, heads, new columns, width]`; returns those of all columns."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        if not self.buffers:
+            for each in (key_states, value_states):
+                rows, heads, _, width = each.shape
+                self.buffers.append(each.new_zeros(rows, heads, self._columns.capacity, width))
+            self.is_initialized = True
         (keys, values), (rows, _, new, _) = self.buffers, key_states.shape
         end = self._columns.end
         start = end - self._columns.width

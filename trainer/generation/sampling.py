@@ -34,7 +34,8 @@ class RowSampler:
         scores: torch.Tensor = self._processors(ids, logits[None].to(dtype, copy=True))[0]
         if self._generator is None:
             return scores.argmax()
-        return torch.multinomial(_without_nan(scores.softmax(dim=-1)), 1, generator=self._generator)[0]
+        # A row of NaN, whose token is discarded, becomes uniform, here and in `RowDraws`.
+        return torch.multinomial(scores.softmax(dim=-1).nan_to_num(nan=1.0), 1, generator=self._generator)[0]
 
 
 class RowDraws(TorchFunctionMode):
@@ -49,12 +50,8 @@ class RowDraws(TorchFunctionMode):
         if func is not torch.multinomial or args[0].dim() != 2 or len(args[0]) != len(self._generators):
             return func(*args, **kwargs)
         pairs = zip(args[0], self._generators, strict=True)
-        return torch.stack([func(_without_nan(row), *args[1:], **{**kwargs, "generator": own}) for row, own in pairs])
-
-
-def _without_nan(probabilities: torch.Tensor) -> torch.Tensor:
-    """Return probabilities without NaN, for `multinomial`; a row of NaN, whose token is discarded, becomes uniform."""
-    return probabilities.nan_to_num(nan=1.0)
+        drawn = [func(row.nan_to_num(nan=1.0), *args[1:], **{**kwargs, "generator": own}) for row, own in pairs]
+        return torch.stack(drawn)
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

@@ -506,13 +506,12 @@ def build_served_model(config: TrainerConfig, mesh: Mesh, console: Console) -> S
 
 def _with_model_defaults(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with the task and the compute dtype of the model's directory, where they are not set."""
-    section, precision = config.model, config.precision
-    head_given = "head" in section.model_fields_set
+    section, head_given = config.model, "head" in config.model.model_fields_set
     stored_config, *_ = read_configuration(section if head_given else section.model_copy(update={"head": "base"}))
     if not head_given and stored_config.is_encoder_decoder:
-        section = section.model_copy(update={"head": "seq2seq_lm"})
-    if "compute" not in precision.model_fields_set:
+        config = config.changed(model={"head": "seq2seq_lm"})
+    if "compute" not in config.precision.model_fields_set:
         stored = str(getattr(stored_config, "dtype", None)).removeprefix("torch.")
         known = stored in ("bfloat16", "float16", "float32", "float64")
-        precision = precision.model_copy(update={"compute": stored if known else "float32"})
-    return config.model_copy(update={"model": section, "precision": precision})
+        config = config.changed(precision={"compute": stored if known else "float32"})
+    return config

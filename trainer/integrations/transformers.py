@@ -30,7 +30,6 @@ from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.adapters import is_adapted, output_layer, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save
-from zeromesh.trainer.weights.safetensors_source import quiet_library
 
 _Trainer = TypeVar("_Trainer", bound=type)
 _FOLDER = "zeromesh"
@@ -172,8 +171,7 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
     fused = vars(inside or model).get("forward")
     if inside is None or fused is None or not hasattr(utils, "_ChunkedLogProbFunction"):
         return False
-    with quiet_library():
-        verdict = examine(inside)
+    verdict = examine(inside)
 
     def apply(rows: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
         _, _, targets, temperature, _, cap, scale, outputs = given

@@ -10,15 +10,14 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_head import UNCHANGED, chunked_cross_entropy, require_targets_in
+from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores, chunked_cross_entropy, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets, shifted
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, LigerLoss
 from zeromesh.trainer.losses.trial import Verdict, examine
-from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
+from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, output_layer, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names
-from zeromesh.trainer.weights.safetensors_source import quiet_library
 
 Batch = Mapping[str, Any]
 ComputeLoss = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]]
@@ -46,9 +45,8 @@ class Loss:
     notes: tuple[str, ...] = ()
     causal: bool = False  # True if the model predicts the next token, so that the first label is no target.
     classes: int | None = None
-    auxiliary: bool = (
-        False  # True if it has terms that are computed per microbatch, such as auxiliary losses of experts.
-    )
+    auxiliary: bool = False
+    """True if it has terms that are computed per microbatch, such as auxiliary losses of experts."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
         """Return the sum of the losses alone, as `run` does."""
@@ -113,14 +111,13 @@ def make_loss(
 def _language_loss(model: Any, mode: LossMode) -> Loss:
     """Return the loss of a language model, chunked over tokens if a trial shows that to be equal."""
     whose = f"the loss of {type(model).__name__}"
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+    if output_layer(model) is None:
         return _example_loss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
     known = _shifts_labels(model)
     if "_loss_function" in vars(model):
         verdict = Verdict(causal=known, reason="its loss function was replaced")
     else:
-        with quiet_library():
-            verdict = examine(model, known)
+        verdict = examine(model, known)
     if verdict.sees_later:
         why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows)"
         cure = "its logits depend on later tokens. Set is_decoder: true in model.config, or model.head: masked_lm"
@@ -176,21 +173,16 @@ def _label_loss(
     def compute(model: Any, batch: Batch, found: int, seed: float | None) -> Computed:
         inputs, labels = {**fixed, **batch}, batch["labels"]
         targets = batch.get("shift_labels")  # Of a share of sequences, whose labels were shifted before they were cut.
-        if head is not None and seed is not None:
+        if smoothing or (head is not None and seed is not None):
             inputs.pop("shift_labels", None)
             targets = targets if targets is not None else shifted(labels) if causal else labels
-            return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
-        if smoothing:
-            inputs.pop("shift_labels", None)
+            if head is not None and seed is not None:
+                return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
             outputs = model(**inputs)
-            logits = outputs.logits
-            if targets is not None:
-                labels = targets
-            elif causal:
-                logits, labels = logits[..., :-1, :], labels[..., 1:]
             # Logits are widened to 32 bits at least, as in the model's own loss.
-            wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
-            return cross_entropy(wide, labels.flatten(), reduction="sum", label_smoothing=smoothing), outputs, found, {}
+            dtype = torch.promote_types(outputs.logits.dtype, torch.float32)
+            wide, targets = outputs.logits.flatten(0, -2).to(dtype), targets.flatten()
+            return cross_entropy(wide, targets, reduction="sum", label_smoothing=smoothing), outputs, found, {}
         if targets is not None:
             inputs["num_items_in_batch"] = max(1, found)  # The mean over targets of all ranks.
         elif not found:
@@ -320,3 +312,49 @@ def _tensor_of(batch: Batch, name: str, cure: str) -> Tensor:
 
 def _field_names(batch: Batch) -> str:
     return ", ".join(map(str, batch)) or "nothing"
+
+
+class TokenScorer:
+    """Log-probabilities and entropies of the targets of a Hugging Face language model without its logits, for losses of one's own,
+    by the route on which the chunked head replaces its loss.
+
+    scorer = TokenScorer(model)  # before shard() or Trainer
+    scores = scorer(model, {"input_ids": ids, "labels": labels})
+    loss = -(weights * scores.log_probs).sum() - 0.01 * scores.entropy.sum()
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Try a small copy of the model's class in float64. Raises `ConfigError` for a model whose loss and gradients the chunked
+        head does not give exactly, with the reason, and for one that is partitioned already."""
+        inside: Any = pretrained_of(model)
+        reason = "it is no language model of transformers"
+        if output_layer(inside) is not None:
+            verdict = examine(inside)
+            reason = verdict.reason
+        if is_adapted(model) and learns_prompts(model):
+            reason = "its adapters learn prompts, which have no labels"
+        if reason or verdict.route is None:
+            raise ConfigError(
+                f"the tokens of {type(model if inside is None else inside).__name__} cannot be scored without its logits, because "
+                f"{reason}; make a TokenScorer of a model before it is partitioned, or compute the loss from its logits"
+            )
+        self._causal = verdict.causal
+        self._fixed = {"use_cache": False} if "use_cache" in signature(type(inside).forward).parameters else {}
+        self._head = ChunkedHead(model=inside, route=verdict.route, change=verdict.change or UNCHANGED)
+
+    def __call__(self, model: nn.Module, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
+        """Return the scores of a batch's labels, float32 (float64 for a float64 model) `[batch, tokens]`. Position i has those of
+        the target that is predicted there: label i + 1 of a causal model, which has none at the last position, else label i.
+
+        Args:
+            model: the model, or what wraps it, as the loop calls it; partitioned or not.
+            batch: the model's inputs with `labels` [batch, tokens], -100 where nothing is to be scored.
+            temperature: a positive number by which the logits are divided.
+
+        Raises `DataError` for a batch without labels or with labels outside of the vocabulary, and `PhaseError` for a model that
+        changes its logits otherwise than the small copy did.
+        """
+        if not isinstance(labels := batch.get("labels"), Tensor):
+            raise DataError(f"the batch has no `labels` to score; it has {_field_names(batch)}")
+        targets = shifted(labels) if self._causal else labels
+        return self._head.scores(model, {**self._fixed, **batch}, targets=targets, temperature=temperature)

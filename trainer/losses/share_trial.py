@@ -66,8 +66,7 @@ def require_divisible_sequences(
             found, reason = [], f"does not run on shares of sequences ({summary(error)})"
     for shares, whole in zip(found, wanted, strict=False):
         reason = reason or _difference(mesh, tried, shares, whole, small)
-    reasons = [each for each in mesh.world.gather_json(reason, "trial of shared sequences") if each]
-    if reasons:
+    if reasons := [each for each in mesh.world.gather_json(reason, "trial of shared sequences") if each]:
         raise refused(reasons[0])
 
 

@@ -20,6 +20,7 @@ from zeromesh.trainer.data.collate import count_targets, shifted
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
+from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
@@ -42,6 +43,7 @@ class Verdict:
     sees_later: bool = False  # True if logits depend on the tokens that they are to predict.
 
 
+@quiet_library()
 def examine(model: Any, known: bool | None = None) -> Verdict:
     """Try a small copy of a Hugging Face language model. `known` tells if its class shifts labels, for want of a small copy."""
     small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)

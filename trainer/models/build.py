@@ -76,8 +76,7 @@ def pin_sources(
         found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
         # A missing tokenizer is reported when text is loaded, after errors of the model.
         named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
-    data = data.model_copy(update={"tokenizer": named})
-    return config.model_copy(update={"model": model, "data": data})
+    return config.model_copy(update={"model": model}).changed(data={"tokenizer": named})
 
 
 def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:

@@ -66,7 +66,10 @@ def make_plain(model: nn.Module) -> None:
     """Turn the linear layers of bitsandbytes, and PEFT's layers around them, into plain ones, in place. Their weights stay the same
     objects, on the meta device, with a `QuantizedLayer` as `stored`. The model then says that its frozen weights have 16 or 32
     bits. Raises `ConfigError` if others have quantized it, and `LayoutError` for layers without codes, before any change."""
-    layers = {name: each for name, each in model.named_modules() if _is_of_bitsandbytes(each)}
+    linear = [row for row in model.named_modules() if isinstance(row[1], nn.Linear)]
+    # Reading the weight of others could compute it, and advance the power iteration of a spectral norm.
+    linear = [(name, each) for name, each in linear if type(each).__module__.startswith("bitsandbytes.")]
+    layers = {name: each for name, each in linear if type(each.weight).__name__ in ("Params4bit", "Int8Params")}
     for name, module in model.named_modules():
         if name not in layers and (kind := _form_of_codes(module)) is not None:
             raise ConfigError(
@@ -111,12 +114,6 @@ def codes_of(model: nn.Module) -> dict[str, QuantizedLayer]:
     """Return what the layers held that `make_plain` has changed, by the names of their weights."""
     stored = {name: getattr(each, "stored", None) for name, each in model.named_parameters()}
     return {name: each for name, each in stored.items() if isinstance(each, QuantizedLayer)}
-
-
-def _is_of_bitsandbytes(module: nn.Module) -> bool:
-    # Reading the weight of others could compute it, and advance the power iteration of a spectral norm.
-    own = isinstance(module, nn.Linear) and type(module).__module__.startswith("bitsandbytes.")
-    return own and type(module.weight).__name__ in ("Params4bit", "Int8Params")
 
 
 def _form_of_codes(module: nn.Module) -> str | None:

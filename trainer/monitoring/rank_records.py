@@ -19,6 +19,7 @@ from typing import Any
 
 from zeromesh.errors import StorageError, ranks_text
 from zeromesh.files import read_whole
+from zeromesh.intervals import grouped
 from zeromesh.telemetry import status_board as codes
 from zeromesh.telemetry.status_board import DETAIL, STEP_SHIFT, UNIT_BITS, Activity, read_ring
 
@@ -69,11 +70,8 @@ class Blame:
 def blames(rows: Sequence[Row]) -> list[Blame]:
     """Return the ranks that others wait for, those with the most waiting ranks first."""
     by_rank = {row["rank"]: row for row in rows}
-    waiting: dict[int | str, list[int]] = {}
-    for row in rows:
-        if row.get("waits"):
-            for end in sorted(_chain_ends(by_rank, row["rank"]), key=str):
-                waiting.setdefault(end, []).append(row["rank"])
+    waiters = [row["rank"] for row in rows if row.get("waits")]
+    waiting = grouped((end, rank) for rank in waiters for end in sorted(_chain_ends(by_rank, rank), key=str))
     found = []
     for end, ranks in sorted(waiting.items(), key=lambda item: -len(item[1])):
         if isinstance(end, str):

@@ -231,7 +231,7 @@ def _sized(config: TrainerConfig, plan: BatchPlan, data: RunData, console: Conso
             "id2label": {str(number): name for number, name in enumerate(data.classes)},
             "label2id": {name: number for number, name in enumerate(data.classes)},
         }
-        config = config.model_copy(update={"model": config.model.model_copy(update={"config": {**given, **names}})})
+        config = config.changed(model={"config": {**given, **names}})
     if train is None:
         return config, plan
     if not isinstance(train, StreamedDataset):

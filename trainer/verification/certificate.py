@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from zeromesh.errors import first_lines, ranks_text, some
+from zeromesh.intervals import grouped
 from zeromesh.trainer.monitoring.step_metrics import strict
 
 KINDS = ("initial", "output", "loss", "gradient", "norm", "parameter", "average", "rounding", "error", "check")
@@ -102,12 +103,10 @@ class Certificate:
 
 def merged(rows: Sequence[Sequence[Difference]]) -> tuple[Difference, ...]:
     """Merge the differences of all ranks, with the ranks that found each; sorted, the nearest to the cause first."""
-    groups: dict[tuple[str, str, int, str, int], dict[int, Difference]] = {}
-    for rank, row in enumerate(rows):
-        for each in row:
-            group = groups.setdefault((each.run, each.kind, each.step, each.name, each.microbatch), {})
-            group[rank] = max(group.get(rank, each), each, key=attrgetter("size"))
-    joined = [replace(max(each.values(), key=attrgetter("size")), ranks=tuple(each)) for each in groups.values()]
+    place_of, size_of = attrgetter("run", "kind", "step", "name", "microbatch"), attrgetter("size")
+    groups = grouped((place_of(each), replace(each, ranks=(rank,))) for rank, row in enumerate(rows) for each in row)
+    ranks = [tuple(dict.fromkeys(rank for each in group for rank in each.ranks)) for group in groups.values()]
+    joined = [replace(max(each, key=size_of), ranks=found) for each, found in zip(groups.values(), ranks, strict=True)]
 
     def key(each: Difference) -> tuple[bool, int, int, int, int]:
         return each.run != "exact", each.step, KINDS.index(each.kind), max(0, each.microbatch), each.place

@@ -98,10 +98,8 @@ def _without_dropout(settings: dict[str, Any]) -> dict[str, Any]:
 def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
     roles, eps = dict.fromkeys(("compute", "master", "reduce"), "float64"), config.optimizer.eps
-    precision = config.precision.model_copy(update={**roles, "linear": None})
-    optimizer = config.optimizer.model_copy(update={} if eps is None else {"eps": max(eps, _EPSILON)})
-    model = config.model.model_copy(update={"compile": False})
-    return config.model_copy(update={"precision": precision, "optimizer": optimizer, "model": model})
+    optimizer = {} if eps is None else {"eps": max(eps, _EPSILON)}
+    return config.changed(precision={**roles, "linear": None}, optimizer=optimizer, model={"compile": False})
 
 
 def without_dropout(model: nn.Module) -> bool:

@@ -126,8 +126,7 @@ def _digests(subject: SmallRun) -> dict[str, str]:
     weights = b"".join(name.encode() + bytes_of(each) for name, each in subject.model.named_parameters())
     values = [pair for sample in subject.samples for pair in sorted(sample.items())]
     data = [name.encode() + (bytes_of(one) if isinstance(one, Tensor) else repr(one).encode()) for name, one in values]
-    run = subject.config.run.model_copy(update={"output_dir": "verify"})
-    text = subject.config.model_copy(update={"run": run}).to_yaml()
+    text = subject.config.changed(run={"output_dir": "verify"}).to_yaml()
     parts = {"config": text.encode(), "weights": weights, "data": b"".join(data)}
     return {name: xxhash.xxh3_128_hexdigest(part) for name, part in parts.items()}
 
@@ -156,9 +155,7 @@ def _check_determinism(each: Verification) -> CheckResult:
 def _check_resume(each: Verification) -> CheckResult:
     """Train two steps in the user's layout, one in another and the rest in the user's, and compare with an uninterrupted run."""
     config = exact(each.subject.config)
-    checkpoint = config.checkpoint.model_copy(update={"resume": "auto", "asynchronous": False})
-    named = config.run.model_copy(update={"name": "verify-resume"})
-    config = config.model_copy(update={"run": named, "checkpoint": checkpoint})
+    config = config.changed(run={"name": "verify-resume"}, checkpoint={"resume": "auto", "asynchronous": False})
     # The other layout of as many ranks is data parallelism alone or, where that is the user's, another stage.
     divided = each.mesh.shard.size < each.mesh.world_size
     values = config.model_dump(mode="json")
@@ -234,9 +231,8 @@ def _check_dropout(each: Verification) -> CheckResult:
         return [], "nothing to check: the model draws nothing"
     batch, size = config.batch, config.batch.micro_size * mesh.data.size
     # In an incomplete round, a rank without a microbatch computes the first one again, and its equal masks would count as wrong.
-    whole_rounds = batch.model_copy(update={"global_size": batch.global_size // size * size})
-    watch = _MaskRecorder(stop_after=2)
-    each.run(config.model_copy(update={"batch": whole_rounds}), watch, subject)
+    whole_rounds = config.changed(batch={"global_size": batch.global_size // size * size})
+    each.run(whole_rounds, watch := _MaskRecorder(stop_after=2), subject)
     redrawn = [
         _issue("dropout", f"{name} draws otherwise when backward computes it again", name=name)
         for name, marks in watch.draws.again.items()

@@ -9,7 +9,7 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -388,8 +388,9 @@ def keep_encoded(
     share = names[environment.local_rank :: environment.local_world_size]
     with refusals(folder, "filled with encoded weights", "; set model.weights.cache"):
         for number, name in enumerate(share):
-            if _is_whole(folder / _cache_file(name)):
-                continue
+            with suppress(OSError, CheckpointError):
+                if read_header(folder / _cache_file(name)):
+                    continue
             say(f"encoding the weights: {number} of {len(share)} matrices")
             shape, read = source.shapes[name], partial(_read, source, name, dtype)
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -416,10 +417,3 @@ def _read(source: SafetensorsSource, name: str, dtype: torch.dtype, start: int, 
 
 def _cache_file(name: str) -> str:
     return f"{name if len(name) < 200 else xxhash.xxh3_128_hexdigest(name.encode())}.safetensors"
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        return bool(read_header(path))
-    except (OSError, CheckpointError):
-        return False

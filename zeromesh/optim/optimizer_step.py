@@ -18,7 +18,6 @@ import torch
 
 from zeromesh.errors import NonFiniteError, PhaseError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
@@ -26,8 +25,9 @@ from zeromesh.optim import fused_optimizer
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.optim.journal import Journal
+from zeromesh.optim.replicas import OuterOptimizer
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.settings.keys import AverageSettings, OuterSettings, ScalerSettings, UpdateOn
+from zeromesh.settings.keys import AverageSettings, ScalerSettings, UpdateOn
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.unit import Bucket, Unit, all_buckets
@@ -103,40 +103,6 @@ class WeightAverage:
             first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
             master.write(start, second).wait()
             average.write(start, first).wait()
-
-
-class OuterOptimizer:
-    """Brings the weights of replicas together after local steps: its gradient is the way that they went since the last sync, in the
-    mean (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023). Its states are `[shard]`
-    each in the master dtype, on the tier of the moments, and alike on all `replicas`."""
-
-    def __init__(self, settings: OuterSettings, tiers: Tiers, at: TierChoice, replicas: ProcessSet) -> None:
-        self._settings, self._tiers, self._tier, self.replicas = settings, tiers, at, replicas
-
-    def allocate(self, bucket: Bucket) -> None:
-        labels = [f"{what} of {bucket.name}" for what in ("weights of the last sync", "outer momentum")]
-        make = partial(self._tiers.allocate, bucket.master.numel, bucket.master.dtype, self._tier, Purpose.MOMENTS)
-        bucket.outer = [make(each) for each in labels[: self._settings.tensors]]
-        self.begin(bucket)
-
-    def begin(self, bucket: Bucket) -> None:
-        """Measure the way of a bucket's weights from those that it has now."""
-        for synced in bucket.outer[:1]:
-            synced.copy_from(bucket.master)
-
-    def step(self, weights: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-        """Give `weights` the values that they have on all replicas; `states` are the same part of the bucket's `outer`. Replicas
-        call it for the same parts in the same order."""
-        summed = weights.to(self._tiers.device)  # Other devices' memory is out of reach of its collectives.
-        self.replicas.all_reduce_async(summed, "sum of the replicas' weights").wait()
-        weights.copy_(summed.div_(self.replicas.size))
-        if states:
-            synced, *momenta = states
-            way = synced - weights
-            for momentum in momenta:
-                momentum.mul_(self._settings.momentum).add_(way)
-                way.add_(momentum, alpha=self._settings.momentum)
-            weights.copy_(synced.sub_(way, alpha=self._settings.lr))
 
 
 _CPU = torch.device("cpu")

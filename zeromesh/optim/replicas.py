@@ -1,8 +1,10 @@
-"""Ranks that hold the same elements of a bucket: who sums gradients with whom, who counts them, and what travels between hosts."""
+"""Ranks that hold the same elements of a bucket: who sums gradients with whom, who counts them, what travels
+between hosts, and how replicas come together after local steps."""
 
 import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -14,8 +16,9 @@ from zeromesh.intervals import Interval, grouped
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import accelerator
+from zeromesh.offload import Purpose, TierChoice, Tiers, accelerator
 from zeromesh.options import ZeroOptions
+from zeromesh.settings.keys import OuterSettings
 from zeromesh.units.unit import Bucket
 
 SUMMED = Reduction(lambda: True, lambda: None)
@@ -124,3 +127,37 @@ def _seconds(mesh: Mesh, numel: int, wire: Wire, options: ZeroOptions) -> float:
         accelerator.synchronize(mesh.device)
         seconds.append(time.perf_counter() - began)
     return min(seconds)
+
+
+class OuterOptimizer:
+    """Brings the weights of replicas together after local steps: its gradient is the way that they went since the last sync, in the
+    mean (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023). Its states are `[shard]`
+    each in the master dtype, on the tier of the moments, and alike on all `replicas`."""
+
+    def __init__(self, settings: OuterSettings, tiers: Tiers, at: TierChoice, replicas: ProcessSet) -> None:
+        self._settings, self._tiers, self._tier, self.replicas = settings, tiers, at, replicas
+
+    def allocate(self, bucket: Bucket) -> None:
+        labels = [f"{what} of {bucket.name}" for what in ("weights of the last sync", "outer momentum")]
+        make = partial(self._tiers.allocate, bucket.master.numel, bucket.master.dtype, self._tier, Purpose.MOMENTS)
+        bucket.outer = [make(each) for each in labels[: self._settings.tensors]]
+        self.begin(bucket)
+
+    def begin(self, bucket: Bucket) -> None:
+        """Measure the way of a bucket's weights from those that it has now."""
+        for synced in bucket.outer[:1]:
+            synced.copy_from(bucket.master)
+
+    def step(self, weights: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
+        """Give `weights` the values that they have on all replicas; `states` are the same part of the bucket's `outer`. Replicas
+        call it for the same parts in the same order."""
+        summed = weights.to(self._tiers.device)  # Other devices' memory is out of reach of its collectives.
+        self.replicas.all_reduce_async(summed, "sum of the replicas' weights").wait()
+        weights.copy_(summed.div_(self.replicas.size))
+        if states:
+            synced, *momenta = states
+            way = synced - weights
+            for momentum in momenta:
+                momentum.mul_(self._settings.momentum).add_(way)
+                way.add_(momentum, alpha=self._settings.momentum)
+            weights.copy_(synced.sub_(way, alpha=self._settings.lr))

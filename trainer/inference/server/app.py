@@ -12,8 +12,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +29,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from zeromesh.errors import ConfigError, ZeromeshError, printable
+from zeromesh.errors import ConfigError, ZeromeshError, errors_as, printable
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.trainer.generation.requests import Inbox
 from zeromesh.trainer.inference.server.answers import Answer, chat_tokens, response_parser
@@ -61,14 +61,9 @@ class ServerOptions:
     grace_seconds: float = 10.0
 
 
-@contextmanager
-def _address_errors(options: ServerOptions, listener: socket.socket) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, UnicodeError) as error:
-        listener.close()
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--host {options.host} --port {options.port}: {reason}; give another one") from error
+def _address_errors(options: ServerOptions) -> AbstractContextManager[None]:
+    where = f"--host {options.host} --port {options.port}: "
+    return errors_as(ConfigError, where, OSError, UnicodeError, after="; give another one")
 
 
 def _most_open() -> int:
@@ -93,7 +88,7 @@ class HttpServer:
             why = f"--host {options.host} can be reached by others"
             raise ConfigError(f"{why}: set ZEROMESH_SERVE_TOKEN (clients' API key), or leave --host out")
         self._socket = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-        with _address_errors(options, self._socket):
+        with _address_errors(options):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._socket.bind((options.host, options.port))
         self.failure: BaseException | None = None  # The error that ended the generator, if any.
@@ -106,7 +101,7 @@ class HttpServer:
     def start(self, served: Generator, models: Mapping[str, str | None]) -> str:
         """Listen; returns the address. `models` has adapters by name, the default first. Raises `ConfigError` if it is taken."""
         options, self._served, self._models = self._options, served, models
-        with _address_errors(options, self._socket):
+        with _address_errors(options):
             self._socket.listen(_BACKLOG)
         config = uvicorn.Config(
             self._make_app(),
