@@ -18,6 +18,7 @@ import torch
 
 from zeromesh.errors import NonFiniteError, PhaseError, plural, some
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, WaitTime, accelerator
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
