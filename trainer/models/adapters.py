@@ -301,7 +301,7 @@ def _frozen_values(
     """Return a function that reads a parameter of the base model in its dtype, which may be written to. Those that are `encoded`
     once PEFT has put a layer around theirs have the values that the run computes with in the dtype `compute`."""
     parameters, decoded = dict(base.named_parameters()), set[str]()
-    for name in () if encoded is None else encoded_names(base, replace(encoded, skip=())):
+    for name in () if encoded is None else encoded_names(base, replace(encoded, skip=()), of_experts=False):
         later = f"base_model.model.{name.removesuffix('.weight')}.base_layer.weight"
         if encoded is not None and not any(fnmatchcase(later, pattern) for pattern in encoded.skip):
             decoded.add(name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
-from zeromesh.experts.dispatch import SpreadExperts, experts_of
+from zeromesh.experts.dispatch import SpreadExperts
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
@@ -23,6 +23,7 @@ from zeromesh.tensor.plan.layer_plan import TensorPlan
 from zeromesh.tensor.plan.planner import divides_by_shape, plan_tensor, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
+from zeromesh.units.plan import experts_of
 from zeromesh.zero.hooks import tensors_in
 
 _RANKS, _TOKENS, _FIRST_ID = 2, 8, 3

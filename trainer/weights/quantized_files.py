@@ -21,6 +21,8 @@ from zeromesh.intervals import round_up
 
 _STATE = ".quant_state.bitsandbytes__"
 _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+_EXPERTS = "*[!t]"
+"""The pattern of matrices of experts, whose names do not end in `weight`: bitsandbytes keeps them in 16 bits."""
 _STATE_BYTES = 512
 """Bytes of a description in JSON that is written, which ends in spaces, so that its size is known before the values."""
 _STEP = 7.874015718698502e-3
@@ -117,8 +119,8 @@ class QuantizedTensors(ABC):
             return None
         (codec,) = codecs
         whole = [name for name, each in self.entries.items() if len(each.shape) == 2 and name not in self._encoded]
-        skip = tuple(f"*{name.removesuffix('weight')}*weight" for name in whole if name.endswith(".weight"))
-        return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": skip}
+        skip = [f"*{name.removesuffix('weight')}*weight" for name in whole if name.endswith(".weight")]
+        return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": (*skip, _EXPERTS)}
 
 
 class QuantizedFiles(QuantizedTensors, TensorFiles):

@@ -25,23 +25,9 @@ from zeromesh.intervals import Interval
 from zeromesh.overrides import override
 from zeromesh.tensor.autograd_collectives import apply_collective, uncompiled
 from zeromesh.tensor.parallelize_module import replace_parameter
+from zeromesh.units.plan import COUNT, experts_of
 
 _Forward = Callable[..., Tensor]
-COUNT = "num_experts"
-"""The attribute of a module of experts that has their number, as transformers' modules read it."""
-
-
-def experts_of(model: nn.Module) -> dict[str, int]:
-    """Return the modules of experts by name, each with the number of its experts: those of whose own parameters each has a row
-    for every expert, and whose forward takes hidden states, numbers of experts and weights, as transformers' modules do."""
-    found = {}
-    for name, module in model.named_modules():
-        own, count = [*module.parameters(recurse=False)], getattr(module, COUNT, None)
-        if own and type(count) is int and all(each.dim() > 1 and each.shape[0] == count for each in own):
-            taken = list(inspect.signature(type(module).forward).parameters)[1:]
-            if len(taken) == 3 and taken[0] == "hidden_states":
-                found[name] = count
-    return found
 
 
 class SpreadExperts:

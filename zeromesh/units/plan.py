@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from inspect import getattr_static
+from inspect import getattr_static, signature
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from zeromesh.intervals import grouped
 from zeromesh.options import EncodedWeights
 
 ROOT = ""
+COUNT = "num_experts"
+"""The attribute of a module of experts that has their number, as transformers' modules read it."""
 _LEAST_ELEMENTS = 4096  # the number of elements below which a collective costs its latency alone
 
 
@@ -61,7 +63,7 @@ def plan_model(
 
     `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
     model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
-    Frozen matrices of linear layers are kept as `weights` encodes them.
+    Frozen matrices of linear layers and experts are kept as `weights` encodes them.
     Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use."""
     cuts = cuts or ModelCuts()
     _require_supported_modules(model, compute_dtype)
@@ -97,18 +99,37 @@ def plan_model(
     return [UnitPlan(module=module, specs=tuple(specs)) for module, specs in members.items()]
 
 
-def encoded_names(model: nn.Module, weights: EncodedWeights) -> set[str]:
+def encoded_names(model: nn.Module, weights: EncodedWeights, *, of_experts: bool = True) -> set[str]:
     """Return the first names of the parameters that are encoded: frozen matrices of linear layers, but neither the output embedding
-    nor what is tied to another parameter, as those that bitsandbytes and transformers replace."""
-    heads = _names_of(model, "get_output_embeddings")
+    nor what is tied to another parameter, as those that bitsandbytes and transformers replace; and, with `of_experts`, matrices of
+    experts, `[experts, ., .]`, which these libraries keep in 16 bits."""
+    heads, experts = _names_of(model, "get_output_embeddings"), experts_of(model) if of_experts else {}
+
+    def is_matrix(fqn: str, parameter: nn.Parameter) -> bool:
+        module, _, leaf = fqn.rpartition(".")
+        linear = leaf == "weight" and module not in heads and is_linear(model.get_submodule(module))
+        return linear or (module in experts and parameter.dim() == 3)
+
     return {
         fqn
         for parameter, (fqn, *others) in names_by_parameter(model)
-        if not (others or parameter.requires_grad or fqn.rpartition(".")[0] in heads)
-        and fqn.endswith(".weight")
-        and is_linear(model.get_submodule(fqn.removesuffix(".weight")))
+        if not (others or parameter.requires_grad)
+        and is_matrix(fqn, parameter)
         and not any(fnmatchcase(fqn, pattern) for pattern in weights.skip)
     }
+
+
+def experts_of(model: nn.Module) -> dict[str, int]:
+    """Return the modules of experts by name, each with the number of its experts: those of whose own parameters each has a row
+    for every expert, and whose forward takes hidden states, numbers of experts and weights, as transformers' modules do."""
+    found = {}
+    for name, module in model.named_modules():
+        own, count = [*module.parameters(recurse=False)], getattr(module, COUNT, None)
+        if own and type(count) is int and all(each.dim() > 1 and each.shape[0] == count for each in own):
+            taken = list(signature(type(module).forward).parameters)[1:]
+            if len(taken) == 3 and taken[0] == "hidden_states":
+                found[name] = count
+    return found
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -71,7 +71,7 @@ class LoraSection(Section):
 
 
 class WeightsSection(Section):
-    """The codec of frozen matrices of linear layers, which are decoded around their use; as bitsandbytes encodes them."""
+    """The codec of frozen matrices of linear layers and experts, decoded around their use; as bitsandbytes encodes them."""
 
     codec: CodecName = "nf4"
     """The codec: 4 bits of normal floats (nf4) or of floats (fp4), or 8 bits (int8, fp8)."""

@@ -53,8 +53,9 @@ def export_checkpoint(
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`
     the model with merged weights: frozen ones as their source has them, or `decoded` from the codes that the run computed with. A
-    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does. `ema` exports averaged weights.
-    Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as `write_directory` does."""
+    `dtype` nf4 or fp4 writes matrices of linear layers of a merged model as bitsandbytes does, and experts in 16 bits. `ema`
+    exports averaged weights. Raises `ConfigError` where the dtype cannot hold a weight, `CheckpointError` for damage, and as
+    `write_directory` does."""
     reader = CheckpointReader(directory)
     rows = ((name, row) for name, row in CODECS.items() if name == dtype and row.codes_in_byte == 2)
     codec = next((Codec(name=name, block=row.block, nested=True) for name, row in rows), None)
@@ -122,7 +123,7 @@ def _in_four_bits(
         raise ConfigError(f"{reason}; export the model in 16 bits", where="--dtype")
     with torch.device("meta"):
         model: Any = cls(config).requires_grad_(False)
-    chosen = encoded_names(model, EncodedWeights(codec=codec)) & tensors.keys()
+    chosen = encoded_names(model, EncodedWeights(codec=codec), of_experts=False) & tensors.keys()
     # transformers puts linear layers of bitsandbytes in the place of GPT-2's, which have their weights transposed.
     turned = chosen & {f"{name}.weight" for name, each in model.named_modules() if isinstance(each, Conv1D)}
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": codec.name}

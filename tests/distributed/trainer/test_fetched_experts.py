@@ -1,0 +1,18 @@
+"""Frozen experts that rest as codes, on the host or in files, and are brought for the tokens that chose them."""
+
+import pytest
+
+from tests.support.tables import row, tried
+
+FULL = pytest.mark.full
+HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
+test_losses_are_those_of_the_decoded_experts = tried(
+    "fetch_cases",
+    [
+        row(1, "trained", stage=0),
+        row(2, "trained", stage=3),
+        row(2, "trained", stage=2, parallel={"expert": 2}),
+        row(2, "trained", stage=3, parallel={"expert": 2}, kind="biased"),
+        row(2, "trained", stage=3, parallel={"tensor": 2}, targets="attention"),
+    ],
+)
