@@ -28,6 +28,7 @@ from zeromesh.tensor.parallelize_module import replace_parameter
 from zeromesh.units.plan import COUNT, experts_of
 
 _Forward = Callable[..., Tensor]
+_Rows = Callable[[Tensor, Tensor], Tensor]
 
 
 class SpreadExperts:
@@ -54,7 +55,7 @@ class SpreadExperts:
             own = Interval(start=exchange.index * each, end=(exchange.index + 1) * each)
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 self._divide(model, f"{name}.{leaf}", parameter, 0, (own,), layer_ranks)
-            for path, adapter in _adapters_of(model, module):
+            for path, adapter in adapters_of(model, module):
                 for leaf, parameter in list(adapter.named_parameters()):
                     # PEFT has the rows of an expert side by side in A, and the columns of a row of B for all experts.
                     if leaf.startswith("lora_A."):
@@ -67,7 +68,7 @@ class SpreadExperts:
                 self._undo.append(override(adapter, COUNT, each))
             self._undo.append(override(module, COUNT, each))
             names = list(inspect.signature(type(module).forward).parameters)[1:]
-            run = partial(_run_spread, module.forward, module, exchange, count, names)
+            run = partial(run_rows, module.forward, partial(_run_spread, module, exchange), count, names)
             self._undo.append(override(module, "forward", run))
 
     def _divide(
@@ -95,7 +96,7 @@ class SpreadExperts:
             self._undo.pop()()
 
 
-def _adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
+def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return PEFT's adapters of parameters of a module of experts (`target_parameters`), by name."""
     wrappers: Iterator[tuple[str, Any]] = (
         (name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name")
@@ -104,39 +105,50 @@ def _adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Mod
 
 
 @uncompiled
-def _run_spread(
+def run_rows(
     forward: _Forward,
-    module: nn.Module,
-    exchange: Exchange,
+    run: Callable[[_Rows, Callable[[int], Tensor], Tensor], Tensor],
     count: int,
     names: Sequence[str],
     /,
     *args: Tensor,
     **kwargs: Tensor,
 ) -> Tensor:
-    """Run `count` experts, of which each rank has equally many, on hidden states `[..., hidden]` with numbers of experts and
-    weights `[tokens, chosen]`. Pairs with a number beyond the experts add nothing."""
+    """Run `count` experts on hidden states `[..., hidden]` with numbers of experts and weights `[tokens, chosen]`, as rows that are
+    sorted by expert. `run(call, first, counts)` returns the results of rows `[rows, hidden]` in their order: `first(n)` are the
+    first n of them, `counts` says how many each expert has, and `call(rows, numbers)` is the module's own forward on rows with one
+    expert each. Pairs with a number beyond the experts add nothing."""
     given = dict(zip(names, args, strict=False)) | kwargs
     hidden, chosen, weights = (given[name] for name in names)
-    states, ranks, each = hidden.reshape(-1, hidden.shape[-1]), exchange.size, count // exchange.size
-    pairs = chosen.reshape(-1)
+    states, pairs = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1)
     order = pairs.sort(stable=True).indices
-    own = torch.bincount(pairs, minlength=count)[:count]
+    places = order // chosen.shape[-1]
+
+    def call(rows: Tensor, numbers: Tensor) -> Tensor:
+        return forward(rows, numbers.unsqueeze(1), weights.new_ones(len(numbers), 1))
+
+    back = run(call, lambda rows: states[places[:rows]], torch.bincount(pairs, minlength=count)[:count])
+    placed = back.new_zeros(len(pairs), back.shape[-1]).index_copy(0, order[: len(back)], back)
+    weighted = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
+
+
+def _run_spread(
+    module: nn.Module, exchange: Exchange, call: _Rows, first: Callable[[int], Tensor], own: Tensor
+) -> Tensor:
+    """Send rows to the ranks with their experts, of which each has equally many, and bring the results back."""
+    ranks, each = exchange.size, len(own) // exchange.size
     everyone = exchange.all_gather_async(own.view(1, -1), 0).wait()
     sent = everyone.view(ranks, ranks, each).sum(2).tolist()
-    order = order[: sum(sent[exchange.index])]
-    rows = _swap(states[order // chosen.shape[-1]], sent, exchange)
+    rows = _swap(first(sum(sent[exchange.index])), sent, exchange)
     arrived = everyone[:, exchange.index * each : (exchange.index + 1) * each].reshape(-1)
     numbers = torch.arange(each, device=arrived.device).repeat(ranks).repeat_interleave(arrived)
-    out = forward(rows, numbers.unsqueeze(1), weights.new_ones(len(numbers), 1))
+    out = call(rows, numbers)
     if not len(numbers):
         # The other ranks exchange gradients in backward, for which this rank's part of the graph has to be whole.
         tied = rows if rows.requires_grad else next((each for each in module.parameters() if each.requires_grad), rows)
         out = out + tied[:0].sum().to(out.dtype)
-    back = _swap(out, [list(row) for row in zip(*sent, strict=True)], exchange)
-    placed = back.new_zeros(len(pairs), back.shape[-1]).index_copy(0, order, back)
-    weighted = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
-    return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
+    return _swap(out, [list(row) for row in zip(*sent, strict=True)], exchange)
 
 
 def _swap(rows: Tensor, counts: Sequence[Sequence[int]], exchange: Exchange) -> Tensor:

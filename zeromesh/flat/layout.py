@@ -269,6 +269,7 @@ class ParameterSpec:
     copies: StageCopies | None = None
     codec: Codec | None = None
     """The codec of a frozen parameter that is kept encoded; None: it is kept as it is computed with."""
+    experts: str = ""  # the module of experts whose frozen parameter this is, with a row for each; empty for all others
     numel: int = field(init=False, repr=False, compare=False)
     name: str = field(init=False, repr=False, compare=False)  # the name of the parameter in checkpoints and for users
     region: Region = field(init=False, repr=False, compare=False)
@@ -307,9 +308,9 @@ class ParameterSpec:
         return first if self.copies is None else first | {"pipeline": self.copies.ranks[0]}
 
     @property
-    def bucket_key(self) -> tuple[torch.dtype, bool, object, object, object, bool]:
+    def bucket_key(self) -> tuple[torch.dtype, bool, object, object, object, bool, str]:
         """A key that is equal for parameters that may lie in one bucket."""
-        return self.dtype, self.requires_grad, self.holders, self.shared_by, self.codec, self.in_experts
+        return self.dtype, self.requires_grad, self.holders, self.shared_by, self.codec, self.in_experts, self.experts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

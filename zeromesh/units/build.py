@@ -107,10 +107,17 @@ def build_units(
             made |= {layout.name: (group, buffer) for (layout, *_), buffer in buffers}
     tiers.ledger.add(Tier.DEVICE, Purpose.COMMUNICATORS, mesh.communicator_bytes)
     built = (builder.build(*made[layout.name], layout, runs) for layout, runs in zip(flat, stored, strict=True))
-    units = []
+    units, fetched = list[Unit](), dict[str, list[Bucket]]()
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
-        module, buckets = model.get_submodule(unit_plan.module), list(islice(built, len(unit_layouts)))
-        units.append(Unit(number, unit_plan.name, module, buckets, tiers.ledger))
+        gathered = []
+        for bucket in islice(built, len(unit_layouts)):
+            of_experts = fetched.setdefault(bucket.spec.experts, [])
+            (of_experts if is_fetched(bucket.layout, options, mesh.device) else gathered).append(bucket)
+        units.append(Unit(number, unit_plan.name, model.get_submodule(unit_plan.module), gathered, tiers.ledger))
+    for name, buckets in fetched.items():
+        if buckets:
+            unit = Unit(len(units), name, model.get_submodule(name), buckets, tiers.ledger, is_fetched=True)
+            units.append(unit)
     alone = all(each.transport.name == "local" for each in groups) and all(keep)
     releases = options.placements.parameters is Placement.SHARDED and not alone
     releases = releases or any(layout.first.codec is not None for layout in flat)
@@ -219,6 +226,7 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     `auto`, a single rank keeps all, and ranks that share pages keep the root and units that rest in the gathered dtype. A single
     rank always keeps buckets whose shards are themselves the parameters."""
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
+    fetched = partial(is_fetched, options=options, device=device)
     # A rank may be the only one with its experts.
     alone = [[(kind == "local" or each.is_alone) and not away for each in unit] for unit in units]
     if options.placements.parameters is Placement.REPLICATED:
@@ -230,12 +238,20 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     kept = [[each and rests for each, rests in zip(*unit, strict=True)] for unit in zip(alone, at_rest, strict=True)]
     # A unit near the end of forward comes first in backward: keeping it saves a gather soon. The root is always last.
     for number in [*range(len(units) - 1, 0, -1), 0]:
-        unkept = (each for each, stays in zip(units[number], kept[number], strict=True) if not stays)
-        size = sum(each.travelling_nbytes(each.parts) for each in unkept)
+        pairs = list(zip(units[number], kept[number], strict=True))
+        size = sum(each.travelling_nbytes(each.parts) for each, stays in pairs if not (stays or fetched(each)))
         if size <= budget:
             budget -= size
-            kept[number] = [True] * len(kept[number])
+            kept[number] = [stays or not fetched(each) for each, stays in pairs]
     return kept
+
+
+def is_fetched(layout: BucketLayout, options: ZeroOptions, device: torch.device) -> bool:
+    """Return True for frozen experts that are brought when tokens have chosen them, and not gathered with their block: those that
+    rest encoded or away from `device`, and of which each rank has whole ones."""
+    whole = layout.parts == 1 or options.placements.optimizer is Placement.REPLICATED
+    away = options.offload.parameters.leaves_device(device)
+    return bool(layout.first.experts) and whole and (away or layout.first.codec is not None)
 
 
 def goes_ahead(unit: Sequence[BucketLayout], options: ZeroOptions) -> bool:

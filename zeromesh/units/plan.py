@@ -71,6 +71,7 @@ def plan_model(
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     dtypes = _dtypes(model, names, compute_dtype)
     codecs = {} if weights is None else dict.fromkeys(encoded_names(model, weights), weights.codec)
+    experts = experts_of(model)
     ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
@@ -79,7 +80,7 @@ def plan_model(
         name = fqns[0] if copies is None else copies.name
         owners = {next((each for each in modules if fqn.startswith(f"{each}.")), ROOT) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
-        part, codec = cuts.parts.get(name), codecs.get(fqns[0])
+        part, codec, owner = cuts.parts.get(name), codecs.get(fqns[0]), fqns[0].rpartition(".")[0]
         members[unit].append(
             ParameterSpec(
                 fqn=fqns[0],
@@ -91,6 +92,7 @@ def plan_model(
                 part=part,
                 copies=copies,
                 codec=codec if codec is None or part is None else codec_of_part(codec, part.region, name),
+                experts=owner if owner in experts and not parameter.requires_grad and len(fqns) == 1 else "",
             )
         )
     least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.

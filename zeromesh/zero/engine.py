@@ -17,6 +17,7 @@ from torch import nn
 
 from zeromesh.comm.shm_transport import open_transport
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, NonFiniteError, PhaseError, some
+from zeromesh.experts.fetch import FetchedExperts
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters, hyperparameters
@@ -61,7 +62,9 @@ class ZeroEngine:
         chunks: list[list[Unit]] = [[] for _ in range(cuts.chunks)]
         for unit in self.units:  # Units without parameters are in the first chunk.
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
+        self._experts = FetchedExperts(model, self.units, self.ledger)
         self._passes = self.passes_class(built, self.ranks, options, self.optimizer_step, chunks)
+        self._passes.on_end = self._experts.drop
         self._averages_swapped = self._shows_averages = False
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""
@@ -432,6 +435,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
+        self._experts.close()
         # The callbacks and the objects that call them refer to each other, a cycle that would keep memory alive.
         self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None
         self._states.clear()

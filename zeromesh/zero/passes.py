@@ -101,6 +101,7 @@ class Passes:
         self._reads_no_weights = False
         """True if the running backward computes weight gradients from saved tensors, and reads no parameter."""
         self._last_reduce_order: dict[int, list[int]] = {}
+        self.on_end: Callable[[], object] = lambda: None  # called when a pass is over
         self.gradients = updater.gradients
 
     # Training
@@ -237,6 +238,7 @@ class Passes:
         self._recorder.end_ranges()
         for unit in self.units if self._releases else ():
             unit.leave()
+        self.on_end()
         self._orders[self._kind] = self._gathered
         self._calls.reset()
         self.mode = PassMode.IDLE

@@ -53,3 +53,29 @@ def trained(
     found = differences(folder, "fetched", pair, sentences(), **(given | sections))
     bound = 1e-6 if kind == "biased" else 1e-9  # It chooses experts in float32.
     assert all(value <= bound for value in found.values()), found
+
+
+class _Reads(Callback):
+    """Which experts were read in each step, of each module, and that none was gathered whole."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+        self.bytes = 0
+
+    def watch(self) -> Callable[[], None]:
+        load = fetch._Group._load
+
+        def watched(group: Any) -> Any:
+            found = load(group)
+            self.steps[-1].append((group._owner._buckets[0].spec.experts, tuple(group.chosen)))
+            return found
+
+        return override(vars_of(fetch._Group), "_load", watched)
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        engine = trainer.engine
+        assert engine is not None
+        fetched = {unit.index for unit in engine.units if unit.is_fetched}
+        assert len(fetched) == 2
+        assert not fetched & {index for order in engine._passes._orders.values() for index in order}
+        self.steps.append([])

@@ -14,5 +14,7 @@ test_losses_are_those_of_the_decoded_experts = tried(
         row(2, "trained", stage=2, parallel={"expert": 2}),
         row(2, "trained", stage=3, parallel={"expert": 2}, kind="biased"),
         row(2, "trained", stage=3, parallel={"tensor": 2}, targets="attention"),
+        row(1, "trained", stage=3, offload=FILE, weights=None, targets="attention"),
+        row(1, "trained", stage=3, offload=FILE),
     ],
 )
