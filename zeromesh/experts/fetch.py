@@ -116,8 +116,10 @@ class _Module:
     def _activate(self, adapter: Any, names: Sequence[str]) -> Iterator[None]:
         before = self.active
         self.active = [*before, *((adapter, name) for name in names if name in adapter.lora_A)]
-        yield
-        self.active = before
+        try:
+            yield
+        finally:  # A recomputation ends by an exception.
+            self.active = before
 
     @uncompiled
     def _forward(self, own: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:

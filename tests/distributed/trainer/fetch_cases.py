@@ -1,7 +1,9 @@
 """Frozen experts that are kept encoded, on the host or in files, beside plain ones with the values that they have."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
@@ -9,7 +11,9 @@ import transformers as tf
 
 from tests.distributed.trainer.expert_cases import KINDS
 from tests.support.architecture_cases import differences
-from tests.support.trainer_cases import seeded, sentences
+from tests.support.trainer_cases import seeded, sentences, settings
+from zeromesh import Callback, Trainer
+from zeromesh.experts import fetch
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.settings.keys import CodecName
@@ -45,32 +49,36 @@ def trained(
     targets: str = "experts",
     stage: int = 3,
     weights: CodecName | None = "nf4",
+    most: int = fetch.GROUP_BYTES,
+    kept: str = "none",
     **sections: Mapping[str, Any],
 ) -> None:
     """Losses, gradients' norms, adapters and evaluation, as of a plain loop over the decoded values."""
     pair = adapted(kind, targets), rounded(adapted(kind, targets), weights)
-    given = {"zero": {"stage": stage, "gathered_budget": 0}, "model": {"weights": weights}}
-    found = differences(folder, "fetched", pair, sentences(), **(given | sections))
+    model = {"weights": weights, "activation_checkpointing": kept}
+    with patch.object(fetch, "GROUP_BYTES", most):
+        zero = {"stage": stage, "gathered_budget": 0}
+        found = differences(folder, "fetched", pair, sentences(), zero=zero, model=model, **sections)
     bound = 1e-6 if kind == "biased" else 1e-9  # It chooses experts in float32.
     assert all(value <= bound for value in found.values()), found
 
 
-class _Reads(Callback):
-    """Which experts were read in each step, of each module, and that none was gathered whole."""
+@contextmanager
+def watched() -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield what is brought inside the block, in order: modules, and the numbers of their experts."""
+    found: list[tuple[str, tuple[int, ...]]] = []
+    load = fetch._Group._load
 
-    def __init__(self) -> None:
-        self.steps: list[list[tuple[str, tuple[int, ...]]]] = [[]]
-        self.bytes = 0
+    def watch(group: Any) -> Any:
+        found.append((group._owner._buckets[0].spec.experts, tuple(group.chosen)))
+        return load(group)
 
-    def watch(self) -> Callable[[], None]:
-        load = fetch._Group._load
+    with patch.object(fetch._Group, "_load", watch):
+        yield found
 
-        def watched(group: Any) -> Any:
-            found = load(group)
-            self.steps[-1].append((group._owner._buckets[0].spec.experts, tuple(group.chosen)))
-            return found
 
-        return override(vars_of(fetch._Group), "_load", watched)
+class _Gathered(Callback):
+    """None of the units that are fetched is gathered."""
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
         engine = trainer.engine
@@ -78,4 +86,22 @@ class _Reads(Callback):
         fetched = {unit.index for unit in engine.units if unit.is_fetched}
         assert len(fetched) == 2
         assert not fetched & {index for order in engine._passes._orders.values() for index in order}
-        self.steps.append([])
+
+
+def brought(mesh: Mesh, folder: str, kept: str, most: int, times: int) -> None:
+    """Only the experts that tokens chose are read, in each pass once; each alone where no more fit. All tokens choose two."""
+    config = settings(
+        folder,
+        model={"weights": "nf4", "activation_checkpointing": kept},
+        offload={"parameters": "file"},
+        zero={"stage": 3},
+        run={"max_steps": 2},
+        batch={"global_size": 4, "micro_size": 2},
+    )
+    model = adapted("skewed", "experts")
+    with watched() as found, patch.object(fetch, "GROUP_BYTES", most):
+        with Trainer(model, config, sentences(), callbacks=[_Gathered()]) as trainer:
+            assert trainer.fit().losses
+    groups = [(2,), (3,)] if most == 1 else [(2, 3)]  # Those that the router takes of equal ones.
+    assert {chosen for _, chosen in found} == set(groups), found
+    assert len(found) == 2 * 2 * 2 * times, (len(found), found)  # steps, microbatches and layers

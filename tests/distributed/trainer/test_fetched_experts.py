@@ -16,5 +16,15 @@ test_losses_are_those_of_the_decoded_experts = tried(
         row(2, "trained", stage=3, parallel={"tensor": 2}, targets="attention"),
         row(1, "trained", stage=3, offload=FILE, weights=None, targets="attention"),
         row(1, "trained", stage=3, offload=FILE),
+        row(1, "trained", kept="block", most=1),
+        row(1, "trained", kept="selective", offload=FILE),
+    ],
+)
+test_only_chosen_experts_are_read = tried(
+    "fetch_cases",
+    [
+        row(1, "brought", kept="none", most=1 << 20, times=2),
+        row(1, "brought", kept="block", most=1 << 20, times=2),
+        row(1, "brought", kept="none", most=1, times=4),
     ],
 )
