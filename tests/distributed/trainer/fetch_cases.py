@@ -1,7 +1,9 @@
 """Frozen experts that are kept encoded, on the host or in files, beside plain ones with the values that they have."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +13,9 @@ import transformers as tf
 
 from tests.distributed.trainer.expert_cases import KINDS
 from tests.support.architecture_cases import differences
+from tests.support.plain import calling, compare, plain_fit
 from tests.support.trainer_cases import seeded, sentences, settings
-from zeromesh import Callback, Trainer
+from zeromesh import Callback, Generator, Trainer
 from zeromesh.experts import fetch
 from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.mesh.process_mesh import Mesh
@@ -105,3 +108,73 @@ def brought(mesh: Mesh, folder: str, kept: str, most: int, times: int) -> None:
     groups = [(2,), (3,)] if most == 1 else [(2, 3)]  # Those that the router takes of equal ones.
     assert {chosen for _, chosen in found} == set(groups), found
     assert len(found) == 2 * 2 * 2 * times, (len(found), found)  # steps, microbatches and layers
+
+
+def thawed(mesh: Mesh, folder: str) -> None:
+    """Experts on files that are trained from the second step on, and a copy of the model that is called in between."""
+    config = settings(folder, offload={"parameters": "file"}, zero={"stage": 3})
+
+    def thaw(model: Any, step: int) -> None:
+        if step == 2:
+            model.get_submodule("base_model.model.model.layers.1.mlp.experts").requires_grad_(True)
+
+    copies = []
+
+    def begin(trainer: Trainer, step: int) -> None:
+        ids = sentences()[0]["input_ids"][None]
+        with torch.no_grad():
+            copies.append(abs(copy.deepcopy(trainer.model)(input_ids=ids).logits - trainer.model(input_ids=ids).logits))
+        thaw(trainer.model, step)
+
+    plain = plain_fit(adapted("qwen", "attention"), sentences(), config, before_step=thaw)
+    seen = [calling(on_step_begin=begin)]
+    found, _ = compare(
+        adapted("qwen", "attention"), config, sentences(), plain, callbacks=seen, gradients=False, losses=True
+    )
+    assert all(value <= 1e-9 for value in found.values()), found
+    assert float(torch.stack(copies).max()) <= 1e-12
+
+
+def _written(mesh: Mesh, folder: str) -> Path:
+    path = Path(folder) / "base"
+    if mesh.rank == 0 and not path.exists():
+        seeded(KINDS["qwen"]).save_pretrained(path)
+    mesh.world.barrier("base")
+    return path
+
+
+def moved(mesh: Mesh, folder: str, steps: int, **sections: Mapping[str, Any]) -> list[float]:
+    """The losses of a run over a directory in four bits, on from the last checkpoint of another layout."""
+    adapter = {"peft_type": "LORA", "r": 2, "init_lora_weights": False, **TARGETS["experts"]}
+    config = settings(
+        folder,
+        model={
+            "source": str(_written(mesh, folder)),
+            "weights": {"codec": "nf4", "cache": f"{folder}/cache"},
+            "adapters": {"default": adapter},
+            "config": {"experts_implementation": "eager"},
+        },
+        run={"name": "moved", "max_steps": steps},
+        schedule={"name": "constant_with_warmup"},
+        checkpoint={"every_steps": 2, "resume": "auto"},
+        **sections,
+    )
+    with Trainer(None, config, sentences()) as trainer:
+        return list(trainer.fit().losses)
+
+
+def generated(mesh: Mesh, folder: str, **sections: Mapping[str, Any]) -> None:
+    """What a directory in four bits generates, whose chosen experts are read from its cache, as the decoded model in one process."""
+    base, prompt = _written(mesh, folder), [3, 7, 11, 5]
+    words = ["model.weights.codec=nf4", f"model.weights.cache={folder}/cache", "precision.compute=float64"]
+    words += ["model.config.experts_implementation=eager"]
+    with watched() as found, Generator(base, overrides=words, **sections) as made:
+        (result,) = made.generate([prompt], max_new_tokens=6, eos_token_id=None)
+    assert found
+    assert all(len(chosen) <= 2 for _, chosen in found[2:]), found  # After the prompt.
+    model = rounded(seeded(KINDS["qwen"]).double().requires_grad_(False), "nf4").eval()
+    tokens = list(prompt)
+    for _ in range(6):
+        with torch.no_grad():
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    assert result.tokens == tokens[4:]
