@@ -48,8 +48,8 @@ def choose_trained(model: nn.Module, patterns: Sequence[str] | None) -> None:
 
 
 _ALL_TRAINED = (
-    "{} is for frozen matrices of linear layers and experts, and this model has none; set model.lora or model.adapters, freeze what "
-    "is not trained (model.train, or requires_grad_(False)), or set this to null"
+    "{} is for frozen matrices of linear layers and experts, and this model has none; set model.lora or model.adapters, freeze "
+    "what is not trained (model.train, or requires_grad_(False)), or set this to null"
 )
 
 

@@ -28,7 +28,6 @@ from zeromesh.tensor.parallelize_module import replace_parameter
 from zeromesh.units.plan import COUNT, experts_of
 
 _Forward = Callable[..., Tensor]
-_Rows = Callable[[Tensor, Tensor], Tensor]
 
 
 class SpreadExperts:
@@ -106,41 +105,32 @@ def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Modu
 
 @uncompiled
 def run_rows(
-    forward: _Forward,
-    run: Callable[[_Rows, Callable[[int], Tensor], Tensor], Tensor],
-    count: int,
-    names: Sequence[str],
-    /,
-    *args: Tensor,
-    **kwargs: Tensor,
+    forward: _Forward, run: Callable[..., Tensor], count: int, names: Sequence[str], /, *args: Tensor, **kwargs: Tensor
 ) -> Tensor:
     """Run `count` experts on hidden states `[..., hidden]` with numbers of experts and weights `[tokens, chosen]`, as rows that are
-    sorted by expert. `run(call, first, counts)` returns the results of rows `[rows, hidden]` in their order: `first(n)` are the
-    first n of them, `counts` says how many each expert has, and `call(rows, numbers)` is the module's own forward on rows with one
-    expert each. Pairs with a number beyond the experts add nothing."""
+    sorted by expert. `run(call, rows, counts)` returns the results of rows `[rows, hidden]`, of which `counts` says how many each
+    expert has; `call(rows, numbers)` is the module's own forward on rows with one expert each. Pairs with a number beyond the
+    experts add nothing: their rows, the last ones, have no result."""
     given = dict(zip(names, args, strict=False)) | kwargs
     hidden, chosen, weights = (given[name] for name in names)
     states, pairs = hidden.reshape(-1, hidden.shape[-1]), chosen.reshape(-1)
     order = pairs.sort(stable=True).indices
-    places = order // chosen.shape[-1]
 
     def call(rows: Tensor, numbers: Tensor) -> Tensor:
         return forward(rows, numbers.unsqueeze(1), weights.new_ones(len(numbers), 1))
 
-    back = run(call, lambda rows: states[places[:rows]], torch.bincount(pairs, minlength=count)[:count])
+    back = run(call, states[order // chosen.shape[-1]], torch.bincount(pairs, minlength=count)[:count])
     placed = back.new_zeros(len(pairs), back.shape[-1]).index_copy(0, order[: len(back)], back)
     weighted = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
     return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
 
 
-def _run_spread(
-    module: nn.Module, exchange: Exchange, call: _Rows, first: Callable[[int], Tensor], own: Tensor
-) -> Tensor:
+def _run_spread(module: nn.Module, exchange: Exchange, call: _Forward, rows: Tensor, own: Tensor) -> Tensor:
     """Send rows to the ranks with their experts, of which each has equally many, and bring the results back."""
     ranks, each = exchange.size, len(own) // exchange.size
     everyone = exchange.all_gather_async(own.view(1, -1), 0).wait()
     sent = everyone.view(ranks, ranks, each).sum(2).tolist()
-    rows = _swap(first(sum(sent[exchange.index])), sent, exchange)
+    rows = _swap(rows[: sum(sent[exchange.index])], sent, exchange)
     arrived = everyone[:, exchange.index * each : (exchange.index + 1) * each].reshape(-1)
     numbers = torch.arange(each, device=arrived.device).repeat(ranks).repeat_interleave(arrived)
     out = call(rows, numbers)

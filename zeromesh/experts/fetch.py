@@ -2,18 +2,17 @@
 
     rows by expert    e0 e0 e3 | e4 e7 e7         groups of at most `GROUP_BYTES` of experts
     forward           read and decode a group's experts [chosen, ., .], add its adapters | the module's own forward | drop them
-    backward          what autograd has saved of them is brought again, once for each group
+    backward          what autograd would have saved of them is brought again, once for each group
 
-The values are those of a gather of all experts, so that results are too. Recomputed activations bring a group before its backward,
-which then finds it in memory."""
+The values are those that a gather has. Recomputed activations bring a group before its backward, which finds it in memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from inspect import signature
+from itertools import groupby
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,79 +30,54 @@ from zeromesh.units.plan import COUNT
 from zeromesh.units.unit import Unit
 
 GROUP_BYTES = 512 << 20
-"""Bytes of the experts that are in memory at a time, in the dtype of computing; at least one expert is."""
+"""Bytes of the experts that are in memory at a time, in the dtype of computing; one expert always is."""
+_Matrices = dict[str, Tensor]
 
 
-def group_bytes(layouts: Sequence[BucketLayout]) -> int:
-    """Return the most bytes that are in memory at a time of the experts of a module, which has these buckets."""
-    one = sum(map(_expert_nbytes, layouts))
-    return one * min(layouts[0].first.shape[0], _most_of(one)) if layouts else 0
-
-
-def _expert_nbytes(layout: BucketLayout) -> int:
-    return sum(prod(slot.spec.shape[1:]) for slot in layout.slots) * layout.first.dtype.itemsize
-
-
-def _most_of(one: int) -> int:
-    return max(GROUP_BYTES // one, 1)
-
-
-@dataclass
-class _Held:
-    """The experts in memory: those of one group, whose `key` says which they are."""
-
-    ledger: Ledger
-    key: object = None
-    matrices: dict[str, Tensor] = field(default_factory=dict)
-
-    def replace(self, key: object = None, load: Callable[[], dict[str, Tensor]] = dict) -> None:
-        if key is None or key != self.key:
-            self._count(-1)
-            self.key, self.matrices = None, {}
-            self.key, self.matrices = key, load()
-            self._count(1)
-
-    def _count(self, sign: int) -> None:
-        if nbytes := sum(each.nbytes for each in self.matrices.values()):
-            self.ledger.add(Tier.DEVICE, Purpose.PARAMETERS, sign * nbytes)
+def group_of(layouts: Iterable[BucketLayout]) -> tuple[int, int]:
+    """Return the most experts of a module with these buckets that are in memory at a time, and their bytes."""
+    pairs = [(each.first.dtype.itemsize, slot.spec.shape) for each in layouts for slot in each.slots]
+    one = sum(size * prod(shape[1:]) for size, shape in pairs)
+    count = min(max(GROUP_BYTES // one, 1), pairs[0][1][0]) if one else 0
+    return count, count * one
 
 
 class FetchedExperts:
-    """Has the modules of experts of the units that are fetched bring them. `drop` frees those in memory, at the end of a pass."""
+    """Has modules of experts, of units that are fetched, bring these. The experts of one group are in memory at a time."""
 
     def __init__(self, model: nn.Module, units: Iterable[Unit], ledger: Ledger) -> None:
-        self._held, self._undo = _Held(ledger), ExitStack()
-        self.drop = self._held.replace
+        self._undo, self._count = ExitStack(), partial(ledger.add, Tier.DEVICE, Purpose.PARAMETERS)
+        self._key, self._matrices = None, _Matrices()
         for unit in units:
             if unit.is_fetched:
-                _Module(model, unit, self._held, self._undo)
+                _Module(model, unit, self.hold, self._undo)
+
+    def hold(self, key: Any = None, load: Callable[[], _Matrices] = _Matrices) -> _Matrices:
+        """Return the matrices of the group `key` by name, which `load` reads unless they are in memory, in place of another's. With
+        no key, as at the end of a pass, none are in memory afterwards."""
+        if key is None or key != self._key:
+            self._count(-sum(each.nbytes for each in self._matrices.values()))
+            self._key, self._matrices = None, _Matrices()
+            self._key, self._matrices = key, load()
+            self._count(sum(each.nbytes for each in self._matrices.values()))
+        return self._matrices
 
     def close(self) -> None:
         """Give the modules their own forward again."""
-        self.drop()
+        self.hold()
         self._undo.close()
-
-
-class _Saved(NamedTuple):
-    """A view of a matrix of experts that autograd has saved."""
-
-    leaf: str
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: int
 
 
 class _Module:
     """Runs a module of experts with those that tokens chose. PEFT's adapters of its parameters are added to these alone."""
 
-    def __init__(self, model: nn.Module, unit: Unit, held: _Held, undo: ExitStack) -> None:
-        self.module, self.held, self._buckets = unit.module, held, unit.buckets
+    def __init__(self, model: nn.Module, unit: Unit, hold: Callable[..., _Matrices], undo: ExitStack) -> None:
+        self.module, self.hold, self._buckets = unit.module, hold, unit.buckets
         self.count = getattr(unit.module, COUNT)
-        self.slots = {
-            slot.spec.fqn.rpartition(".")[2]: (bucket, slot) for bucket in unit.buckets for slot in bucket.layout.slots
-        }
+        slots = ((bucket, slot) for bucket in unit.buckets for slot in bucket.layout.slots)
+        self.slots = {slot.spec.fqn.rpartition(".")[2]: (bucket, slot) for bucket, slot in slots}
         self.active: list[tuple[Any, str]] = []  # PEFT's adapters and their names
-        self._most = _most_of(sum(_expert_nbytes(bucket.layout) for bucket in unit.buckets))
+        self._most, _ = group_of(bucket.layout for bucket in unit.buckets)
         self._names = list(signature(type(self.module).forward).parameters)[1:]
         undo.callback(override(self.module, "forward", _around_own(self.module.forward, self._forward)))
         for _, adapter in adapters_of(model, self.module):
@@ -125,27 +99,25 @@ class _Module:
     def _forward(self, own: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:
         copied = getattr(own, "__self__", self.module) is not self.module
         trained = any(any(bucket.training) for bucket in self._buckets)
-        if copied or trained or any(adapter._param_ndim != 3 for adapter, _ in self.active):
-            with ExitStack() as adapted:
-                for adapter in dict.fromkeys(adapter for adapter, _ in self.active):
-                    names = [name for each, name in self.active if each is adapter]
-                    adapted.enter_context(type(adapter)._activate_lora(adapter, names))
-                return own(*args, **kwargs)
-        return run_rows(own, self._run, self.count, self._names, *args, **kwargs)
+        others = [each for each, _ in self.active if each._param_ndim != 3 or each.parameter_name not in self.slots]
+        if not (copied or trained or others):
+            return run_rows(own, self._run, self.count, self._names, *args, **kwargs)
+        with ExitStack() as adapted:
+            for adapter in dict.fromkeys(adapter for adapter, _ in self.active):
+                names = [name for each, name in self.active if each is adapter]
+                adapted.enter_context(type(adapter)._activate_lora(adapter, names))
+            return own(*args, **kwargs)
 
-    def _run(
-        self, call: Callable[[Tensor, Tensor], Tensor], first: Callable[[int], Tensor], counts: Tensor
-    ) -> Tensor:
+    def _run(self, call: Callable[..., Tensor], rows: Tensor, counts: Tensor) -> Tensor:
         sizes: list[int] = counts.tolist()
-        chosen, rows = [number for number, size in enumerate(sizes) if size], first(sum(sizes))
-        found, at = [], 0
+        chosen, found, at = [number for number, size in enumerate(sizes) if size], [], 0
         for begin in range(0, len(chosen), self._most):
             group = _Group(self, chosen[begin : begin + self._most])
-            length = sum(sizes[number] for number in group.chosen)
+            end = at + sum(sizes[number] for number in group.chosen)
             numbers = torch.arange(len(group.chosen), device=rows.device).repeat_interleave(counts[group.chosen])
-            found.append(group.run(partial(call, rows[at : at + length], numbers)))
-            at += length
-        return torch.cat(found) if found else rows
+            found.append(group.run(partial(call, rows[at:end], numbers)))
+            at = end
+        return torch.cat(found) if found else rows[:0]
 
 
 class _Group:
@@ -156,80 +128,63 @@ class _Group:
 
     def run(self, call: Callable[[], Tensor]) -> Tensor:
         """Run `call` while the module has these experts alone."""
-        module = self._owner.module
+        module, matrices = self._owner.module, self.bring()
         with ExitStack() as undo:
-            matrices = self.bring()
             for leaf, parameter in list(module.named_parameters(recurse=False)):
-                factors = self._factors(leaf)
-                if leaf in matrices:
-                    given = [each for lhs, rhs, _ in factors for each in (lhs, rhs)]
-                    value = _Brought.apply(self, leaf, *given) if given else matrices[leaf]  # type: ignore[no-untyped-call]
-                else:
-                    value = self._rows_of(parameter)
-                    for lhs, rhs, scaling in factors:
-                        value = torch.baddbmm(value, lhs, rhs, alpha=scaling)
+                value = matrices[leaf] if leaf in matrices else self._rows_of(parameter)
+                if factors := [each for pair in self.factors(leaf) for each in pair[:2]]:
+                    value = _Brought.apply(self, leaf, *factors)  # type: ignore[no-untyped-call]
                 undo.callback(override(module, leaf, value))
             undo.callback(override(module, COUNT, len(self.chosen)))
-            with saved_tensors_hooks(*self._hooks(matrices)):
+            with saved_tensors_hooks(self._saver(matrices), lambda restore: restore()):
                 result = call()
         if torch._C._current_graph_task_id() == -1:  # A recomputation's are needed at once.
-            self._owner.held.replace()
+            self._owner.hold()
         return result
 
-    def bring(self) -> dict[str, Tensor]:
-        """Return the matrices by name, with what active adapters add; they are read unless they are in memory."""
-        held = self._owner.held
-        held.replace((self._owner, tuple(self.chosen), self._adapters), self._load)
-        return held.matrices
+    def bring(self) -> _Matrices:
+        """Return the matrices by name, with what active adapters add."""
+        return self._owner.hold((self._owner, tuple(self.chosen), self._adapters), self._load)
 
-    def _load(self) -> dict[str, Tensor]:
+    @in_own_dtypes()
+    @torch.no_grad()
+    def _load(self) -> _Matrices:
         found = {}
-        with in_own_dtypes(), _disable_current_modes(), torch.no_grad():
-            for leaf, (bucket, slot) in self._owner.slots.items():
-                _, *shape = slot.spec.shape
-                device, size, source = bucket.buffer.full.device, prod(shape), bucket.copy or bucket.master
-                out = torch.empty(len(self.chosen), *shape, dtype=bucket.dtype, device=device)
-                for place, first, count in _runs(self.chosen):
-                    start = slot.where.start + first * size
-                    source.read(start, out[place : place + count].view(-1)).wait()
-                with torch.autocast(device.type, enabled=False):
-                    for lhs, rhs, scaling in self._factors(leaf):
-                        out.baddbmm_(lhs, rhs, alpha=scaling)
-                found[leaf] = out
+        for leaf, (bucket, slot) in self._owner.slots.items():
+            shape, device, source = slot.spec.shape[1:], bucket.buffer.full.device, bucket.copy or bucket.master
+            found[leaf] = out = torch.empty(len(self.chosen), *shape, dtype=bucket.dtype, device=device)
+            with _disable_current_modes(), torch.autocast(device.type, enabled=False):
+                # Experts that follow one another are one read.
+                for _, run in groupby(enumerate(self.chosen), lambda pair: pair[1] - pair[0]):
+                    (place, first), *more = run
+                    part = out[place : place + 1 + len(more)].view(-1)
+                    source.read(slot.where.start + first * prod(shape), part).wait()
+                for lhs, rhs, scaling in self.factors(leaf):
+                    out.baddbmm_(lhs, rhs, alpha=scaling)
         return found
 
-    def _factors(self, leaf: str) -> list[tuple[Tensor, Tensor, float]]:
+    def factors(self, leaf: str) -> list[tuple[Tensor, Tensor, float]]:
         """Return the factors `[chosen, ., rank]` and `[chosen, rank, .]` of each active adapter, and their product's."""
-        rows = self._rows_of
         found = (each.get_delta_factors(name) for each, name in self._adapters if each.parameter_name == leaf)
-        return [(rows(lhs), rows(rhs), scaling) for lhs, rhs, scaling in found]
+        return [(self._rows_of(lhs), self._rows_of(rhs), scaling) for lhs, rhs, scaling in found]
 
     def _rows_of(self, values: Tensor) -> Tensor:
         return values if len(self.chosen) == self._owner.count else values[self.chosen]
 
-    def gradients(self, leaf: str, grad: Tensor) -> Iterator[Tensor]:
-        """Yield the gradients of the factors of a matrix from that of the matrix."""
-        for lhs, rhs, scaling in self._factors(leaf):
-            yield (grad @ rhs.mT).mul_(scaling)
-            yield (lhs.mT @ grad).mul_(scaling)
-
-    def _hooks(self, matrices: dict[str, Tensor]) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return hooks that have autograd save places in matrices, which are brought again. Others go to the hooks around."""
+    def _saver(self, matrices: _Matrices) -> Callable[[Tensor], Callable[[], Tensor]]:
+        """Return a hook that has autograd save places in matrices, which are brought again. Others go to the hooks around."""
         places = {each.untyped_storage().data_ptr(): leaf for leaf, each in matrices.items()}
-        around = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        pack_other, unpack_other = around or (lambda tensor: tensor, lambda tensor: tensor)
+        around = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda value: value,) * 2  # type: ignore[unreachable]
 
-        def pack(tensor: Tensor) -> Any:
+        def again(leaf: str, *place: Any) -> Tensor:
+            return self.bring()[leaf].as_strided(*place)
+
+        def save(tensor: Tensor) -> Callable[[], Tensor]:
             if (leaf := places.get(tensor.untyped_storage().data_ptr())) is None:
-                return pack_other(tensor)
-            return _Saved(leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
+                return partial(around[1], around[0](tensor))
+            return partial(again, leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-        def unpack(saved: Any) -> Tensor:
-            if not isinstance(saved, _Saved):
-                return unpack_other(saved)
-            return self.bring()[saved.leaf].as_strided(saved.size, saved.stride, saved.offset)
-
-        return pack, unpack
+        return save
 
 
 class _Brought(torch.autograd.Function):
@@ -243,16 +198,9 @@ class _Brought(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, *ctx.group.gradients(ctx.leaf, grad)
-
-
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of successive numbers: the place of the first one, itself, and how many there are."""
-    begin = 0
-    for place in range(1, len(numbers) + 1):
-        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
-            yield begin, numbers[begin], place - begin
-            begin = place
+        factors = ctx.group.factors(ctx.leaf)
+        pairs = [((grad @ rhs.mT).mul_(scaling), (lhs.mT @ grad).mul_(scaling)) for lhs, rhs, scaling in factors]
+        return None, None, *(each for pair in pairs for each in pair)
 
 
 def _around_own(forward: Callable[..., Tensor], run: Callable[..., Tensor]) -> Callable[..., Tensor]:

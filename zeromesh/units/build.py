@@ -17,7 +17,7 @@ from zeromesh.comm.transport import BufferRequest, DecodingBuffer, GatherBuffer,
 from zeromesh.errors import CheckpointError, LayoutError, StorageError, some
 from zeromesh.flat.encoded_shard import EncodedShard, EncodedTensor, codec_of, encoded_part
 from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, StridedRows, UnitLayouts, build_layout
-from zeromesh.intervals import ALIGNMENT, Interval
+from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
@@ -109,15 +109,14 @@ def build_units(
     built = (builder.build(*made[layout.name], layout, runs) for layout, runs in zip(flat, stored, strict=True))
     units, fetched = list[Unit](), dict[str, list[Bucket]]()
     for number, (unit_plan, unit_layouts) in enumerate(zip(plan, layouts, strict=True)):
-        gathered = []
-        for bucket in islice(built, len(unit_layouts)):
-            of_experts = fetched.setdefault(bucket.spec.experts, [])
-            (of_experts if is_fetched(bucket.layout, options, mesh.device) else gathered).append(bucket)
-        units.append(Unit(number, unit_plan.name, model.get_submodule(unit_plan.module), gathered, tiers.ledger))
-    for name, buckets in fetched.items():
-        if buckets:
-            unit = Unit(len(units), name, model.get_submodule(name), buckets, tiers.ledger, is_fetched=True)
-            units.append(unit)
+        buckets = islice(built, len(unit_layouts))
+        apart = grouped((fetched_module(each.layout, options, mesh.device), each) for each in buckets)
+        module, gathered = model.get_submodule(unit_plan.module), apart.pop("", [])
+        units.append(Unit(number, unit_plan.name, module, gathered, tiers.ledger))
+        fetched |= apart
+    for name, gathered in fetched.items():
+        units.append(unit := Unit(len(units), name, model.get_submodule(name), gathered, tiers.ledger))
+        unit.is_fetched = True
     alone = all(each.transport.name == "local" for each in groups) and all(keep)
     releases = options.placements.parameters is Placement.SHARDED and not alone
     releases = releases or any(layout.first.codec is not None for layout in flat)
@@ -226,7 +225,7 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     `auto`, a single rank keeps all, and ranks that share pages keep the root and units that rest in the gathered dtype. A single
     rank always keeps buckets whose shards are themselves the parameters."""
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
-    fetched = partial(is_fetched, options=options, device=device)
+    fetched = partial(fetched_module, options=options, device=device)
     # A rank may be the only one with its experts.
     alone = [[(kind == "local" or each.is_alone) and not away for each in unit] for unit in units]
     if options.placements.parameters is Placement.REPLICATED:
@@ -246,12 +245,12 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     return kept
 
 
-def is_fetched(layout: BucketLayout, options: ZeroOptions, device: torch.device) -> bool:
-    """Return True for frozen experts that are brought when tokens have chosen them, and not gathered with their block: those that
-    rest encoded or away from `device`, and of which each rank has whole ones."""
+def fetched_module(layout: BucketLayout, options: ZeroOptions, device: torch.device) -> str:
+    """Return the module of experts that are brought when tokens have chosen them, and not gathered with their block: frozen ones
+    that rest encoded or away from `device`, and of which each rank has whole ones. Empty for all other buckets."""
     whole = layout.parts == 1 or options.placements.optimizer is Placement.REPLICATED
     away = options.offload.parameters.leaves_device(device)
-    return bool(layout.first.experts) and whole and (away or layout.first.codec is not None)
+    return layout.first.experts if whole and (away or layout.first.codec is not None) else ""
 
 
 def goes_ahead(unit: Sequence[BucketLayout], options: ZeroOptions) -> bool:

@@ -309,17 +309,10 @@ class Unit:
     """A module whose parameters are gathered and released together; `phase` says if they are usable now. One that `is_fetched` has
     experts, which are brought as tokens choose them (`experts/fetch.py`): it is gathered only if others read its parameters."""
 
-    def __init__(
-        self,
-        index: int,
-        name: str,
-        module: nn.Module,
-        buckets: Sequence[Bucket],
-        ledger: Ledger,
-        *,
-        is_fetched: bool = False,
-    ) -> None:
-        self.index, self.name, self.module, self.is_fetched = index, name, module, is_fetched
+    is_fetched = False
+
+    def __init__(self, index: int, name: str, module: nn.Module, buckets: Sequence[Bucket], ledger: Ledger) -> None:
+        self.index, self.name, self.module = index, name, module
         self.buckets = tuple(buckets)
         self.phase = Phase.RESTING
         for bucket in self.buckets:

@@ -64,7 +64,7 @@ class ZeroEngine:
             chunks[cuts.chunk_of(unit.names()[0]) if unit.names() else 0].append(unit)
         self._experts = FetchedExperts(model, self.units, self.ledger)
         self._passes = self.passes_class(built, self.ranks, options, self.optimizer_step, chunks)
-        self._passes.on_end = self._experts.drop
+        self._passes.on_end = self._experts.hold
         self._averages_swapped = self._shows_averages = False
         self._inconsistent = False
         """True if some weights may be older than others, because an update or a load was cut short."""

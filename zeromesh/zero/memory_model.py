@@ -3,11 +3,11 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
-from zeromesh.experts.fetch import group_bytes
+from zeromesh.experts.fetch import group_of
 from zeromesh.flat.layout import BucketLayout, UnitLayouts
 from zeromesh.intervals import grouped
 from zeromesh.offload import Purpose, Tier, TierChoice, stream_bytes
@@ -18,7 +18,7 @@ from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS, MOST_SUMS
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import goes_ahead, is_fetched, kept_buckets, ring_bytes, slot_bytes
+from zeromesh.units.build import fetched_module, goes_ahead, kept_buckets, ring_bytes, slot_bytes
 
 _CPU = torch.device("cpu")
 
@@ -66,18 +66,17 @@ class MemoryModel:
             whole = 1 if self._replicated else layout.parts
             return layout.travelling_nbytes(whole) // (1 if alone or not own else layout.parts)
 
-        fetched = [[layout for layout in unit if is_fetched(layout, options, device)] for unit in units]
-        apart = {id(layout) for unit in fetched for layout in unit}
-        around = [[(layout, stays) for layout, stays in unit if id(layout) not in apart] for unit in pairs]
-        root, *moved = [sum(gathered(layout) for layout, stays in unit if not stays) for unit in around]
-        root_decoded, *decoded = [sum(each.nbytes for each, _ in unit if each.first.codec is not None) for unit in around]
+        fetched = partial(fetched_module, options=options, device=device)
+        own = [[each for each in unit if not fetched(each)] for unit in units]
+        root, *moved = [sum(gathered(each) for each, stays in unit if not (stays or fetched(each))) for unit in pairs]
+        root_decoded, *decoded = [sum(each.nbytes for each in unit if each.first.codec is not None) for unit in own]
         # Forward and backward go through the units in opposite orders.
         ahead = [nbytes if goes_ahead(unit, options) else 0 for nbytes, unit in zip(moved, units[1:], strict=True)]
         used, windows = list(map(sum, zip(moved, decoded, strict=True))), range(len(moved))
         after = [sum(ahead[number + 1 : number + 1 + options.prefetch]) for number in windows]
         before = [sum(ahead[max(number - options.prefetch, 0) : number]) for number in windows]
         self.gathered = root + root_decoded + max(map(sum, zip(used, map(max, after, before), strict=True)), default=0)
-        self.gathered += max(map(group_bytes, fetched), default=0)
+        self.gathered += max(group_of(filter(fetched, unit))[1] for unit in units)
         """The peak of bytes, beside `terms`, of parameters gathered around use: of the root, of one unit and of what it is decoded
         into, of the `prefetch` units next to it as they travel, and of experts that are brought."""
         staying = [(layout, count) for layout, stays, count in self._buckets if stays]

@@ -56,7 +56,7 @@ def trained(
     assert all(value <= 1e-9 for value in found.values()), found
 
 
-class _Peak(Callback):
+class Peak(Callback):
     """The peak of the ledger after each step, and what was predicted but for the gradients of adapters, and with them."""
 
     def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
@@ -71,7 +71,7 @@ def counted(mesh: Mesh, folder: str, stage: int, offload: Mapping[str, Any] | No
     """What is decoded and on its way is in the ledger as it was predicted; the embedding and the head are larger than a block."""
     sections = {"zero": {"stage": stage, "gathered_budget": 0, "prefetch": prefetch}, "offload": offload or {}}
     config = settings(folder, model={"weights": "nf4"}, run={"max_steps": 3}, **sections)
-    with Trainer(adapted({"vocab_size": 4096}), config, sentences(), callbacks=[_Peak()]) as trainer:
+    with Trainer(adapted({"vocab_size": 4096}), config, sentences(), callbacks=[Peak()]) as trainer:
         assert trainer.fit().losses
 
 

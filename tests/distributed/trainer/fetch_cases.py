@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import peft
 import torch
-import transformers as tf
 
+from tests.distributed.trainer.encoded_cases import Peak
 from tests.distributed.trainer.expert_cases import KINDS
 from tests.support.architecture_cases import differences
 from tests.support.plain import calling, compare, plain_fit
@@ -102,9 +102,9 @@ def brought(mesh: Mesh, folder: str, kept: str, most: int, times: int) -> None:
         batch={"global_size": 4, "micro_size": 2},
     )
     model = adapted("skewed", "experts")
-    with watched() as found, patch.object(fetch, "GROUP_BYTES", most):
-        with Trainer(model, config, sentences(), callbacks=[_Gathered()]) as trainer:
-            assert trainer.fit().losses
+    trainer = Trainer(model, config, sentences(), callbacks=[_Gathered()])
+    with watched() as found, patch.object(fetch, "GROUP_BYTES", most), trainer:
+        assert trainer.fit().losses
     groups = [(2,), (3,)] if most == 1 else [(2, 3)]  # Those that the router takes of equal ones.
     assert {chosen for _, chosen in found} == set(groups), found
     assert len(found) == 2 * 2 * 2 * times, (len(found), found)  # steps, microbatches and layers
@@ -164,7 +164,7 @@ def moved(mesh: Mesh, folder: str, steps: int, **sections: Mapping[str, Any]) ->
 
 
 def generated(mesh: Mesh, folder: str, **sections: Mapping[str, Any]) -> None:
-    """What a directory in four bits generates, whose chosen experts are read from its cache, as the decoded model in one process."""
+    """What a directory in four bits generates, by chosen experts of its cache, as the decoded model in one process."""
     base, prompt = _written(mesh, folder), [3, 7, 11, 5]
     words = ["model.weights.codec=nf4", f"model.weights.cache={folder}/cache", "precision.compute=float64"]
     words += ["model.config.experts_implementation=eager"]
@@ -178,3 +178,11 @@ def generated(mesh: Mesh, folder: str, **sections: Mapping[str, Any]) -> None:
         with torch.no_grad():
             tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     assert result.tokens == tokens[4:]
+
+
+def counted(mesh: Mesh, folder: str, most: int, **sections: Mapping[str, Any]) -> None:
+    """What is brought is in the ledger as it was predicted."""
+    config = settings(folder, model={"weights": "nf4"}, run={"max_steps": 3}, **sections)
+    trainer = Trainer(adapted("qwen", "experts"), config, sentences(), callbacks=[Peak()])
+    with patch.object(fetch, "GROUP_BYTES", most), trainer:
+        assert trainer.fit().losses

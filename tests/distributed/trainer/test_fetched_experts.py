@@ -8,6 +8,7 @@ from tests.support.tables import row, tried
 from tests.support.workers import Workers
 
 FULL = pytest.mark.full
+PARTLY = {"parameters": {"tier": "file", "fraction": 0.5}}
 HOST, FILE = ({"parameters": tier} for tier in ("host", "file"))
 test_losses_are_those_of_the_decoded_experts = tried(
     "fetch_cases",
@@ -24,7 +25,16 @@ test_losses_are_those_of_the_decoded_experts = tried(
         row(2, "trained", stage=3, kind="latent", parallel={"expert": 2}, offload=FILE),
         row(2, "trained", FULL, stage=3, parallel={"pipeline": 2}, targets="attention", offload=FILE),
         row(2, "trained", FULL, stage=3, offload=HOST, parallel={"replicate": 2}, weights="int8", kind="mixtral"),
-        row(2, "trained", FULL, stage=3, parallel={"replicate": 2}, weights="fp8", offload={"parameters": {"tier": "file", "fraction": 0.5}}, kind="biased"),
+        row(
+            2,
+            "trained",
+            FULL,
+            stage=3,
+            parallel={"replicate": 2},
+            weights="fp8",
+            offload={"parameters": {"tier": "file", "fraction": 0.5}},
+            kind="biased",
+        ),
     ],
 )
 test_only_chosen_experts_are_read = tried(
@@ -50,3 +60,13 @@ def test_runs_go_on_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
     found += losses(2, "parts", steps=4, zero={"stage": 3}, parallel={"expert": 2}, offload=FILE)
     found += losses(2, "parts", steps=6, zero={"stage": 3})
     assert found == pytest.approx(whole, rel=1e-9)
+
+
+test_memory_is_what_was_predicted = tried(
+    "fetch_cases",
+    [
+        row(1, "counted", most=1 << 20, zero={"stage": 3, "gathered_budget": 0}, offload=FILE),
+        row(1, "counted", FULL, most=30_000, zero={"stage": 0}),
+        row(2, "counted", most=20_000, zero={"stage": 3}, parallel={"expert": 2}, offload=FILE),
+    ],
+)

@@ -170,7 +170,7 @@ def _layout(nbytes: int) -> Any:
         parts=1,
         is_alone=False,
         travelling_nbytes=lambda shards: nbytes,
-        first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16),
+        first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16, codec=None, experts=""),
         dividers=1,
     )
 
