@@ -226,7 +226,8 @@ def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, lis
 
 def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> list[str | None]:
     here = " on this rank" if trained.divided.pipeline is not None else ""
-    units = f"{counted(len(engine.units), 'unit')}{here}"
+    fetched = sum(unit.is_fetched for unit in engine.units)
+    units = f"{counted(len(engine.units), 'unit')}{f', {fetched} of experts by need' if fetched else ''}{here}"
     reduced = (
         f", gradients reduced {_TRANSPORT_TEXTS[engine.groups[0].reduction.name]}"
         if trained.mesh.shard.size > 1

@@ -176,13 +176,11 @@ class _Group:
         places = {each.untyped_storage().data_ptr(): leaf for leaf, each in matrices.items()}
         around = torch._C._autograd._top_saved_tensors_default_hooks(True) or (lambda value: value,) * 2  # type: ignore[unreachable]
 
-        def again(leaf: str, *place: Any) -> Tensor:
-            return self.bring()[leaf].as_strided(*place)
-
         def save(tensor: Tensor) -> Callable[[], Tensor]:
             if (leaf := places.get(tensor.untyped_storage().data_ptr())) is None:
                 return partial(around[1], around[0](tensor))
-            return partial(again, leaf, tensor.size(), tensor.stride(), tensor.storage_offset())
+            place = tensor.size(), tensor.stride(), tensor.storage_offset()
+            return lambda: self.bring()[leaf].as_strided(*place)
 
         return save
 

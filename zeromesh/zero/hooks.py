@@ -70,10 +70,9 @@ class Hooks:
         self._passes = passes
         self._buckets = all_buckets(units)
         for unit in units:
+            before, after = partial(passes.before_forward, unit), partial(passes.after_forward, unit)
             if not unit.is_fetched:
-                self._hook_forward(
-                    unit.module, partial(passes.before_forward, unit), partial(passes.after_forward, unit)
-                )
+                self._hook_forward(unit.module, before, after)
             for bucket in unit.buckets:
                 bucket.use_callback.on_use = partial(_outside_transforms, partial(passes.on_use, unit))
             for bucket in unit.trainable:
