@@ -1,11 +1,21 @@
 """Frozen experts that rest as codes, on the host or in files, and are brought for the tokens that chose them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import transformers as tf
 
+from tests.support.plain import calling
+from tests.support.quantized_models import loaded, written
 from tests.support.tables import row, tried
+from tests.support.trainer_cases import LLAMA, sentences, settings
 from tests.support.workers import Workers
+from zeromesh import Trainer
+from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
+from zeromesh.units.unit import all_buckets
 
 FULL = pytest.mark.full
 PARTLY = {"parameters": {"tier": "file", "fraction": 0.5}}
@@ -70,3 +80,47 @@ test_memory_is_what_was_predicted = tried(
         row(2, "counted", most=20_000, zero={"stage": 3}, parallel={"expert": 2}, offload=FILE),
     ],
 )
+
+
+def test_experts_are_plain_in_what_bitsandbytes_reads(tmp_path: Path) -> None:
+    """A directory in its four bits trains with the experts that it has, and a merged export has those that were decoded."""
+
+    def build() -> Any:
+        changes = {"hidden_size": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 16}
+        return tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**{**LLAMA, **changes}, num_experts=4))
+
+    def scores(model: Any) -> Any:
+        with torch.no_grad():
+            return model.eval()(input_ids=sentences()[0]["input_ids"][None]).logits
+
+    def names(source: str, name: str, **weights: Any) -> tuple[set[str], Any]:
+        """The encoded parameters of experts, and the logits after a step."""
+        model = {"source": str(tmp_path / source), "lora": {"rank": 2, "targets": ["q_proj"]}, **weights}
+        wide = {"compute": "float32", "master": "float32", "reduce": "float32"}
+        run = {"run": {"name": name, "max_steps": 1}, "checkpoint": {"every_steps": 1}, "batch": {"micro_size": 8}}
+        found: set[str] = set()
+
+        def seen(trainer: Trainer, step: int, metrics: Any) -> None:
+            assert trainer.engine is not None
+            slots = [slot for bucket in all_buckets(trainer.engine.units) for slot in bucket.layout.slots]
+            found.update(slot.spec.fqn for slot in slots if slot.spec.codec is not None)
+
+        config = settings(str(tmp_path), model=model, precision=wide, **run)
+        with Trainer(None, config, sentences(), callbacks=[calling(on_step_end=seen)]) as trainer:
+            trainer.fit()
+            return found, scores(trainer.model)
+
+    written(tmp_path / "base", build)
+    loaded(tmp_path / "base").save_pretrained(tmp_path / "layers")
+    found, _ = names("layers", "layers")
+    assert found
+    assert not {name for name in found if "experts" in name}, found
+    found, wanted = names("base", "other", weights={"codec": "nf4", "cache": str(tmp_path / "cache")})
+    assert {name for name in found if "experts" in name}
+    checkpoint = next((tmp_path / "other/checkpoints").glob("step-*1"))
+    for name, dtype in (("merged", "float32"), ("nf4", "nf4")):
+        export_checkpoint(checkpoint, tmp_path / name, dtype, Console(), merge=True, decoded=True)
+        model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        # Matrices of linear layers, which have been decoded and merged, are rounded again in four bits.
+        assert float((scores(model) - wanted).norm() / wanted.norm()) <= (1e-5 if name == "merged" else 0.1)
+        assert model.get_parameter("model.layers.0.mlp.experts.gate_up_proj").dtype == torch.float32
