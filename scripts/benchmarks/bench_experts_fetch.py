@@ -6,8 +6,8 @@ the optimizer's states on file.
 
 `python scripts/benchmarks/bench_experts_fetch.py --folder /a/disk` runs each row in a process of its own and prints what
 docs/benchmarks/experts.md has; `--only gathered` those whose name has this, `--keep` leaves the model there.
-Bytes are those of experts' codes and scales that were asked of the file tier. `chosen` are those of the experts that routers chose:
-of each forward, and of each recomputation, which backward shares.
+Bytes are those of experts' codes and scales that the file tier reads, in whole blocks of the disk. `chosen` are those of the experts
+that routers chose: of each forward, and of each recomputation, which backward shares.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 from unittest.mock import patch
 
@@ -139,12 +140,13 @@ def _counted() -> Iterator[dict[str, float]]:
     from zeromesh.offload.io.file_tier import FileSlot
 
     found = {"read": 0.0, "chosen": 0.0}
-    read, forward = FileSlot.read, Qwen3MoeTopKRouter.forward
+    read, forward, lock = FileSlot._read_aligned, Qwen3MoeTopKRouter.forward, Lock()
 
-    def reading(slot: FileSlot, begin: int, data: torch.Tensor) -> Any:
+    def reading(slot: FileSlot, begin: int, data: torch.Tensor) -> None:
         if "mlp.experts" in slot.label:
-            found["read"] += data.nbytes / _MEBIBYTE
-        return read(slot, begin, data)
+            with lock:
+                found["read"] += data.nbytes / _MEBIBYTE
+        read(slot, begin, data)
 
     def routing(router: Any, *args: Any) -> Any:
         result = forward(router, *args)
@@ -152,7 +154,7 @@ def _counted() -> Iterator[dict[str, float]]:
         found["chosen"] += int(result[-1].unique().numel()) * elements * (1 / 2 + 1 / 64) / _MEBIBYTE
         return result
 
-    with patch.object(FileSlot, "read", reading), patch.object(Qwen3MoeTopKRouter, "forward", routing):
+    with patch.object(FileSlot, "_read_aligned", reading), patch.object(Qwen3MoeTopKRouter, "forward", routing):
         yield found
 
 
