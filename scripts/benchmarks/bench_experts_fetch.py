@@ -6,7 +6,7 @@ the optimizer's states on file.
 
 `python scripts/benchmarks/bench_experts_fetch.py --folder /a/disk` runs each row in a process of its own and prints what
 docs/benchmarks/experts.md has; `--only gathered` those whose name has this, `--keep` leaves the model there.
-Bytes are those of experts' codes and scales that the file tier reads, in whole blocks of the disk. `chosen` are those of the experts
+Bytes are those of experts' codes and scales that the file tier reads, in whole blocks of the disk. `chosen` are those of experts
 that routers chose: of each forward, and of each recomputation, which backward shares.
 """
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from zeromesh.errors import ConfigError, DataError, LayoutError
-from zeromesh.experts.dispatch import experts_of
 from zeromesh.flat.layout import BucketLayout, ParameterPart, ParameterSpec, Region, UnitLayouts
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, plan_cut
@@ -30,7 +29,7 @@ from zeromesh.trainer.planning.tracing.trace import Trace, Tracer
 from zeromesh.trainer.setup.engine_options import engine_options, options_for_model
 from zeromesh.trainer.setup.model import check_sequence_shards
 from zeromesh.units.build import plan_layouts
-from zeromesh.units.plan import ROOT, UnitPlan
+from zeromesh.units.plan import ROOT, UnitPlan, experts_of
 
 _TRACED_SAMPLES = (1, 2)
 """The sizes of traced microbatches, in samples; other sizes are extrapolated, since memory and work are linear in the size."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
-from zeromesh.experts.dispatch import experts_of
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.units.plan import experts_of
 from zeromesh.zero.hooks import watch_inputs
 
 _BIAS = "e_score_correction_bias"
