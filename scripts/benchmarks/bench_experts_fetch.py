@@ -69,7 +69,7 @@ def main() -> int:
     for name, sizes in (("tiny", _TINY), ("large", _SIZES)):
         if not (folder / name / "config.json").is_file():
             _write(folder / name, sizes)
-    print("| | peak above imports, MiB | read a step, MiB | chosen, MiB | s a step |\n|---|---|---|---|---|")
+    print("| | peak above imports, MiB | read a step, MiB | chosen, MiB | processor s a step |\n|---|---|---|---|---|")
     failed = False
     _run(options, {"tokens": 16, "steps": 1})  # Encodes the model.
     for name in [each for each in _ROWS if options.only in each]:
@@ -208,11 +208,11 @@ def _train(folder: Path, name: str, steps: int, tokens: int, counters: dict[str,
 
     class Steps(Callback):
         def on_step_begin(self, trainer: Trainer, step: int) -> None:
-            self.before, self.began = dict(counters), time.perf_counter()
+            self.before, self.began = dict(counters), time.process_time()
 
         def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
             rows.append({key: value - self.before[key] for key, value in counters.items()})
-            rows[-1]["seconds"] = time.perf_counter() - self.began
+            rows[-1]["seconds"] = time.process_time() - self.began
 
     sections = _sections(folder, name)
     config = {
@@ -240,10 +240,10 @@ def _generate(folder: Path, name: str, steps: int, tokens: int, counters: dict[s
     rows: list[dict[str, float]] = []
     with Generator(folder / name, config=_generator_config(folder, name)) as made:
         for count in (1, 1 + steps):
-            before, began = dict(counters), time.perf_counter()
+            before, began = dict(counters), time.process_time()
             made.generate([list(range(tokens))], max_new_tokens=count, eos_token_id=None)
             rows.append({key: value - before[key] for key, value in counters.items()})
-            rows[-1]["seconds"] = time.perf_counter() - began
+            rows[-1]["seconds"] = time.process_time() - began
     first, all_of_them = rows
     return [first, {key: (value - first[key]) / steps for key, value in all_of_them.items()}]
 
