@@ -99,9 +99,11 @@ def between_hosts(rates: list[str], rounds: int, ways: list[str]) -> None:
             print(chosen, flush=True)
 
 
-def losses() -> None:
+def losses(seed: int) -> None:
     found = {}
-    print("\n| codec | loss after 240 steps | evaluation loss | apart |\n|---|---|---|---|", flush=True)
+    print(
+        f"\nseed {seed}\n\n| codec | mean loss of 20 steps | evaluation loss | apart |\n|---|---|---|---|", flush=True
+    )
     for name in ("exact", "bfloat16", "int8", "int4"):
         with tempfile.TemporaryDirectory() as folder:
             keys = {
@@ -111,6 +113,7 @@ def losses() -> None:
                 "zero.replicas": "divided",
                 "batch.global_size": 4,
                 "batch.micro_size": 2,
+                "run.seed": seed,
                 "run.max_steps": STEPS,
                 "run.eval_every": STEPS,
                 "run.output_dir": folder,
@@ -123,8 +126,8 @@ def losses() -> None:
             lines = read_metrics(Path(folder, "quickstart", "metrics.jsonl"))
         loss = statistics.mean(line["loss"] for line in lines[-20:])
         found[name] = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
-        apart = abs(found[name] / found["exact"] - 1)
-        print(f"| {name} | {loss:.4f} | {found[name]:.4f} | {apart:.3%} |", flush=True)
+        apart = found[name] / found["exact"] - 1
+        print(f"| {name} | {loss:.4f} | {found[name]:.4f} | {apart:+.3%} |", flush=True)
 
 
 def main() -> None:
@@ -132,12 +135,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["hosts", "loss"])
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
     if "hosts" in given.parts:
         between_hosts(given.rates, given.rounds, given.ways)
     if "loss" in given.parts:
-        losses()
+        for seed in given.seeds:
+            losses(seed)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from zeromesh.context.shares import Context
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.experts.load import ExpertLoads
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
 from zeromesh.offload.accelerator import is_accelerator, read_scalars
@@ -41,6 +40,7 @@ from zeromesh.trainer.losses.losses import Loss, checked_count
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.prepare import in_evaluation_mode
+from zeromesh.trainer.monitoring.expert_load import ExpertLoads
 from zeromesh.trainer.monitoring.step_stats import StepResult, UserScalars
 from zeromesh.zero.engine import ZeroEngine
 

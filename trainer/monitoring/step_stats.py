@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import ConfigError, some
-from zeromesh.experts.load import relative_loads
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Ledger, peak_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator
@@ -22,6 +21,7 @@ from zeromesh.trainer.data.loader import BatchLoader
 from zeromesh.trainer.data.sampler import shares_by
 from zeromesh.trainer.formatting import human_count, table_lines
 from zeromesh.trainer.models.flops import ModelFlops, peak_flops
+from zeromesh.trainer.monitoring.expert_load import relative_loads
 from zeromesh.trainer.monitoring.rank_records import slowest
 from zeromesh.trainer.monitoring.step_metrics import STEP_FIELDS
 

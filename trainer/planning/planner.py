@@ -148,6 +148,8 @@ class Planner:
         ]
         spread = self._choices("expert", subject.expert_sizes(min(ranks, host)))
         meshes = [replace(mesh, expert=size) for mesh in meshes for size in spread if mesh.states % size == 0]
+        own = subject.zero.optimizer.own_class
+        divides = not subject.zero.optimizer_in_backward and not (own is not None and own.whole)
         for mesh in meshes:
             stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.states > 1 else (1,)
             sizes = (1,) if batch.tokens is not None else _MICROS
@@ -158,8 +160,9 @@ class Planner:
             ):
                 accumulation = -(-samples // (micro * mesh.data))
                 schedules = self._schedules(mesh.pipeline, accumulation, blocks)
-                kinds = self._choices("replicas", ("divided", "whole") if mesh.replicate > 1 and stage else ("whole",))
-                for replicas, (schedule, chunks) in product(kinds, schedules):
+                # Divided states take less memory and less traffic.
+                usual = "divided" if mesh.replicate > 1 and stage and divides else "whole"
+                for replicas, (schedule, chunks) in product(self._choices("replicas", (usual,)), schedules):
                     chosen = {"stage": stage, "micro": micro, "accumulation": accumulation, "recompute": recompute}
                     yield replace(mesh, schedule=schedule, chunks=chunks, replicas=replicas, **chosen)
 
@@ -207,7 +210,7 @@ class Planner:
             refused = self._subject.refusal(layout)
             try:
                 estimate = None if refused else self._estimator.estimate(layout, exact=False)
-            except (ConfigError, LayoutError) as error:
+            except LayoutError as error:
                 refused, estimate = str(error), None
             if estimate is None:
                 self._refused.setdefault(refused, str(layout))

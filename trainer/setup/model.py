@@ -17,7 +17,6 @@ from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
-from zeromesh.experts.load import ExpertLoads
 from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
@@ -50,6 +49,7 @@ from zeromesh.trainer.models.quantized_layers import codes_of, make_plain
 from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, require_equal_when_spread
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.expert_load import ExpertLoads
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.safetensors_source import keep_encoded

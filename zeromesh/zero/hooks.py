@@ -49,6 +49,14 @@ class _ModuleHook:
         return _ModuleHook, ()
 
 
+class _InputHook(_ModuleHook):
+    """A hook on a module that gets its arguments."""
+
+    def __call__(self, _module: nn.Module, *given: Any) -> None:
+        if self._call is not None:
+            _outside_transforms(self._call, _module, *given)
+
+
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
 vars(_ModuleHook.__call__)["_torchdynamo_disable"] = True
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -128,7 +136,8 @@ def watch_inputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[..., N
     """Have `call(name, module, args, kwargs)` run before each forward of these modules; returns a call that ends this."""
     handles = ExitStack()
     for name, module in modules:
-        handles.enter_context(module.register_forward_pre_hook(partial(call, name), with_kwargs=True))
+        hook = _InputHook(partial(call, name))
+        handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
     return handles.close
 
 
