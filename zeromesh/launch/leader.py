@@ -6,7 +6,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
@@ -288,14 +288,13 @@ class Leader:
 
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
-        members, (own, *others) = self._candidates, self._places()
-        counts = {id(each): count for each, count in zip(members, others, strict=True) if count}
-        there, members = self._processes + sum(each.processes for each in members), members[: len(counts)]
-        self._world_size = own + sum(others)
+        found, (own, *others) = self._candidates, self._places()
+        counts = {each: count for each, count in zip(found, others, strict=True) if count}
+        there, self._world_size = self._processes + sum(each.processes for each in found), own + sum(others)
         if self._world_size < there:
             self._notify(f"{self._world_size} of {there} ranks make a mesh (parallel), and the others wait")
         if self._address_of is not None:
-            host, port = self._address_of(members)
+            host, port = self._address_of([*counts])
         else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
@@ -311,14 +310,14 @@ class Leader:
         )
         first, self._will = own, {}
         if self._listener is not None and self._nodes.rank is None and self._processes:
-            self._will = self._last_will(members)
-        for each in members:
-            start = {**asdict(assigned), "first": first, "processes": counts[id(each)]}
+            self._will = self._last_will(counts)
+        for each, count in counts.items():
+            start = {**asdict(assigned), "first": first, "processes": count}
             each.connection.send({"start": start, **self._will})
             each.running, each.failure, each.began = True, None, False
-            first += counts[id(each)]
+            first += count
         for each in self._members:
-            each.numbered = each in members
+            each.numbered = each in counts
             if self._will and each in self._known and not each.numbered:
                 each.connection.send(self._will)
         self._come_until, self._wins_ties = 0.0, True
@@ -332,7 +331,7 @@ class Leader:
         if all(each.began for each in self._members if each.numbered):
             self._electorates = self._electorates[-1:]
 
-    def _last_will(self, members: Sequence[Member]) -> Message:
+    def _last_will(self, members: Iterable[Member]) -> Message:
         """Return the message that tells what launchers have to know to go on without this one."""
         now, heirs = time.monotonic(), {each.drawn: f"{each.address}:{each.port}" for each in members}
         self._electorates.append({*heirs})
@@ -415,10 +414,9 @@ class Leader:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._has_new_hosts:
             self._notify("another host has come; all ranks go on with it")
-        elif recovers:
-            self._notify(f"{cause}\nzeromesh: {again}")
         else:
-            self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
+            count = "" if recovers else f": restart {self._failures} of {self._nodes.max_restarts}"
+            self._notify(f"{cause}\nzeromesh: {again}{count}")
 
     def _wait(self) -> None:
         streams = [stream for each in self._members for stream in each.connection.readers]
