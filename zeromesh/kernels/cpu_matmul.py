@@ -70,6 +70,8 @@ class _Scratch(threading.local):
         return self._tiles[name][: rows * columns].view(rows, columns)
 
     def wide(self, name: str, narrow: torch.Tensor) -> torch.Tensor:
+        if narrow.stride(0) < narrow.stride(1):  # Transposed: copied in the order in which it lies in memory.
+            return self.wide(name, narrow.t()).t()
         return self.tile(name, *narrow.shape).copy_(narrow)
 
 
@@ -91,19 +93,6 @@ def wide_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("zeromesh::wide_linear_grad_x", mutates_args=())
-def _grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    flat = grad.reshape(-1, grad.shape[-1])
-    out = grad.new_empty(flat.shape[0], weight.shape[1])
-    for tokens in _slices(flat.shape[0], max(weight.shape), _TOKEN_TILE):
-        total = _scratch.tile("tokens", tokens.stop - tokens.start, weight.shape[1])
-        for rows in row_blocks(*weight.shape):
-            part = _scratch.wide("product", flat[tokens, rows])
-            total.addmm_(part, _scratch.wide("weight", weight[rows]), beta=float(rows.start > 0))
-        out[tokens] = total
-    return out.view(*grad.shape[:-1], weight.shape[1])
-
-
 @torch.library.custom_op("zeromesh::wide_linear_grad_weight", mutates_args=())
 def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     flat, factor = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
@@ -118,7 +107,6 @@ def _grad_weight(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 wide_linear.register_fake(lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0]))
-_grad_x.register_fake(lambda grad, weight: grad.new_empty(*grad.shape[:-1], weight.shape[1]))
 _grad_weight.register_fake(lambda grad, x: x.new_empty(grad.shape[-1], x.shape[-1]))
 
 
@@ -126,7 +114,7 @@ def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     of_x, of_weight, of_bias = ctx.needs_input_grad
     return (
-        _grad_x(grad, weight) if of_x else None,
+        linear_grad_x(grad, weight) if of_x else None,
         _grad_weight(grad, x) if of_weight else None,
         linear_grad_bias(grad) if of_bias else None,
     )
@@ -146,7 +134,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 def linear_grad_x(grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return `grad @ weight`, the gradient of the input of `linear`; nothing is recorded for autograd."""
     if _is_widened(grad, weight):
-        return cast(torch.Tensor, _grad_x(grad, weight))
+        return cast(torch.Tensor, wide_linear(grad, weight.t(), None))
     return torch.matmul(grad, weight)
 
 

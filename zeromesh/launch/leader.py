@@ -25,7 +25,7 @@ REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
 _HOUR = 3600.0
 _MARGIN_SECONDS = 1.0  # beyond the silence after which a launcher has surely killed its ranks
-_LOOK_SECONDS = 0.5  # between two looks at the endpoint of a former leader
+LOOK_SECONDS = 0.5  # between two looks at the endpoint of a former leader, and for an heir to be reached
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
 
 
@@ -146,7 +146,7 @@ class Leader:
         # The other launchers, by name, of each start since the latest one that all of its launchers know of.
         self._electorates: list[set[str]] = []
         self._silent, self._gone = set[str](), set[str]()  # those of them that are silent, or have surely ended
-        self._may_come, self._come_until = set[str](), 0.0  # those that may come to this heir, until then
+        self._come_until = 0.0  # the monotonic time until which silent ones may come to this heir
         self._wins_ties = True
         self.moved: Message | None = None
         """The message that tells where the run goes on, if others lead it already."""
@@ -255,14 +255,14 @@ class Leader:
         """True if ranks of other hosts have not ended."""
         return any(each.running for each in self._members)
 
-    def lacks(self, unless: Iterable[str] = ()) -> bool:
-        """Return True if more than half of the launchers may go on without this one, `unless` some of the silent ones come."""
-        away, tie = self._silent.difference(unless), not self._wins_ties
-        return any(2 * len(each & away) + tie > 1 + len(each - self._gone) for each in self._electorates)
+    def lacks(self) -> bool:
+        """Return True if more than half of the launchers may go on without this one."""
+        tie = not self._wins_ties
+        return any(2 * len(each & self._silent) + tie > 1 + len(each - self._gone) for each in self._electorates)
 
     @property
     def _is_cut_off(self) -> bool:
-        return self.lacks(self._may_come if time.monotonic() < self._come_until else ())
+        return self.lacks() and time.monotonic() >= self._come_until
 
     @property
     def _known(self) -> list[Member]:
@@ -288,14 +288,13 @@ class Leader:
 
     def _start(self) -> RankRange:
         """Number the hosts, this one first, and send each its ranks."""
-        members, (own, *others) = self._candidates, self._places()
-        counts = {id(each): count for each, count in zip(members, others, strict=True) if count}
-        there, members = self._processes + sum(each.processes for each in members), members[: len(counts)]
-        self._world_size = own + sum(others)
+        found, (own, *others) = self._candidates, self._places()
+        counts = {each: count for each, count in zip(found, others, strict=True) if count}
+        there, self._world_size = self._processes + sum(each.processes for each in found), own + sum(others)
         if self._world_size < there:
             self._notify(f"{self._world_size} of {there} ranks make a mesh (parallel), and the others wait")
         if self._address_of is not None:
-            host, port = self._address_of(members)
+            host, port = self._address_of([*counts])
         else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
@@ -311,14 +310,14 @@ class Leader:
         )
         first, self._will = own, {}
         if self._listener is not None and self._nodes.rank is None and self._processes:
-            self._will = self._last_will(members)
-        for each in members:
-            start = {**asdict(assigned), "first": first, "processes": counts[id(each)]}
+            self._will = self._last_will(counts)
+        for each, count in counts.items():
+            start = {**asdict(assigned), "first": first, "processes": count}
             each.connection.send({"start": start, **self._will})
             each.running, each.failure, each.began = True, None, False
-            first += counts[id(each)]
+            first += count
         for each in self._members:
-            each.numbered = each in members
+            each.numbered = each in counts
             if self._will and each in self._known and not each.numbered:
                 each.connection.send(self._will)
         self._come_until, self._wins_ties = 0.0, True
@@ -332,7 +331,7 @@ class Leader:
         if all(each.began for each in self._members if each.numbered):
             self._electorates = self._electorates[-1:]
 
-    def _last_will(self, members: Sequence[Member]) -> Message:
+    def _last_will(self, members: Iterable[Member]) -> Message:
         """Return the message that tells what launchers have to know to go on without this one."""
         now, heirs = time.monotonic(), {each.drawn: f"{each.address}:{each.port}" for each in members}
         self._electorates.append({*heirs})
@@ -346,9 +345,12 @@ class Leader:
         """Go on as the leader would that is `lost`, by what it has left, as its heir `drawn`. Of the leader, whose name is empty,
         and the heirs before this one those have surely `ended`; new launchers come to the endpoint `former`."""
         heirs, now = [*messages.heirs(will)], time.monotonic()
-        before, self._may_come = {"", *heirs[: heirs.index(drawn)]}, {*heirs[heirs.index(drawn) + 1 :]}
-        self._electorates, self._gone, self._silent = [before | self._may_come], ended, before - ended | self._may_come
-        self._wins_ties, self._come_until, self._lost = before == ended, now + REACH_SECONDS, [lost]
+        before, later = {"", *heirs[: heirs.index(drawn)]}, {*heirs[heirs.index(drawn) + 1 :]}
+        self._electorates, self._gone, self._silent = [before | later], ended, before - ended
+        self._wins_ties, self._lost = before == ended, [lost]
+        # Nobody is waited for where all later ones together would not be enough.
+        self._come_until = 0.0 if self.lacks() else now + REACH_SECONDS
+        self._silent |= later
         self._starts, self._world_size, self._run_id = latest.restart + 1, latest.world_size, latest.run_id
         self._failures, recoveries = field(will, "failures", 0), field(will, "recoveries", {})
         self._recoveries = [(now - int(age) / 1000, field(recoveries, age, 0)) for age in recoveries if age.isdecimal()]
@@ -358,12 +360,13 @@ class Leader:
 
     def _watch(self, former: str, told: Message) -> None:
         """Tell launchers that lead at the endpoint `former`, such as that of a host which is back, where the run goes on."""
-        while not self._closed.wait(_LOOK_SECONDS):
+        while not self._closed.wait(LOOK_SECONDS):
             with suppress(OSError, MessageError):
-                reached = socket.create_connection(replace(self._nodes, endpoint=former).where, timeout=_LOOK_SECONDS)
+                reached = socket.create_connection(replace(self._nodes, endpoint=former).where, timeout=LOOK_SECONDS)
                 found = LauncherConnection(reached, reached, self._secret, serves=False)
                 with closing(found):
-                    messages.await_leader(found)
+                    while not found.receive():
+                        select.select(found.readers, [], [], TICK_SECONDS)
                     found.send({**told, "drawn": found.drawn})
 
     def _stop(self, cause: WorkersFailed | None) -> None:
@@ -411,10 +414,9 @@ class Leader:
             self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._has_new_hosts:
             self._notify("another host has come; all ranks go on with it")
-        elif recovers:
-            self._notify(f"{cause}\nzeromesh: {again}")
         else:
-            self._notify(f"{cause}\nzeromesh: {again}: restart {self._failures} of {self._nodes.max_restarts}")
+            count = "" if recovers else f": restart {self._failures} of {self._nodes.max_restarts}"
+            self._notify(f"{cause}\nzeromesh: {again}{count}")
 
     def _wait(self) -> None:
         streams = [stream for each in self._members for stream in each.connection.readers]

@@ -213,12 +213,6 @@ class LauncherConnection:
             stream.close()
 
 
-def await_leader(connection: LauncherConnection) -> None:
-    """Wait for the first message of the leader at the other end. Raises as `LauncherConnection.receive` does."""
-    while not connection.receive():
-        select.select(connection.readers, [], [], _CLOSE_SECONDS)
-
-
 def read_available(stream: Stream) -> bytes | None:
     """Return the bytes that can be read from a stream without waiting, empty at its end; None if there are none now."""
     try:

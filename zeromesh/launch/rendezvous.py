@@ -24,6 +24,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.leader import (
     ALONE,
+    LOOK_SECONDS,
     REACH_SECONDS,
     REST_SECONDS,
     TICK_SECONDS,
@@ -46,8 +47,8 @@ TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 
 class Follower:
     """A launcher that starts ranks when its leader says so, and kills them if that is gone. `attach` connects it to the `zeromesh
-    launch` that has started it, which also sends variables and signals; without it the follower goes to the endpoint, or to those
-    that a `will` names. `notify` receives lines for the user if it leads."""
+    launch` that has started it, which also sends variables and signals; without it the follower goes to the endpoint. `notify`
+    receives lines for the user if it leads."""
 
     def __init__(
         self,
@@ -57,7 +58,6 @@ class Follower:
         attach: Callable[[], LauncherConnection] | None = None,
         *,
         notify: Notify = lambda line: None,
-        will: Message | None = None,
     ) -> None:
         self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
         self.rest_seconds = REST_SECONDS if attach is None else 0
@@ -66,54 +66,43 @@ class Follower:
         self._result: Result | None = None
         self._assigned: RankRange | None = None
         self._stop: Stop | None = None
-        self._notify, self._will, self._drawn = notify, will, secrets.token_hex(8)
+        self._notify, self._drawn = notify, secrets.token_hex(8)
+        self._will: Message | None = None  # what the leader has left to its heirs, if there can be any
         self._listener: socket.socket | None = None  # for other heirs to come to
         self._leader: Leader | None = None  # once this launcher leads
         self._latest: RankRange | None = None
         self._runs = False  # True if ranks of the latest start have not ended.
         self._is_joined = False  # True if the leader, or the heir that this launcher is at, knows this one
         self._lost: WorkersFailed | None = None  # the leader, until there is another
-        self._lost_at = 0.0
+        self._alone_since = 0.0  # the monotonic time since which there is none
         self._at = ""  # the name of the heir at the other end; empty: the leader of the latest start
         self._ended: set[str] = set()
 
     def first_start(self) -> RankRange | Result:
-        until = time.monotonic() + (REACH_SECONDS if self._attach is None else 0.0)
-        if self._will is not None:
-            self._lose_leader(ConnectionError("it has moved"), self._will)
-            return self._wait(None)
-        while self._connection is None:
-            try:
-                self._connection = self._join((self._attach or self._dial)())
-            except OSError as error:
-                if time.monotonic() > until:
-                    return self._unreachable_error(error.strerror or str(error))
-                time.sleep(4 * TICK_SECONDS)
-            if self._stopped():
-                return 0
+        self._alone_since = time.monotonic()
         return self._wait(None)
 
-    def _dial(self) -> LauncherConnection:
-        reached = socket.create_connection(self._nodes.where, timeout=messages.HELLO_SECONDS)
-        return self._connected(reached)
-
-    def _connected(self, reached: socket.socket) -> LauncherConnection:
-        """Return the connection to the leader. Listen at the address by which it knows this host, which may have to lead: at the
-        endpoint's port, which a firewall lets through, or any. Nobody is answered before."""
-        (host, port), silence = self._nodes.where, self._nodes.silence_seconds
-        if self._listener is None and self._nodes.most > 1 and self._nodes.rank is None:
-            with suppress(
-                ConfigError
-            ):  # On the endpoint's host the port is that of the launcher which comes to lead there.
-                self._listener = None if is_this_host(host) else listen(reached.getsockname()[0], port)
-            self._listener = self._listener or listen(reached.getsockname()[0], 0)
-        return LauncherConnection(reached, reached, setting(SECRET) or "", serves=False, silence_seconds=silence)
+    def _connect(self) -> LauncherConnection:
+        """Connect to the leader at the endpoint, or to the heir whose turn it is. Listen at the address by which it knows this
+        host, which may have to lead: at the endpoint's port, which a firewall lets through, or any. Nobody is answered before."""
+        nodes, heirs = self._nodes, messages.heirs(self._will or {})
+        where = replace(nodes, endpoint=heirs.get(self._at, nodes.endpoint)).where
+        # Ranks whose leader is lost may have to be killed meanwhile.
+        reached = socket.create_connection(where, LOOK_SECONDS if self._lost else messages.HELLO_SECONDS)
+        if self._listener is None and nodes.most > 1 and nodes.rank is None:
+            own, (host, port) = reached.getsockname()[0], nodes.where
+            # On the endpoint's host the port is that of the launcher which comes to lead there.
+            with suppress(ConfigError):
+                self._listener = listen(own, 0 if is_this_host(host) else port)
+            self._listener = self._listener or listen(own, 0)
+        secret, silence = setting(SECRET) or "", nodes.silence_seconds
+        return LauncherConnection(reached, reached, secret, serves=False, silence_seconds=silence)
 
     def poll(self) -> Stop | None:
         self._receive()
         stop = None if self._leader is None else self._leader.poll()
-        settled = self._is_joined if self._leader is None else not self._leader.lacks()
-        if self._lost is not None and not settled and time.monotonic() > self._lost_at + self._nodes.silence_seconds:
+        settled = self._lost is None or (self._is_joined if self._leader is None else not self._leader.lacks())
+        if not settled and time.monotonic() > self._alone_since + self._nodes.silence_seconds:
             return Stop(0)  # Another heir may lead by now, which waits for ranks that it does not know of as long.
         return self._stop or stop
 
@@ -137,17 +126,6 @@ class Follower:
             if each is not None:
                 each.close()
         self._connection = None
-
-    def _join(self, connection: LauncherConnection) -> LauncherConnection:
-        """Introduce this launcher to the leader at the other end. Raises `OSError` where there is none."""
-        try:
-            messages.await_leader(connection)
-        except MessageError as error:
-            raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
-        except ConnectionError:
-            raise ConnectionError("what listens there is no launcher of zeromesh, or it is about to end") from None
-        self._introduce(connection)
-        return connection
 
     def _introduce(self, connection: LauncherConnection) -> None:
         nodes, port = self._nodes, 0 if self._listener is None else self._listener.getsockname()[1]
@@ -175,50 +153,48 @@ class Follower:
         return 0
 
     def _receive(self) -> None:
-        if self._connection is None:
+        """Handle the messages that have come from the leader, and connect to one where there is none."""
+        if self._result is not None or self._leader is not None:
             return
         try:
+            if self._connection is None:
+                self._connection = (self._attach or self._connect)()
             for message in self._connection.receive():
                 self._take(message)
-        except (MessageError, ConnectionError) as error:
-            if self._result is None and self._will is not None and isinstance(error, ConnectionError):
-                self._lose_leader(error, self._will)
-            elif self._result is None:
-                self._result, self._stop = self._unreachable_error(str(error)), Stop(0)
-        if self._result is not None:
-            self._stop = self._stop or Stop(self.rest_seconds)
-            self.close()
+        except MessageError as error:
+            if self._will is None and not self._is_joined:
+                raise ConfigError(f"--rdzv-endpoint {self._nodes.endpoint}: {error}") from error
+            self._give_up(str(error))
+        except OSError as error:
+            self._leave(error)
 
-    def _lose_leader(self, error: Exception, will: Message) -> None:
-        """Leave a leader that is lost, or an heir that does not answer, and go to the next heir without waiting for it."""
-        has_ended = False
-        if self._connection is not None:
-            has_ended = self._connection.was_closed and self._is_joined
-            self._connection.send({"left": True})
-            self._connection.close()
+    def _leave(self, error: OSError) -> None:
+        """Leave a leader that is lost, or one that does not answer, and go to the next heir, or to the endpoint again."""
+        connection, was_joined, reason = self._connection, self._is_joined, error.strerror or str(error)
+        self._connection, self._is_joined, will, has_ended = None, False, self._will, False
+        if connection is not None:
+            if not was_joined:
+                reason = "what listens there is no launcher of zeromesh, or it is about to end"
+            elif will is not None:
+                has_ended = connection.was_closed
+                connection.send({"left": True})
+            connection.close()
         if has_ended:
             self._ended.add(self._at)
-        if self._lost is None:
-            self._lost_at = time.monotonic()
+        if self._lost is None and will is not None:
+            self._alone_since = time.monotonic()
             self._lost = WorkersFailed(message=f"host {field(will, 'leader', '')}, which led, is gone", exit_code=1)
             self._stop = Stop(0, self._lost.message if has_ended else "")
-        self._connection, self._is_joined = None, False
-        if time.monotonic() > self._lost_at + REACH_SECONDS:
-            self._result = self._unreachable_error(str(error))
-            return
-        heirs = messages.heirs(will)
-        names = ["", *heirs]
-        self._at = names[names.index(self._at) + 1] if self._at != names[-1] else names[1]
-        if self._at == self._drawn and self._latest is not None:
-            nodes = replace(self._nodes, endpoint=heirs[self._drawn])
-            self._leader = Leader(nodes, self._processes, self._notify, self._stopped, listener=self._listener)
-            self._leader.inherit(will, self._drawn, self._latest, self._ended, self._lost, self._nodes.endpoint)
-            return
-        host, port = replace(self._nodes, endpoint=heirs[self._at]).where
-        reached = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        reached.setblocking(False)
-        reached.connect_ex((host, port))
-        self._connection = self._connected(reached)
+        is_late = time.monotonic() > self._alone_since + REACH_SECONDS
+        if is_late or (will is None and (was_joined or self._attach is not None)):
+            self._give_up(reason)
+        elif will is not None and self._lost is not None:
+            names = ["", *(heirs := messages.heirs(will))]
+            self._at = names[names.index(self._at) + 1] if self._at != names[-1] else names[1]
+            if self._at == self._drawn and self._latest is not None:
+                nodes = replace(self._nodes, endpoint=heirs[self._drawn])
+                self._leader = Leader(nodes, self._processes, self._notify, self._stopped, listener=self._listener)
+                self._leader.inherit(will, self._drawn, self._latest, self._ended, self._lost, self._nodes.endpoint)
 
     def _take(self, message: Message) -> None:
         if "zeromesh" in message and self._connection is not None:  # An heir leads, to which this launcher has come.
@@ -236,17 +212,20 @@ class Follower:
             end = field(message, "over", {})
             code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
             self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
+            self._stop = self._stop or Stop(self.rest_seconds)
+            self.close()
         elif self._attach is not None and "variables" in message:
             export(messages.variables(message))
         elif self._attach is not None and "signal" in message:
             os.kill(os.getpid(), field(message, "signal", messages.MISSING, least=1, most=signal.NSIG - 1))
 
-    def _unreachable_error(self, reason: str) -> WorkersFailed:
+    def _give_up(self, reason: str) -> None:
         message = (
             f"the launcher at {self._nodes.endpoint}, which the others meet at, cannot be reached from here ({reason}); once it is "
             "there, start all again, and the run goes on from its newest checkpoint"
         )
-        return WorkersFailed(message=message, exit_code=1)
+        self._result, self._stop = WorkersFailed(message=message, exit_code=1), Stop(0)
+        self.close()
 
 
 def launch_workers(
@@ -276,7 +255,8 @@ def launch_workers(
                     raise
         result = run_starts(arguments, others, requests, notify, modules, processes)
         if isinstance(others, Leader) and others.moved is not None:
-            others = Follower(nodes, processes, stopped, notify=notify, will=others.moved)
+            (endpoint,) = messages.heirs(others.moved).values()
+            others = Follower(replace(nodes, endpoint=endpoint), processes, stopped, notify=notify)
             return run_starts(arguments, others, requests, notify, modules, processes)
         return result
 
