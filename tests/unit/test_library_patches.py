@@ -36,6 +36,7 @@ INTERNALS = (
     "torch._C.DisableTorchFunction",
     "torch._C.DisableTorchFunctionSubclass",
     "torch._C.TensorBase",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
     "torch._C._distributed_c10d",
     "torch._C._dynamo.eval_frame",

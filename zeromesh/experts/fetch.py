@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeromesh.experts.dispatch import adapters_of, run_rows
@@ -97,10 +98,10 @@ class _Module:
 
     @uncompiled
     def _forward(self, own: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        copied = getattr(own, "__self__", self.module) is not self.module
+        others_way = getattr(own, "__self__", self.module) is not self.module or is_parametrized(self.module)
         trained = any(any(bucket.training) for bucket in self._buckets)
-        others = [each for each, _ in self.active if each._param_ndim != 3 or each.parameter_name not in self.slots]
-        if not (copied or trained or others):
+        unlike = [each for each, _ in self.active if each._param_ndim != 3 or each.parameter_name not in self.slots]
+        if not (others_way or trained or unlike):
             return run_rows(own, self._run, self.count, self._names, *args, **kwargs)
         with ExitStack() as adapted:
             for adapter in dict.fromkeys(adapter for adapter, _ in self.active):

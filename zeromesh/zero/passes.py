@@ -330,6 +330,8 @@ class Passes:
             self._make_live_in_backward(unit)
         else:
             self.make_live(unit)
+            if unit.is_fetched:  # No hook on its module has done it.
+                unit.record_digests()
 
     def _make_kept_units_live(self) -> None:
         for index in sorted(self._progress.kept):

@@ -110,13 +110,15 @@ def brought(mesh: Mesh, folder: str, kept: str, most: int, times: int) -> None:
     assert len(found) == 2 * 2 * 2 * times, (len(found), found)  # steps, microbatches and layers
 
 
-def thawed(mesh: Mesh, folder: str) -> None:
+def thawed(mesh: Mesh, folder: str, targets: str) -> None:
     """Experts on files that are trained from the second step on, and a copy of the model that is called in between."""
     config = settings(folder, offload={"parameters": "file"}, zero={"stage": 3})
 
     def thaw(model: Any, step: int) -> None:
         if step == 2:
-            model.get_submodule("base_model.model.model.layers.1.mlp.experts").requires_grad_(True)
+            for name, parameter in model.named_parameters():
+                if "layers.1" in name and name.endswith(("gate_up_proj", "down_proj")):
+                    parameter.requires_grad_(True)
 
     copies = []
 
@@ -126,10 +128,10 @@ def thawed(mesh: Mesh, folder: str) -> None:
             copies.append(abs(copy.deepcopy(trainer.model)(input_ids=ids).logits - trainer.model(input_ids=ids).logits))
         thaw(trainer.model, step)
 
-    plain = plain_fit(adapted("qwen", "attention"), sentences(), config, before_step=thaw)
+    plain = plain_fit(adapted("qwen", targets), sentences(), config, before_step=thaw)
     seen = [calling(on_step_begin=begin)]
     found, _ = compare(
-        adapted("qwen", "attention"), config, sentences(), plain, callbacks=seen, gradients=False, losses=True
+        adapted("qwen", targets), config, sentences(), plain, callbacks=seen, gradients=False, losses=True
     )
     assert all(value <= 1e-9 for value in found.values()), found
     assert float(torch.stack(copies).max()) <= 1e-12

@@ -55,7 +55,9 @@ test_only_chosen_experts_are_read = tried(
         row(1, "brought", kept="none", most=1, times=4),
     ],
 )
-test_experts_that_are_thawed_are_trained = tried("fetch_cases", [row(1, "thawed")])
+test_experts_that_are_thawed_are_trained = tried(
+    "fetch_cases", [row(1, "thawed", targets="experts"), row(1, "thawed", FULL, targets="attention")]
+)
 test_generation_reads_what_a_token_chose = tried(
     "fetch_cases", [row(1, "generated", zero={"stage": 3}, offload=FILE), row(1, "generated", FULL)]
 )
