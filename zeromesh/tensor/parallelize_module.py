@@ -38,7 +38,10 @@ _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*resh
 def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
     """Replace the parameter `old` by `new` everywhere; returns functions that restore it, as a meta tensor of the old shape."""
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
-    return _replace_in((module._parameters for module in model.modules()), old, new, placeholder)
+    undo = _replace_in((module._parameters for module in model.modules()), old, new, placeholder)
+    # A user's optimizer may keep the parameter, and with it the memory of values that nobody reads through it any more.
+    old.data = old.data.new_zeros(()).expand(old.shape)
+    return undo
 
 
 def _replace_in(tables: Iterable[dict[str, Any]], old: Any, new: Any, restored: Any) -> list[Callable[[], None]]:
