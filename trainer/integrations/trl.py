@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError, library_errors
+from zeromesh.errors import ConfigError, errors_as, library_errors
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
 from zeromesh.trainer.config.sections.base import find_object
@@ -73,15 +73,12 @@ def train(config: TrainerConfig) -> None:
     """Train by TRL into the run's folder `model`, on all ranks. Raises `ConfigError` for unsupported settings, or without it."""
     arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
     directory = config.run.directory
-    try:
+    needed = f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ("
+    refused = f"train: TRL's {kind}Config does not take this: "
+    with errors_as(ConfigError, needed, ImportError, after=")"), errors_as(ConfigError, refused, TypeError, ValueError):
         import trl
 
         trl_config = getattr(trl, f"{kind}Config")(str(directory), **arguments)
-    except ImportError as error:
-        problem = f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ({error})"
-        raise ConfigError(problem) from error
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"train: TRL's {kind}Config does not take this: {error}") from error
     rewards = [find_object(each.python, "train.rewards", config.folders) for each in config.train.rewards]
     source = config.model.source or str(directory / "base")
     with trl_config.main_process_first(local=False):

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import DataError, LayoutError, PhaseError
-from zeromesh.kernels.cpu_matmul import product_dtype, row_blocks
+from zeromesh.kernels.cpu_matmul import linear, product_dtype, row_blocks
 from zeromesh.offload.accelerator import on_accelerator
 
 _ROW_ELEMENTS = 2**18  # of the softmax's scratch on CPU: 1 MiB in fp32, within the second-level cache
@@ -98,12 +98,11 @@ def chunked_cross_entropy(
     nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target
     outside of the vocabulary.
     """
-    check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    first, vocab = _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if chunk_tokens is None:
         chunk_tokens = chunk_for(len(hidden), hidden.shape[1], hidden.dtype, trained=weight.requires_grad)
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
-    first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
     counted = targets != ignore_index
     if count is None or not on_accelerator(targets):
@@ -122,10 +121,11 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(head, seed, hidden, weight, bias)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def check_shapes(
+def _check_shapes(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, sizes: Sequence[int], among: Exchange | None
-) -> None:
-    """Raise `LayoutError` for shapes and dtypes that do not fit each other or the ranks' `sizes`."""
+) -> tuple[int, int]:
+    """Return the first token of the vocabulary that is here, and their number on all ranks. Raises `LayoutError` for shapes and
+    dtypes that do not fit each other or the ranks' `sizes`."""
     fits = hidden.dim() == 2 and weight.dim() == 2 and hidden.shape[1] == weight.shape[1]
     fits = fits and targets.shape == hidden.shape[:1] and (bias is None or bias.shape == weight.shape[:1])
     if not fits:
@@ -138,6 +138,7 @@ def check_shapes(
     dtypes = {t.dtype for t in (hidden, weight, bias) if t is not None}
     if len(dtypes) != 1 or not hidden.is_floating_point():
         raise LayoutError(f"hidden, weight and bias must share one floating dtype; got {sorted(map(str, dtypes))}")
+    return (0, weight.shape[0]) if among is None else (sum(sizes[: among.index]), sum(sizes))
 
 
 def require_targets_in(targets: Tensor, vocab: int, ignore_index: int = -100) -> None:
@@ -200,20 +201,18 @@ class HeadPass:
     def each_chunk(self, visit: Callable[[Tensor, slice], None]) -> None:
         """Call `visit(logits, rows)` with each chunk's logits and its rows of `targets`. What it leaves in place of the logits is
         taken for their gradient over `seed`, of which the gradients are computed that are needed."""
-        logits = self.hidden.new_empty(self.chunk, self.vocab)
         for start in range(0, self.tokens, self.chunk):
             end = min(start + self.chunk, self.tokens)
-            chunk = logits[: end - start]
-            self._logits(self.hidden[start:end], chunk)
+            chunk = linear(self.hidden[start:end], self.weight, self.bias)
             visit(chunk, slice(start, end))
             if any(self.trained):
                 self.gradients(chunk, start, end)
+            del chunk  # The next one takes its memory.
             if self.exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
                 begun = (part, self.exchange.all_reduce_async(part))
                 self._finish_sums()
                 self._sums.append(begun)
-        del logits
         self._finish_sums()
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
@@ -221,20 +220,6 @@ class HeadPass:
         if self.grad_weight is not None:
             self.grad_weight = self.grad_weight.zero_() if self.tokens == 0 else self.grad_weight
             self.grad_weight = self.grad_weight.to(dtype)
-
-    def _logits(self, hidden: Tensor, out: Tensor) -> None:
-        if self.matmul_dtype == hidden.dtype:
-            if self.bias is None:
-                torch.mm(hidden, self.weight.t(), out=out)
-            else:
-                torch.addmm(self.bias, hidden, self.weight.t(), out=out)
-            return
-        hidden = hidden.to(self.matmul_dtype)
-        for block in self.blocks:
-            product = torch.mm(hidden, self.weight[block].to(self.matmul_dtype).t())
-            if self.bias is not None:
-                product += self.bias[block]
-            out[:, block] = product
 
     def row_parts(self, logits: Tensor, *, keep: bool) -> Iterator[tuple[slice, Tensor]]:
         """Yield rows that fit into a cache, and their changed logits in the dtype of the softmax. What is left in them, times the
@@ -412,10 +397,9 @@ def token_scores(
     Returns scores [tokens], float32, or float64 for float64 inputs. Backward may run several times. Raises `LayoutError` for shapes
     and dtypes that do not fit and a bad temperature, and `DataError` for a target outside of the vocabulary.
     """
-    check_shapes(hidden, weight, bias, targets, sizes, exchange)
+    first, vocab = _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if not temperature > 0:
         raise LayoutError(f"temperature is {temperature}, and must be above 0")
-    first, vocab = (0, weight.shape[0]) if exchange is None else (sum(sizes[: exchange.index]), sum(sizes))
     require_targets_in(targets, vocab)
     kept = (targets != -100).nonzero().squeeze(1)
     # A temperature divides what the cap leaves: T of cap * tanh(scale * z / cap) / T is in both of its numbers.

@@ -75,11 +75,12 @@ class Parallelized:
         for name, part in self.parts.items():
             if part.region.local_shape != tuple(names[name].shape):
                 local = torch.empty(part.region.local_shape, dtype=names[name].dtype, device="meta")
-                made = nn.Parameter(local, requires_grad=names[name].requires_grad)
-                self._undo += replace_parameter(model, names[name], made)
+                own = nn.Parameter(local, requires_grad=names[name].requires_grad)
+                self._undo += replace_parameter(model, names[name], own)
         for layer in plan.layers:
-            if (replacement := self._replacement_of(layer)) is not None:
-                self._replace(layer.module, replacement)
+            if (made := self._replacement_of(layer)) is not None:
+                old, tables = model.get_submodule(layer.module), (module._modules for module in model.modules())
+                self._undo += _replace_in(tables, old, made.train(old.training), old)
         self._patch()
         if self.shares is not None:
             self._share_sequence(self.shares)
@@ -127,11 +128,6 @@ class Parallelized:
             return layers.ColumnParallelLinear(module, source, sizes=layer.sizes)
         rows = layer.shares[index] if style is Style.SLICED else None
         return layers.ColumnParallelLinear(module, source, rows=rows, randomness=self._randomness)
-
-    def _replace(self, name: str, made: nn.Module) -> None:
-        old = self._model.get_submodule(name)
-        made.train(old.training)
-        self._undo += _replace_in((module._modules for module in self._model.modules()), old, made, old)
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
         self._undo.append(override(module, attribute, value))
