@@ -258,7 +258,11 @@ class _Chat:
 def run_serve(options: argparse.Namespace) -> int:
     processes, starts = train.ranks_of(options)
     fields, keys = _split_fields(options.overrides)
-    keys += _adapter_keys(options.adapter or ())
+    words = options.adapter or ()
+    adapters = dict(word.partition("=")[::2] for word in words)
+    if not all(adapters.values()) or any("." in name for name in adapters) or len(adapters) < len(words):
+        raise ConfigError(f"--adapter {' --adapter '.join(words)}: give NAME=DIR, each of another name without a dot")
+    keys += [f"model.adapters.{name}={json.dumps(directory)}" for name, directory in adapters.items()]
     if not starts:
         return _serve(options, fields, keys)
     from zeromesh.launch.signals import STOP_SIGNALS
@@ -266,14 +270,6 @@ def run_serve(options: argparse.Namespace) -> int:
     # Ranks get a second signal too, and then end open requests with an answer. A stop by a signal is a success.
     ended = train.launch_this_command(options, processes, passes=2)
     return 0 if ended in {128 + int(number) for number in STOP_SIGNALS} else train.report(ended)
-
-
-def _adapter_keys(words: Sequence[str]) -> list[str]:
-    """Return the keys of the configuration for adapters that are given as NAME=DIR."""
-    found = dict(word.partition("=")[::2] for word in words)
-    if not all(found.values()) or any("." in name for name in found) or len(found) < len(words):
-        raise ConfigError(f"--adapter {' --adapter '.join(words)}: give NAME=DIR, each of another name without a dot")
-    return [f"model.adapters.{name}={json.dumps(directory)}" for name, directory in found.items()]
 
 
 def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequence[str]) -> int:

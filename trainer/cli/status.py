@@ -88,7 +88,9 @@ def _snapshot(run: Path) -> RunSnapshot:
     with refusals(lock, "read"):
         note = read_whole(lock, 4096).decode(errors="replace").partition("\n")[0] if lock.exists() else ""
     if not note.startswith(ENDED) and note.endswith(f" on {socket.gethostname()}"):
-        ranks = [{**row, "stopped": True} if _is_stopped(row) else row for row in ranks]
+        for row in ranks:  # A signal or a debugger may have stopped them.
+            if row["seconds_without_progress"] >= _LEAST_STOPPED_SECONDS and process_state(row["pid"]) in ("T", "t"):
+                row["stopped"] = True
     written = next((each for each in (path, metrics) if each.exists()), lock)
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
@@ -131,11 +133,6 @@ def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     awaited = f"{waits['for']}: {ranks_text(waits['ranks']) if waits['ranks'] else 'the link'}" if waits else ""
     silent = f"{row['seconds_without_progress']:.1f}"
     return row["rank"], row["pid"], step, doing, f"{row['seconds']:.1f}", awaited, silent
-
-
-def _is_stopped(row: Mapping[str, Any]) -> bool:
-    """Return True if the process of a rank of this host is stopped, by a signal or a debugger."""
-    return row["seconds_without_progress"] >= _LEAST_STOPPED_SECONDS and process_state(row["pid"]) in ("T", "t")
 
 
 def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:

@@ -138,9 +138,7 @@ def test_a_watch_ends_with_the_run(
 def test_a_process_that_makes_progress_is_not_called_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        status, "read_whole", lambda path, *_: b"7 (a) b) T 1" if str(path) == "/proc/7/stat" else path.read_bytes()
-    )
+    monkeypatch.setattr(status, "process_state", {7: "T"}.__getitem__)
     ranks = [row(rank, seconds_without_progress=silent) for rank, silent in enumerate((0.9, 1.0))]
     run = run_of(tmp_path / "run", ranks)
     for note, stopped in ((None, [False, True]), ("pid 1 on elsewhere", [False, False]), ("ended", [False, False])):
