@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeromesh.environment import LOOPBACK, SECRET, RankRange, setting
 from zeromesh.errors import ConfigError, counted
@@ -124,9 +124,8 @@ class Leader:
         self._nodes, self._processes = nodes, processes
         self._notify, self._stopped, self._address_of = notify, stopped, address_of
         self._secret = setting(SECRET) or ""
-        self._listener = listener
-        if nodes.most > 1 and members is None and listener is None:
-            self._listener = listen(*nodes.where)
+        others_come = nodes.most > 1 and members is None
+        self._listener = listener or (listen(*nodes.where) if others_come else None)
         if self._listener is not None:
             self._listener.setblocking(False)
         self._members: list[Member] = [] if members is None else members
@@ -150,7 +149,6 @@ class Leader:
         self._wins_ties = True
         self.moved: Message | None = None
         """The message that tells where the run goes on, if others lead it already."""
-        self._closed = threading.Event()
 
     def first_start(self) -> RankRange | Result:
         """Wait until enough launchers have joined; returns the ranks of this host, or the result if there is no start."""
@@ -360,7 +358,8 @@ class Leader:
 
     def _watch(self, former: str, told: Message) -> None:
         """Tell launchers that lead at the endpoint `former`, such as that of a host which is back, where the run goes on."""
-        while not self._closed.wait(LOOK_SECONDS):
+        while self._listener is not None:
+            time.sleep(LOOK_SECONDS)
             with suppress(OSError, MessageError):
                 reached = socket.create_connection(replace(self._nodes, endpoint=former).where, timeout=LOOK_SECONDS)
                 found = LauncherConnection(reached, reached, self._secret, serves=False)
@@ -383,7 +382,6 @@ class Leader:
     def _end(self, result: Result, last: Message | None = None) -> Result:
         code, reason = (result, "") if isinstance(result, int) else (result.exit_code, str(result))
         self.send(last or {"over": {"code": code, "text": reason}})
-        self._closed.set()
         while self._members:
             self._members.pop().connection.close()
         if self._listener is not None:
@@ -471,10 +469,8 @@ class Leader:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)
-                limit, step, left_out = (field(message, name, 0) for name in ("limit", "step", "left_out"))
-                each.failure = WorkersFailed(
-                    message=text, exit_code=code, distance=int(noticed), limit=limit, step=step, left_out=left_out
-                )
+                counts: dict[str, Any] = {name: field(message, name, 0) for name in ("limit", "step", "left_out")}
+                each.failure = WorkersFailed(message=text, exit_code=code, distance=int(noticed), **counts)
 
     def _introduce(self, each: Member, message: Message) -> None:
         if each.greeting is not None:

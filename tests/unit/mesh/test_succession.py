@@ -220,7 +220,6 @@ def test_followers_find_their_new_leader_and_who_comes_back_does_too() -> None:
         for member in leader._members:  # As the kernel does for a process that is killed.
             member.connection.readers[0].close()  # type: ignore[attr-defined]
         leader._listener.close()  # type: ignore[union-attr]
-        leader._closed.set()
         until = time.monotonic() + 20
         while not any(each._leader and not each._leader._silent for each in followers):  # The other has come.
             stops = [each.poll() for each in followers]
