@@ -228,8 +228,9 @@ class StatusBoard:
         """Publish this rank's row now. Shared memory needs no publishing."""
 
     def alive(self, rank: int) -> bool:
-        """Return False if the rank's process is known to be gone."""
-        return process_runs(self._row(rank)[_PID])
+        """Return False if the rank's process is known to be gone, a zombie too. One that has not published has the number 0."""
+        pid = self._row(rank)[_PID]
+        return pid == 0 or process_state(pid) not in ("", "Z", "X")
 
     def stopped(self, rank: int) -> bool:
         """Return True if the rank's process is known to be stopped, as by SIGSTOP."""
@@ -241,11 +242,6 @@ class StatusBoard:
 
     def close(self) -> None:
         """Stop publishing."""
-
-
-def process_runs(pid: int) -> bool:
-    """Return True if process `pid` of this host exists and is no zombie, or if `pid` is 0, since the rank has not published."""
-    return pid == 0 or process_state(pid) not in ("", "Z", "X")
 
 
 class Store(Protocol):

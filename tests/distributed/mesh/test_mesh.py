@@ -42,7 +42,6 @@ from zeromesh.telemetry.status_board import (
     RankNote,
     StatusBoard,
     StoreBoard,
-    process_runs,
     read_ring,
     shared_rows,
 )
@@ -146,13 +145,17 @@ class TestBoards:
         first.fail("its consequence")
         assert second.row(0).failure.startswith("ValueError: long long")
 
-    def test_a_process_is_alive_until_it_is_reaped_or_a_zombie(self) -> None:
-        assert process_runs(os.getpid())
-        assert process_runs(0)
+    def test_a_process_is_alive_until_it_is_reaped_or_a_zombie(self, boards: Boards) -> None:
+        first, second = boards
+        assert first.own[0] == os.getpid()
+        assert second.alive(0)
+        first.own[0] = 0
+        assert second.alive(0)
         child = subprocess.Popen([sys.executable, "-c", ""])
-        wait_for(lambda: not process_runs(child.pid), 20)
+        first.own[0] = child.pid
+        wait_for(lambda: not second.alive(0), 20)
         child.wait()
-        assert not process_runs(child.pid)
+        assert not second.alive(0)
 
 
 class DictStore(dict[str, bytes]):
