@@ -48,29 +48,23 @@ class Skeleton:
     """A second module tree with the same attributes and all tensors on meta. Initialisers run on it and never write the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._clones: dict[int, nn.Module] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self.root = self._clone(model)
+        self.root: nn.Module = self._on_meta(model, {})
 
-    def _clone(self, module: nn.Module) -> nn.Module:
-        if id(module) in self._clones:
-            return self._clones[id(module)]
-        clone: nn.Module = object.__new__(type(module))
-        clone.__dict__.update(module.__dict__)
-        self._clones[id(module)] = clone
-        for table in ("_parameters", "_buffers", "_modules"):
-            copied: Callable[[Any], Any] = self._clone if table == "_modules" else self._on_meta
-            values = getattr(module, table).items()
-            clone.__dict__[table] = {name: None if value is None else copied(value) for name, value in values}
-        return clone
-
-    def _on_meta(self, tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in self._tensors:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            if isinstance(tensor, nn.Parameter):
-                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            self._tensors[id(tensor)] = empty
-        return self._tensors[id(tensor)]
+    def _on_meta(self, value: Any, made: dict[int, Any]) -> Any:
+        """Return what stands for a module or a tensor of the model, which has one copy wherever it is used; None for None."""
+        if value is None or id(value) in made:
+            return made.get(id(value))
+        if isinstance(value, nn.Module):
+            clone = made[id(value)] = object.__new__(type(value))
+            clone.__dict__.update(value.__dict__)
+            for table in ("_parameters", "_buffers", "_modules"):
+                named = getattr(value, table).items()
+                clone.__dict__[table] = {name: self._on_meta(each, made) for name, each in named}
+        else:
+            made[id(value)] = empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            if isinstance(value, nn.Parameter):
+                made[id(value)] = nn.Parameter(empty, requires_grad=value.requires_grad)
+        return made[id(value)]
 
     def path(self, fqn: str) -> list[nn.Module]:
         path = [self.root]
