@@ -3,7 +3,6 @@ replaced function of a library; `tests/unit/test_library_patches.py` fails where
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -33,10 +32,16 @@ def replaced(library: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
         yield
 
 
-def override(instance: object, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute on the instance itself, or an entry of a dict; returns a function that restores the previous state."""
-    own = instance if isinstance(instance, dict) else vars(instance)
-    undo = partial(own.__setitem__, name, own[name]) if name in own else partial(own.pop, name, None)
+class Undo(ExitStack):
+    """Restores the state before a replacement when it is called, or at the end of a block."""
+
+    __call__ = ExitStack.close
+
+
+def override(instance: object, name: str, value: Any) -> Undo:
+    """Set an attribute on the instance itself, or an entry of a dict; returns what restores the previous state."""
+    own, undo = instance if isinstance(instance, dict) else vars(instance), Undo()
+    undo.callback(*((own.__setitem__, name, own[name]) if name in own else (own.pop, name, None)))
     own[name] = value
     return undo
 

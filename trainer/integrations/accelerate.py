@@ -6,7 +6,7 @@ model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, load
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from os import PathLike
 from pathlib import Path
@@ -276,8 +276,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""
         if self.together > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers only tensors if parallel.tensor or parallel.context > 1")
-        with ExitStack() as undone:
-            undone.callback(override(self, "_gathers_data_alone", self.together > 1))
+        with override(self, "_gathers_data_alone", self.together > 1):
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
@@ -325,10 +324,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     @contextmanager
     def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
-        with ExitStack() as undone:
-            undone.enter_context(self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear()))
-            undone.callback(override(self, "_optimizers", []))
-            undone.callback(override(self, "_leaves_models_alone", True))
+        hook = self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())
+        with hook, override(self, "_optimizers", []), override(self, "_leaves_models_alone", True):
             yield
 
     def _model_folders(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:

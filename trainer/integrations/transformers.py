@@ -7,7 +7,6 @@ trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"
 
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -144,8 +143,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:
         """Let transformers write or read its other files of a step; returns True if it tried to read optimizer states."""
-        with ExitStack() as undone:
-            undone.callback(override(self, "optimizer", _OptimizerPlaceholder()))
+        with override(self, "optimizer", _OptimizerPlaceholder()):
             call(directory)
             return bool(self.optimizer.read)
 
@@ -195,8 +193,7 @@ def _score_by_our_kernel(model: nn.Module) -> bool:
                 how |= {"sizes": head.sizes, "exchange": head.exchange}
             return token_scores(rows.to(dtype), head.weight.to(dtype), bias, targets, **how)
 
-        with ExitStack() as undone:
-            undone.callback(override(head, "forward", score))
+        with override(head, "forward", score):
             found = head(rows)._asdict()
         found["is_top1"] = found["is_top1"].bool()
         return tuple(each if name in ("log_probs", *outputs) else None for name, each in found.items())

@@ -24,6 +24,7 @@ from zeromesh.errors import CollectiveError
 from zeromesh.files import write_whole
 from zeromesh.mesh.run_store import START_SECONDS
 from zeromesh.offload import accelerator
+from zeromesh.overrides import override
 from zeromesh.telemetry.watchdog import AsyncWork, Watchdog
 
 _LOGGER = logging.getLogger(__name__)
@@ -93,17 +94,14 @@ class DeviceWorks:
         self.groups.append(group)
         count = torch.ones(1, device=self.device)
         before = bytes_of_others()
-        self._blocking_host = _Pending(done=lambda: False, peers=ranks, what=what)
-        try:
-            with self.watch.patience(START_SECONDS):
-                work = dist.all_reduce(count, group=group, async_op=True)
-                self.watch.wait(work.is_completed, ranks, what, lambda _seconds: time.sleep(_POLL_SECONDS))
-                try:
-                    work.wait()
-                except RuntimeError as error:
-                    raise self.watch.broken_transport(error, ranks, what) from error
-        finally:
-            self._blocking_host = None
+        blocking = _Pending(done=lambda: False, peers=ranks, what=what)
+        with override(self, "_blocking_host", blocking), self.watch.patience(START_SECONDS):
+            work = dist.all_reduce(count, group=group, async_op=True)
+            self.watch.wait(work.is_completed, ranks, what, lambda _seconds: time.sleep(_POLL_SECONDS))
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.watch.broken_transport(error, ranks, what) from error
         if int(count) != len(ranks):
             raise CollectiveError(f"{what}: a sum of one for each of {len(ranks)} ranks gave {int(count)}")
         self.nbytes += max(0, bytes_of_others() - before)

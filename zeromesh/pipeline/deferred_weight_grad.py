@@ -34,11 +34,9 @@ class WeightQueue:
         """Inside the block, backward queues factors of weight gradients under `key`. Raises `PhaseError` if `key` has a queue."""
         if self._current is not None or key in self._queued:
             raise PhaseError(f"gradients of weights of {key} are queued already")
-        self._current = self._queued[key] = {}
-        try:
+        self._queued[key] = {}
+        with override(self, "_current", self._queued[key]):
             yield
-        finally:
-            self._current = None
 
     def add(self, weight: nn.Parameter, edge: GradientEdge, first: Tensor, second: Tensor) -> None:
         """Queue the factors of one use of a weight, whose gradient goes to `edge`. Raises PhaseError outside of `deferring`."""

@@ -19,6 +19,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from zeromesh.offload import WaitTime
+from zeromesh.overrides import override
 from zeromesh.telemetry.status_board import BEGIN, END, EventRing
 
 Figures = Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -123,12 +124,9 @@ class StepRecorder:
 
     @contextmanager
     def profiling_ranges(self) -> Iterator[None]:
-        self.profiling = True
-        try:
+        with override(self, "profiling", True) as undo:
+            undo.callback(self.end_ranges)
             yield
-        finally:
-            self.end_ranges()
-            self.profiling = False
 
     def range(self, what: str, of: str = "") -> AbstractContextManager[object]:
         """Return a profiler range, named after the operation and its object."""

@@ -5,13 +5,14 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text
 from zeromesh.files import DISK_CALLS, longest_disk_call
+from zeromesh.overrides import override
 from zeromesh.telemetry import status_board
 from zeromesh.telemetry.status_board import STEP_SHIFT, UNIT_BITS, Activity, EventRing, RankNote, StatusBoard, phrase_of
 
@@ -109,15 +110,9 @@ class Watchdog:
             if not late:
                 self.board.beat()
 
-    @contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
+    def patience(self, seconds: float) -> AbstractContextManager[object]:
         """Set a minimum of `seconds` for waits inside the block before peers without progress count as late."""
-        usual = self.timeout_seconds
-        self.timeout_seconds = max(usual, seconds)
-        try:
-            yield
-        finally:
-            self.timeout_seconds = usual
+        return override(self, "timeout_seconds", max(self.timeout_seconds, seconds))
 
     def post(self, activity: Activity, unit: int = -1, *, step: int | None = None) -> None:
         """Post this rank's activity; `step` counts from 0."""

@@ -277,9 +277,8 @@ class _Recorder:
         self._ran_after.setdefault(name, set()).add(begun)
         if begun == len(self._block_modules) > 1 and any(map(_is_marked, pytree.tree_leaves((args, kwargs)))):
             raise refusal(self._model, f"{name} takes what is computed from parameters of earlier stages")
-        before, self._running_outside = self._running_outside, name
-        output = forward(*args, **kwargs)
-        self._running_outside = before
+        with override(self, "_running_outside", name):
+            output = forward(*args, **kwargs)
         if not begun:
             _mark(output)
         return output
