@@ -58,7 +58,9 @@ def takes_text(path: str) -> bool:
 def nearest_path(path: str, known: Collection[str]) -> str | None:
     """Return the `known` path with the same or a similar name as an unknown one."""
     section, _, key = path.rpartition(".")
-    anywhere = {each.rpartition(".")[2]: each for each in reversed(list(known))}
+    # Of two keys with one name the one nearer to the top is meant, then the first.
+    meant_first = sorted(known, key=lambda each: each.count("."))
+    anywhere = {each.rpartition(".")[2]: each for each in reversed(meant_first)}
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
     if key in anywhere:
         return anywhere[key]

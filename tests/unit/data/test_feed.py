@@ -204,12 +204,12 @@ def test_ranks_that_share_a_batch_have_to_hold_the_same() -> None:
     def rows(*batches: list[dict[str, Any]]) -> list[list[int]]:
         found: list[list[int]] = []
         for rank, each in enumerate(batches):
-            world = SimpleNamespace(gather_integers=lambda own: found.append(own) or [own])
+            world = SimpleNamespace(ranks=range(1), gather_integers=lambda own: found.append(own) or [own])
             require_same_batches(each, SimpleNamespace(data_index=rank // 2, world=world))  # type: ignore[arg-type]
         return found
 
     def check(*batches: list[dict[str, Any]]) -> None:
-        world = SimpleNamespace(gather_integers=lambda own: rows(*batches))
+        world = SimpleNamespace(ranks=range(4), gather_integers=lambda own: rows(*batches))
         require_same_batches(batches[0], SimpleNamespace(data_index=0, rank=0, world=world))  # type: ignore[arg-type]
 
     ids = torch.arange(6)

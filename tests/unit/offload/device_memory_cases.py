@@ -75,7 +75,8 @@ def gradients_leave_and_come_back_without_the_host(mesh: Mesh, folder: str) -> N
     shards = GradientShards(options, tiers)
     buckets: list[Any] = [
         SimpleNamespace(
-            name=str(number), length=LENGTH, grad=None, partial=None, layout=SimpleNamespace(parts=1),
+            name=str(number), length=LENGTH, held=SimpleNamespace(length=LENGTH), grad=None, partial=None,
+            layout=SimpleNamespace(parts=1),
             grad_rest=tiers.allocate(LENGTH, torch.float32, host, Purpose.GRADIENTS, str(number)),
         )
         for number in range(6)
