@@ -3,7 +3,7 @@
     python scripts/zoo.py                            all that has no result yet
     python scripts/zoo.py --only llama,vit --again   two types, once more
     python scripts/zoo.py --columns tensor,pipeline
-    python scripts/zoo.py --page                     only write the page
+    python scripts/zoo.py --page                     only write the page, which needs the results of all
 
 Results are lines of JSON in runs/zoo.jsonl, the last one of a type and column counts.
 """
@@ -33,10 +33,15 @@ def main() -> None:
     arguments.results.parent.mkdir(parents=True, exist_ok=True)
     if not arguments.page:
         _run(arguments)
-    from model_zoo.page import page
+    from model_zoo.page import missing, page
 
-    if arguments.page or not arguments.only:
-        _PAGE.write_text(page(read_results(arguments.results)))
+    if not arguments.page and (arguments.only or arguments.columns):
+        return
+    lines = read_results(arguments.results)
+    if left := missing(lines):
+        # A page of these would say of what was shown before that it was not run.
+        sys.exit(f"{_PAGE} stays as it is: {len(left)} results are missing, such as {' of '.join(left[0])}")
+    _PAGE.write_text(page(lines))
 
 
 def read_results(path: Path) -> list[dict[str, Any]]:

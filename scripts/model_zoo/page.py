@@ -13,7 +13,7 @@ import transformers as tf
 from model_zoo.columns import ABSENT, COLUMNS, CRASHED, DIFFERENT, EQUAL, PLAIN, REFUSED
 
 Line = Mapping[str, Any]
-_SIGNS = {EQUAL: "=", DIFFERENT: "differs", CRASHED: "fails", ABSENT: "", None: "not run"}
+_SIGNS = {EQUAL: "=", DIFFERENT: "differs", CRASHED: "fails", ABSENT: ""}
 _HEAD = """# Supported models
 
 Every type of transformers {transformers} that can be built small was trained for two steps on two ranks, beside plain PyTorch
@@ -29,21 +29,21 @@ python scripts/zoo.py
 transformers does not do right either with its own `save_pretrained`. `differs` and `fails` are defects. Types that are fed with
 pictures or sounds got some, but for those that say "text alone". Columns: stage 3, and its saved directory loaded by transformers;
 two tensor ranks, without and with shares of the sequence; two pipeline stages; LoRA of all linear layers at stage 3; documents
-packed into one sequence, beside each document alone; sequences that two context ranks share.
+packed into one sequence, beside each document alone; sequences that two context ranks share; experts that two ranks divide.
 
 
 """
 
 
 def page(lines: Sequence[Line]) -> str:
-    """The page, in Markdown, of the results in `lines`."""
+    """The page, in Markdown, of the results in `lines`, of which none is `missing`."""
     built = sorted({line["type"] for line in lines if line["column"]})
     found = {(line["type"], line["column"]): line for line in lines}
     reasons: dict[str, int] = {}
     rows = []
     for kind in built:
-        lines_of = [found.get((kind, column)) for column in COLUMNS]
-        about = next(line for line in lines_of if line is not None)
+        lines_of = [found[kind, column] for column in COLUMNS]
+        about = lines_of[0]
         task = about.get("head", "").replace("_", " ") + (f", {about['note']}" if about.get("note") else "")
         rows.append(f"| {kind} | {task} | " + " | ".join(_sign(line, reasons) for line in lines_of) + " |")
     versions = {"transformers": tf.__version__, "torch": torch.__version__.partition("+")[0]}
@@ -58,16 +58,22 @@ def page(lines: Sequence[Line]) -> str:
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
+def missing(lines: Sequence[Line]) -> list[tuple[str, str]]:
+    """Return each column and type that `lines` have no result of, of all columns."""
+    found = {(line["type"], line["column"]) for line in lines}
+    kinds = sorted({kind for kind, column in found if column})
+    return [(column, kind) for column in COLUMNS for kind in kinds if (kind, column) not in found]
+
+
 def _commits(lines: Sequence[Line]) -> str:
     """Which commits the results are of."""
     counts = Counter(line.get("commit") or "unknown" for line in lines)
     return "It was so at commit " + ", ".join(f"{name} ({count:,} results)" for name, count in counts.most_common())
 
 
-def _sign(line: Line | None, reasons: dict[str, int]) -> str:
-    outcome = None if line is None else line["outcome"]
-    if line is None or outcome not in (REFUSED, PLAIN):
-        return _SIGNS[outcome]
+def _sign(line: Line, reasons: dict[str, int]) -> str:
+    if line["outcome"] not in (REFUSED, PLAIN):
+        return _SIGNS[line["outcome"]]
     return str(reasons.setdefault(_general(line["reason"]), len(reasons) + 1))
 
 
@@ -103,14 +109,14 @@ def _general(reason: str) -> str:
 
 def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
     rows = [
-        "| column | equal | refused | as plain transformers | differs | fails | not run |",
-        "|---|---|---|---|---|---|---|",
+        "| column | equal | refused | as plain transformers | differs | fails |",
+        "|---|---|---|---|---|---|",
     ]
     for column in COLUMNS:
-        counts = Counter(found[kind, column]["outcome"] if (kind, column) in found else None for kind in built)
+        counts = Counter(found[kind, column]["outcome"] for kind in built)
         rows.append(
             f"| {column} | "
-            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED, None))
+            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED))
             + " |"
         )
     return "\n".join(rows)
