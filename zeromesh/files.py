@@ -22,7 +22,7 @@ from zeromesh.errors import StorageError
 _TEMPORARY = re.compile(r"\.zeromesh-[0-9a-f]{16}\.tmp")  # short, since the final name may have the most of 255 bytes
 _KINDS = {"l": "a symbolic link", "d": "a directory", "p": "a named pipe", "s": "a socket"}
 _KINDS |= dict.fromkeys("cb", "a device")
-"""What is no regular file, by the first letter of `stat.filemode`."""
+"""Names of what is no regular file, by the first letter of `stat.filemode`."""
 DISK_CALLS: dict[int, list[tuple[str, str | os.PathLike[str], float]]] = {}
 """The running disk calls of each thread, outermost first: operation, path and start time."""
 _NO_LOCK_ERRNOS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL})

@@ -94,7 +94,7 @@ class OptimizerSettings(keys.OptimizerKeys):
 
     @property
     def format(self) -> StateFormat:
-        """How moments rest between updates."""
+        """The form of moments between updates."""
         return STATE_FORMATS[self.states]
 
 

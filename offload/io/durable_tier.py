@@ -25,7 +25,7 @@ from zeromesh.offload.io.transfer import Transfer
 
 _HEAD = struct.Struct("<QQ")  # of a record: the XXH3 digest of what follows, and its length in bytes
 Record = dict[str, Any]
-"""Of a commit: `generation`, `number`, `step`, `slots` (label, bytes, place, lengths and digests of parts), and `content`."""
+"""A commit: `generation`, `number`, `step`, `slots` (label, bytes, place, lengths and digests of parts), and `content`."""
 
 
 class DurableSlot(FileSlot):

@@ -24,7 +24,7 @@ from zeromesh.trainer.planning.layouts import Layout
 pytestmark = pytest.mark.usefixtures("at_once")
 RANKS, STEPS = 3, 8
 SCRIPT = """\
-import json, os, signal, sys
+import contextlib, json, os, signal, sys
 from pathlib import Path
 import torch
 from torch import nn
@@ -131,11 +131,11 @@ if asked.get("first") == "fails":
                 raises()
 
     first = {**settings, "run": {**settings["run"], "name": "first"}}
-    try:
-        with Trainer(build, first, train_dataset=dataset[::-1], callbacks=[Fails()]) as trainer:
-            trainer.fit()
-    except RuntimeError:
-        pass
+    with (
+        contextlib.suppress(RuntimeError),
+        Trainer(build, first, train_dataset=dataset[::-1], callbacks=[Fails()]) as trainer,
+    ):
+        trainer.fit()
 with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()

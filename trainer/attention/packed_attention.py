@@ -35,7 +35,7 @@ _Batch = Mapping[str, Any]
 
 
 class DocumentMask(Tensor):
-    """Who sees whom in a packed batch, by its documents and the pattern inside them (None: `make` alone knows it). To any code but
+    """Visibility in a packed batch, by its documents and the pattern inside them (None: `make` alone knows it). To any code but
     ours it is the mask `[rows, 1, queries, length]` that `make` returns, which is made when it is first needed. With `shares`,
     queries are those of this rank, and `whole` returns the mask of all."""
 

@@ -45,7 +45,7 @@ class Judge:
     _again: Callable[[int, slice], Computed] = field(init=False)
     """Computes microbatches of a data rank again; all ranks call it."""
     _found: dict[tuple[int, int], list[tuple[int, _Value]]] = field(init=False)
-    """Which data ranks have computed what in this step, by the data rank and the number of a microbatch."""
+    """The parts that data ranks have computed in this step, by the data rank and the number of a microbatch."""
 
     def __post_init__(self) -> None:
         where = "recovery.audit_steps" if self.settings.audit_steps else "recovery.spike_factor"

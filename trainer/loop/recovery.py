@@ -59,7 +59,7 @@ _MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
 
 @dataclass
 class Kept:
-    """What a process that stays knows of the run that has ended in it."""
+    """Knowledge of a process that stays about the run that has ended in it."""
 
     state: TrainerState
     progress: RunProgress
@@ -70,7 +70,7 @@ class Kept:
 
 @dataclass
 class Recovery:
-    """What a rank does about lost ranks in one `fit`, by its line to the launcher."""
+    """The answers of a rank to lost ranks in one `fit`, by its line to the launcher."""
 
     config: TrainerConfig
     line: LauncherLine
@@ -81,7 +81,7 @@ class Recovery:
     cause: dict[str, Any] = field(default_factory=dict)
     """Why a rank has left the mesh before this one, when, and after which `step`; empty in a first start."""
     source: str = "checkpoint"
-    """Where the states come from that the run goes on with: `memory`, a `snapshot`, `files` that stay, or a `checkpoint`."""
+    """The source of the states that the run goes on with: `memory`, a `snapshot`, `files` that stay, or a `checkpoint`."""
     snapshots: Snapshots | None = None
     _is_empty: bool = False  # The model has lost its values.
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were

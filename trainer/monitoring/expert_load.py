@@ -1,4 +1,4 @@
-"""How many tokens choose each expert in a step, and the biases of routers that even it out without a loss of its own.
+"""The number of tokens that choose each expert in a step, and the biases of routers that even it out without a loss of its own.
 
 After a step, a router adds `rate` to the bias of experts with fewer tokens than the mean, and takes it from those with more; the
 bias counts in the choice of experts, not in their weights (DeepSeek-V3: arXiv:2412.19437; Wang et al. 2024: arXiv:2408.15664)."""

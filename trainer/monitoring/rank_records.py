@@ -1,4 +1,4 @@
-"""What the records of all ranks tell: their waits for one another with the causes, from `ranks.json` (see `StateMonitor`), and a
+"""Readings of the records of all ranks: their waits for one another with the causes, from `ranks.json` (see `StateMonitor`), and a
 trace of their event rings (see `EventRing`) in Chrome's JSON format for https://ui.perfetto.dev.
 
 The last rank to enter a collective waits for no peer, so its communication is the link's time. The least communication of any rank

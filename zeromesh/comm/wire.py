@@ -1,4 +1,4 @@
-"""What ranks with the same shard send each other once a step, where they divide its states: sums of gradients go to the rank with a
+"""The exchange of ranks with the same shard, once a step, where they divide its states: sums of gradients go to the rank with a
 part, and new parameters come back. On the way between hosts both may be encoded.
 
     bfloat16      two bytes for each element

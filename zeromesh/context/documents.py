@@ -79,7 +79,7 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pattern:
-    """Which keys of its document a query sees: at most `left` before it and `right` behind it (None: all), inside its chunk of
+    """The keys of its document that a query sees: at most `left` before it and `right` behind it (None: all), inside its chunk of
     `chunk` tokens from the document's begin (None: the document is one chunk). By default, causal attention."""
 
     left: int | None = None

@@ -63,7 +63,7 @@ class EncodedPlace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodecRow:
-    """How blocks become codes, and codes numbers. `quantize(values, block)` returns a code, uint8, for each of `values`, float32
+    """A code for blocks. `quantize(values, block)` returns a code, uint8, for each of `values`, float32
     1-D, and the float32 scale of each block, of which the last may be shorter; `dequantize(codes)` a float32 number for each."""
 
     block: int  # elements of a block by default

@@ -196,7 +196,7 @@ Rounding = Callable[[Tensor, Tensor, Tensor, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StateFormat:
-    """How moments rest between updates, which compute them in a wide dtype."""
+    """The form of moments between updates, which compute them in a wide dtype."""
 
     dtype: torch.dtype | None = None  # that of elements at rest; None: that of updates
     block: int = 0  # elements that share a float32 scale; 0: none has one

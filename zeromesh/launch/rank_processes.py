@@ -68,7 +68,7 @@ class _RankProcess:
     memories: tuple[int, ...]
     """The descriptors of memory for the rank's states and for copies of them, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
-    """What the rank has told: its `error`; `recovers`, the limit and its patience; its last `step`; and why it `rests`."""
+    """The rank's own words: its `error`; `recovers`, the limit and its patience; its last `step`; and why it `rests`."""
     ended: float = 0.0
     killed: bool = False
 

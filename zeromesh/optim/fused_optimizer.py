@@ -109,7 +109,7 @@ class BucketOptimizer:
         self.moments = dict[str, TieredTensor]()
         at_random = options.precision.masterless and not self._compensated
         self._rounding: dict[int, Rounding] = {0: round_into} if at_random else {}
-        """How the tensors of an update, by their numbers, are rounded at random to what they are at rest."""
+        """The random rounding of the tensors of an update, by their numbers, to what they are at rest."""
         numel, at, form = bucket.master.numel, options.offload.optimizer, self._settings.format
         for number, (name, wide) in enumerate(self._dtypes.items(), 2):
             label, squares = f"{name} of {bucket.name}", name in _SQUARES

@@ -226,7 +226,7 @@ class OptimizerStep:
         self._stream = self._make_stream(device)
         self.journal: Journal | None = None
         self.step_note: Any = None
-        """What the caller wants to know of a step that another process finishes; JSON can express it."""
+        """A value that the caller wants to know of a step that another process finishes; JSON can express it."""
 
     @property
     def can_be_finished_by_others(self) -> bool:

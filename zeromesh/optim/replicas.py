@@ -39,7 +39,7 @@ class ReplicaGroups:
         self.sets: dict[Positions, ProcessSet] = {(): replicate}
         """The ranks that sum gradients, this rank included, by `Bucket.shared_by`."""
         self.wire, self.note = _choose_wire(mesh, sum(each.length for each in buckets if each.divided), options)
-        """How parameters of replicas that divide states travel; the note says why."""
+        """The codec of parameters of replicas that divide states; the note says why."""
         rounds = self.wire is None and options.precision.reduce.itemsize < options.precision.sums.itemsize
         self._wire_of_sums = WireCodec(name="bfloat16") if rounds else self.wire
         if mesh.model_size == 1:

@@ -157,7 +157,7 @@ class Bucket:
     """The elements whose parameters, and gradients in sum over the ranks of the group, this rank has: its shard, or all of them."""
     master: TieredTensor
     copy: TieredTensor | None
-    """What is gathered of the elements that are `held`, in place of the master weights; None: it is they themselves."""
+    """The copy of the elements that are `held` which is gathered, in place of the master weights; None: it is they themselves."""
 
     def __post_init__(self) -> None:
         layout = self.layout
