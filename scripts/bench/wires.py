@@ -7,15 +7,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
 
+from bench.thin_wire import RESULT, sent
 from zeromesh import Callback, Trainer
 
-RESULT, INTERFACE = "WIRES ", "wire0"
 STEPS, MICROBATCHES, LENGTH = 5, 4, 64
 SIZES = {
     "vocab_size": 256,
@@ -36,12 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
     },
 }
 """Stage 3 over all ranks, replicas with all states, and those that divide them: with sums that travel in bfloat16, and by codec."""
-
-
-def sent() -> int:
-    """The bytes that this host has sent."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/net/dev").read_text().splitlines()[2:])
-    return next(int(row.split()[8]) for name, row in rows.items() if name.strip() == INTERFACE)
 
 
 class Watch(Callback):

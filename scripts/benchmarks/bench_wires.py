@@ -13,7 +13,6 @@ codec, and its distance from the exact one. Fifteen minutes.
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -24,9 +23,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from bench.wires import RESULT, WAYS
+from bench.thin_wire import run_on, slow_down
+from bench.wires import WAYS
 
-from tests.support.hosts import Hosts, hosts
+from tests.support.hosts import hosts
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,51 +35,13 @@ RATES = ("200mbit", "1gbit", "10gbit", "none")
 STEPS = 240
 
 
-def slow_down(made: Hosts, rate: str) -> None:
-    """Let each host send at `rate`, or as fast as it can."""
-    for name in made.names:
-        inside = ["ip", "netns", "exec", f"{made.prefix}-{name}", "tc", "qdisc"]
-        subprocess.run([*inside, "del", "dev", "wire0", "root"], capture_output=True, check=False)
-        if rate != "none":
-            limits = ["rate", rate, "burst", "256kb", "latency", "400ms"]
-            subprocess.run([*inside, "add", "dev", "wire0", "root", "tbf", *limits], check=True)
-
-
-def measure(made: Hosts, ways: list[str], port: int) -> list[dict[str, object]]:
-    """Run all ranks of both hosts once; returns what the first ranks say."""
-    started = []
-    for host, name in enumerate(made.names):
-        for local in range(SLOTS):
-            variables = {
-                "RANK": host * SLOTS + local,
-                "LOCAL_RANK": local,
-                "WORLD_SIZE": SLOTS * len(made.names),
-                "LOCAL_WORLD_SIZE": SLOTS,
-                "MASTER_ADDR": made.address(made.names[0]),
-                "MASTER_PORT": port,
-                "OMP_NUM_THREADS": 1,
-                "GLOO_SOCKET_IFNAME": "wire0",
-                "PYTHONPATH": f"{ROOT}:{ROOT / 'scripts'}",
-            }
-            words = " ".join(f"{key}={value}" for key, value in variables.items())
-            command = f"cd {made.folder} && env {words} {sys.executable} -m bench.wires {' '.join(ways)}"
-            line = [*made.middle, *made.ssh.split(), name, command]
-            started.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-    said = [process.communicate(timeout=1800) for process in started]
-    for process, (_, errors) in zip(started, said, strict=True):
-        if process.returncode:
-            raise SystemExit(errors[-4000:])
-    lines = [line for out, _ in said for line in out.splitlines() if line.startswith(RESULT)]
-    return [json.loads(line.removeprefix(RESULT)) for line in lines]
-
-
 def between_hosts(rates: list[str], rounds: int, ways: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder, hosts(Path(folder), *NAMES) as made:
         for number, rate in enumerate(rates):
             slow_down(made, rate)
             seconds, nbytes, chosen = defaultdict[str, list[float]](list), defaultdict[str, list[float]](list), ""
             for turn in range(rounds):
-                for found in measure(made, ways, PORT + rounds * number + turn):
+                for found in run_on(made, SLOTS, PORT + rounds * number + turn, "bench.wires", ways):
                     way = str(found["way"])
                     seconds[way] += found["seconds"]  # type: ignore[arg-type]
                     nbytes[way] += found["bytes"]  # type: ignore[arg-type]
