@@ -279,7 +279,9 @@ def test_a_stopped_rank_is_named_soon_once_usual_waits_are_known(tmp_path: Path)
     assert "a rank at work is late after 5.0 seconds" in found.process.stdout
 
 
-@pytest.mark.parametrize("when", ["record of 5", "position 1 of 5", "position 2 of 5", "position 3 of 5"])
+@pytest.mark.parametrize(
+    "when", ["record of 5", "position 1 of 5", pytest.param("position 2 of 5", marks=FULL), "position 3 of 5"]
+)
 @pytest.mark.parametrize("layout", ["plain", *(pytest.param(each, marks=FULL) for each in LAYOUTS if each != "plain")])
 def test_an_update_is_finished_for_a_rank_that_is_killed_in_it(
     undisturbed_runs: Callable[[str], Run], tmp_path: Path, layout: str, when: str
@@ -295,7 +297,7 @@ def test_ranks_are_lost_again_while_the_others_recover(undisturbed_run: Run, tmp
     assert not found.lost_steps
 
 
-@pytest.mark.parametrize("when", ["begin of 1", 2, 5])
+@pytest.mark.parametrize("when", ["begin of 1", pytest.param(2, marks=FULL), 5])
 def test_the_model_of_the_user_is_the_one_that_is_trained(
     undisturbed_runs: Callable[[str], Run], tmp_path: Path, when: Any
 ) -> None:
@@ -311,9 +313,9 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
     [
         ({"settings": {"recovery": {"survivors": "restart"}}}, 2),
         ({"settings": {"recovery": {"memory": "off"}}}, 1),
-        ({"first": "evaluate"}, 2),
+        pytest.param({"first": "evaluate"}, 2, marks=FULL),
         ({"first": "fit"}, 2),
-        ({"first": "barrier"}, 2),
+        pytest.param({"first": "barrier"}, 2, marks=FULL),
         ({"fit": [False]}, 1),
         pytest.param({"settings": {"recovery": {"memory": "off"}, "checkpoint": {"resume": "never"}}}, 1, marks=FULL),
     ],
@@ -333,7 +335,8 @@ def test_a_run_goes_on_from_a_checkpoint(
 @pytest.mark.parametrize(
     ("when", "source"),
     [
-        ("begin of 4, time 2", "went on after step 3, from the memory"),  # between two spikes
+        # Between two spikes, and after them.
+        pytest.param("begin of 4, time 2", "went on after step 3, from the memory", marks=FULL),
         ("begin of 3, time 2", "resumed from step 2"),
         ("begin of 4, time 3", "went on after step 3, from the memory"),
         pytest.param("begin of 4, time 3", "went on after step 3, from a snapshot", marks=FULL),

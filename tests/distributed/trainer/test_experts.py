@@ -37,20 +37,22 @@ test_a_model_trains_with_spread_experts = tried(
     ],
     timeout=120,
 )
-test_loops_and_ways_to_compute = tried(
-    "expert_cases",
-    [
-        row(2, "loop", kind="mixtral"),
-        row(2, "adapters", stage=3, axes=TWO),
-        row(4, "adapters", FULL, stage=2, axes=TWO),
-        row(2, "loop", FULL, kind="latent"),
-        row(2, "stages_alike", axes=TWO),
-        row(4, "stages_alike", FULL, axes=TWO),
-        row(2, "saved", axes=TWO),
-        *(row(2, "bytes_told", recompute=recompute) for recompute in ("none", "block")),
-        row(2, "refused"),
-        *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
-    ],
+test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
+    tried(
+        "expert_cases",
+        [
+            row(2, "loop", kind="mixtral"),
+            row(2, "adapters", stage=3, axes=TWO),
+            row(4, "adapters", FULL, stage=2, axes=TWO),
+            row(2, "loop", FULL, kind="latent"),
+            row(2, "stages_alike", axes=TWO),
+            row(4, "stages_alike", FULL, axes=TWO),
+            row(2, "saved", axes=TWO),
+            *(row(2, "bytes_told", recompute=recompute) for recompute in ("none", "block")),
+            row(2, "refused"),
+            *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
+        ],
+    )
 )
 
 
