@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.began = began
     if options.worker:
         become_worker(train.exit_code_of, whole=options.command == "run")
+        options.nproc, options.nnodes, options.attached = None, (1, 1), None  # The launcher has followed these.
     try:
         file, _, function = options.function.partition(".")
         # Only the subcommand's module is imported: torch and transformers take seconds.

@@ -115,7 +115,6 @@ def _fits(config: TrainerConfig, processes: int) -> bool:
 
 
 EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
-_DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
 
 def _convert_start_arguments(options: argparse.Namespace) -> None:
@@ -143,7 +142,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
-        if "label" in columns and not labelled:
+        if "label" in columns and not labelled and not options.worker:
             why = "the column label is not read"
             _hint(f"{why}: {model} is no classifier (for one: data.format=labels model.head=sequence_classification)")
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
@@ -166,7 +165,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         keys["data.eval"] = given[0] if alone else sets
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    options.config, options.tune = _DEFAULTS, True
+    options.tune = True
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -179,7 +178,6 @@ def run_train(options: argparse.Namespace) -> int:
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = resolve_source(options.config) if evaluates else (options.config, (), None)
-    path = None if path == _DEFAULTS else path
     ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
@@ -200,11 +198,15 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
+def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    return environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+
+
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     from zeromesh.launch.rendezvous import launch_workers
 
-    arguments = environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
-    return launch_workers(arguments, processes=processes, notify=say, **keywords)
+    with environment.kept_environment({environment.BEGAN: str(options.began)}):
+        return launch_workers(_worker_arguments(options), processes=processes, notify=say, **keywords)
 
 
 def run_script(options: argparse.Namespace) -> int:
@@ -225,13 +227,6 @@ def run_script(options: argparse.Namespace) -> int:
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
     return 0
-
-
-def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.command == "run":
-        return environment.python_arguments("zeromesh", ("run", "--worker", "--", options.script, *options.arguments))
-    how = ("--worker", "--tune") if options.tune else ("--worker",)
-    return environment.python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
 
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
@@ -268,7 +263,6 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         raise ConfigError(f"{why}, and --rdzv-endpoint HOST:PORT")
     _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.leader import Nodes
-    from zeromesh.launch.rendezvous import launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least or bool(options.on))
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
@@ -277,8 +271,7 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         from zeromesh.trainer.cli.on_ray import launch_on_ray
 
         return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(), say)
-    with environment.kept_environment({environment.BEGAN: str(options.began)}):
-        return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)
+    return launch_this_command(options, processes, nodes=where)
 
 
 def report(result: WorkersFailed | int) -> int:
