@@ -8,7 +8,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,11 +146,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def process_state(pid: int) -> str:
     """Return the letter of proc(5) for the state of a process of this host, such as `T` for a stopped one; empty: it is gone."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         # The name in parentheses may hold anything; the state follows the last one.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    return ""
 
 
 def handed_over(name: str) -> int | None:
@@ -184,7 +183,6 @@ class RankRange:
             "MASTER_PORT": self.master_port,
             **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
             AGENT_STORE: False,
-            **launched_by(os.getpid()),
         }
         return {name: str(value) for name, value in found.items()}
 
@@ -192,12 +190,7 @@ class RankRange:
 def command_start_time() -> float | None:
     """Return the start, in seconds since boot, of this worker's command; None for other processes and restarted workers."""
     began = setting(BEGAN)
-    return float(began) if began is not None and not is_later_start() else None
-
-
-def is_later_start() -> bool:
-    """Return True if the launcher has started the ranks of this run before."""
-    return number_of_start() > 0
+    return float(began) if began is not None and not number_of_start() else None
 
 
 def number_of_start() -> int:

@@ -24,7 +24,7 @@ TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
 REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
 _HOUR = 3600.0
-_MARGIN_SECONDS = 1.0  # beyond the silence after which a launcher has surely killed its ranks
+MARGIN_SECONDS = 1.0  # beyond the silence after which a launcher has surely killed its ranks
 LOOK_SECONDS = 0.5  # between two looks at the endpoint of a former leader, and for an heir to be reached
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
 
@@ -171,7 +171,7 @@ class Leader:
                 wait = nodes.last_call_seconds * (not self._starts and present < nodes.most)
                 if self._come_until and self._silent:
                     # A leader that lives has noticed after one such time; whom only it reaches, as much later at most.
-                    wait = (1 + (self._silent != {""})) * nodes.silence_seconds + _MARGIN_SECONDS
+                    wait = (1 + (self._silent != {""})) * nodes.silence_seconds + MARGIN_SECONDS
                 ready = enough_since + wait <= now
             if ready:
                 if lost:
@@ -449,7 +449,7 @@ class Leader:
                 self._refused.add(each.name)
                 self._notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
             each.connection.send({"over": {"code": 1, "text": str(error)}})
-        if any(each.drawn in names for names in self._electorates):
+        if each.drawn and any(each.drawn in names for names in self._electorates):  # A stranger has no name.
             (self._gone if each.connection.was_closed else self._silent).add(each.drawn)
         if each.running or (each.slots and not each.numbered):
             reason, safe_at = each.connection.loss(error)

@@ -289,7 +289,7 @@ def run_starts(
         ranks.close()
         if nursery is not None:
             nursery.close()
-    return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
+    return (requests.first and 128 + requests.first) or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(

@@ -126,10 +126,8 @@ class MeshShape:
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that differ along `axes` only, in the order of their lowest rank; ranks ascend inside each.
         With no axes, every rank is a group of its own."""
-        strides = self._strides(axes)
-        firsts = _offsets([row for row in strides if row[0] not in axes])
-        others = _offsets([row for row in strides if row[0] in axes])
-        return tuple(tuple(first + more for more in others) for first in firsts)
+        firsts = _offsets([row for row in self._strides(axes) if row[0] not in axes])
+        return tuple(self.group_of(first, *axes) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the group over `axes` that contains `rank`, ranks ascending, without computing the others."""

@@ -51,11 +51,10 @@ def is_this_host(name: str) -> bool:
 
 def addresses_of(name: str) -> list[str]:
     """Return the addresses that a host name resolves to here, each once; an empty list for an unknown name."""
-    try:
+    with suppress(OSError):
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
 
 
 def address_towards(host: str) -> str | None:

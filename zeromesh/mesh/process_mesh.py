@@ -345,11 +345,10 @@ def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) 
 
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory: same boot of the same kernel, same PID namespace."""
-    try:
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
+    return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
 
 
 def island_of(device: torch.device) -> int:

@@ -179,6 +179,19 @@ def test_a_start_counts_once_all_know_of_it(knows: bool) -> None:
     found.close()
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stranger_that_goes_again_is_not_the_leader_that_is_lost(closed: bool) -> None:
+    """Neither has a name: who is lost before it has introduced itself, and the leader among those who were with an heir."""
+    found = heir("b", "bc", {""})
+    silent, gone, stranger = {*found._silent}, {*found._gone}, Wire()
+    stranger.was_closed = closed
+    stranger.said.append(LOST)
+    found._members.append(leading.Member(connection=stranger, name="there"))  # type: ignore[arg-type]
+    found._serve()
+    assert (found._members, found._silent, found._gone) == ([], silent, gone)
+    found.close()
+
+
 def test_heirs_have_addresses() -> None:
     for heirs in ({"b": "there"}, {"b": 7}, {"b": "a b:7"}, ["there:7"]):
         with pytest.raises(MessageError, match="'heirs' is"):
