@@ -24,6 +24,7 @@ LINE = "ZEROMESH_LINE"  # of its line to the launcher
 STATES = "ZEROMESH_STATES"  # of the memory for its states
 SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
 COPIES = "ZEROMESH_COPIES"  # of the memory for copies of those of another host
+MEMORIES = (STATES, SNAPSHOTS, COPIES)
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -102,8 +103,7 @@ def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(1, processes)))}
-    if alone:
-        wanted[INTERFACE] = "lo"
+    wanted |= {INTERFACE: "lo"} if alone else {}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
@@ -177,14 +177,10 @@ class RankRange:
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a process its rank, under torchrun's names, which other libraries read too."""
-        found: dict[str, object] = {
-            **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": self.master_port,
-            **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
-            AGENT_STORE: False,
-        }
-        return {name: str(value) for name, value in found.items()}
+        names = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_RUN_VARIABLES, AGENT_STORE)
+        ranks = (self.first + local_rank, self.world_size, local_rank, self.processes)
+        values = (*ranks, self.master_address, self.master_port, self.run_id, self.restart, False)
+        return dict(zip(names, map(str, values), strict=True))
 
 
 def command_start_time() -> float | None:

@@ -143,7 +143,7 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
             )
             address_of = lambda left: plan.meeting_address([hosts[each.name] for each in left])  # noqa: E731
             leader = Leader(nodes, 0, notify, stopped, members=members, address_of=address_of)
-            return run_starts((), leader, requests, notify)
+            return run_starts((), leader, requests)
         finally:
             for each in started:  # Nobody else does where not all could be started.
                 each.close()
@@ -268,12 +268,9 @@ class HostProcess(LauncherConnection):
             with suppress(subprocess.TimeoutExpired):  # The local command may still run.
                 code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)
                 drain([self], time.monotonic() + self._patience)
-                last = next(
-                    (f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last), ""
-                )
-                reason = (
-                    f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last}"
-                )
+                last = "".join(f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last)
+                how = f"ended with exit code {code} before the host had said how its part ended{last}"
+                reason = f"{self._program!r} {how}"
         return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + MARGIN_SECONDS
 
     def close(self) -> None:
@@ -317,5 +314,5 @@ def run_attached(
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        follower = Follower(ALONE, 1, lambda: bool(requests.first), attach)
-        return run_starts(arguments, follower, requests, notify, modules)
+        follower = Follower(ALONE, 0, notify, lambda: bool(requests.first), attach)
+        return run_starts(arguments, follower, requests, modules)

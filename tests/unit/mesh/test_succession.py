@@ -89,7 +89,7 @@ def test_an_heir_waits_until_ranks_elsewhere_are_dead(monkeypatch: pytest.Monkey
         if seconds is None:
             assert isinstance(start, WorkersFailed)
             assert "which led, is gone: 2 of 4 launchers may be alive elsewhere" in start.message
-            assert clock[0] >= began + leading.REACH_SECONDS, "they may still come"
+            assert clock[0] >= began + messages.REACH_SECONDS, "they may still come"
         else:
             assert isinstance(start, RankRange)
             assert (start.restart, clock[0] - began) == (5, seconds)
@@ -206,7 +206,7 @@ def launchers(number: int) -> Iterator[tuple[Nodes, list[Follower], list[Any]]]:
             endpoint=f"127.0.0.1:{probe.getsockname()[1]}", most=number + 1, least=number + 1, silence_seconds=1.0
         )
     stop, found = threading.Event(), [None] * number
-    followers = [Follower(nodes, 1, stop.is_set) for _ in range(number)]
+    followers = [Follower(nodes, 1, print, stop.is_set) for _ in range(number)]
 
     def begin(at: int) -> None:
         found[at] = followers[at].first_start()  # type: ignore[call-overload]
