@@ -1,8 +1,7 @@
 """Collectives on activations: `Exchange` over process groups, and `SharedExchange` over memory shared by CPU ranks of a host.
 
 gloo's all-reduce adds in the tensors' dtype and in an unspecified order. Here the summands are gathered and added locally in rank
-order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's collectives are used unchanged.
-"""
+order, 16-bit ones in fp32, so that all ranks and all kinds of exchange compute equal bits. NCCL's are used unchanged."""
 
 import math
 import weakref
@@ -109,7 +108,7 @@ class Exchange:
         each, rest = divmod(tensor.shape[dim], self.size)
         if rest:
             raise LayoutError(f"swap of {list(tensor.shape)} along dim {dim}: no multiple of {self.size} ranks")
-        slices = tensor.unflatten(dim, (self.size, each)).movedim(dim, 0)
+        slices = tensor.view(*tensor.shape[:dim], self.size, each, *tensor.shape[dim + 1 :]).movedim(dim, 0)
         return self.swap_rows_async(slices, ((1,) * self.size,) * self.size)
 
     def swap_rows_async(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Pending:
@@ -147,18 +146,16 @@ class Exchange:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
-        result: Callable[[], Tensor]
+        result: Callable[[], Tensor] = lambda: out  # noqa: E731
         if kind is _SWAP:
             width, sent = math.prod(tensor.shape[1:]), lengths[self.index]
             received = [row[self.index] for row in lengths]
             row, given, out = kind, tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
             how |= {"sent": [width * each for each in sent], "received": [width * each for each in received]}
             how["times"] = self._sent_part(lengths)
-            result = lambda: out  # noqa: E731
         elif kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
             given = torch.stack(torch.split(tensor, lengths[0], dim))
             row, out = kind, torch.empty_like(given[0])
-            result = lambda: out  # noqa: E731
         elif kind is _SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, given = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
