@@ -1,7 +1,5 @@
 """The `zeromesh` command: its parser, and the dispatch to the functions of its subcommands.
-
-Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal.
-"""
+Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal."""
 
 import argparse
 import math

@@ -19,7 +19,7 @@ from typing import Any
 
 from zeromesh import environment, errors
 from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, counted, errors_as
-from zeromesh.files import write_whole
+from zeromesh.files import json_object, write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import SIZES, MeshShape
@@ -29,7 +29,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.text_sources import find_text, picture_suffixes
-from zeromesh.trainer.formatting import wrapped
+from zeromesh.trainer.formatting import print_lines, wrapped
 from zeromesh.trainer.monitoring.step_metrics import CONFIG, STARTS, StartTimes, read_metrics
 
 FORWARDED = (
@@ -129,9 +129,8 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes: Any = {}
-    with suppress(OSError, ValueError, RecursionError), (model / "config.json").open(encoding="utf-8") as file:
-        sizes = json.loads(file.read(1 << 24))
-    sizes = sizes if isinstance(sizes, dict) else {}
+    with suppress(OSError, DataError), (model / "config.json").open("rb") as file:
+        sizes = json_object(file.read(1 << 24), DataError)
     beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
     if any(each.name.lower().endswith(picture_suffixes()) for each in beginning):
         kind, head = "pictures", "image_classification"
@@ -399,5 +398,4 @@ def say(message: str) -> None:
 
 def _hint(message: str) -> None:
     if sys.stdout.isatty():
-        sys.stdout.write(f"{message}\n")
-        sys.stdout.flush()
+        print_lines([message])
