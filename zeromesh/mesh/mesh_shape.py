@@ -11,8 +11,7 @@ far apart. For pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2:
     tensor      0  1  0  1  0  1  0  1
 
 An axis that is folded has no factor of its own in the number of ranks: `expert` numbers neighbours among the ranks that shard
-states, and `expert_shard` those of them that have the same experts.
-"""
+states, and `expert_shard` those of them that have the same experts."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 """The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
 Ranks of one host keep it in anonymous memory, whose descriptor rank 0 passes over a Unix socket to processes of the same user.
-Ranks of several hosts use torch's `TCPStore`, without authentication, so they belong on a closed network. Nothing is unpickled.
-"""
+Ranks of several hosts use torch's `TCPStore`, without authentication, so they belong on a closed network. Nothing is unpickled."""
 
 import hashlib
 import itertools
