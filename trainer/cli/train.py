@@ -243,10 +243,8 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         options.rdzv_endpoint = options.rdzv_endpoint or f"{launch.master_address}:{launch.master_port}"
         return nproc, not options.worker
     if nproc is not None and nproc != launch.local_world_size:
-        raise ConfigError(
-            f"--nproc {nproc}: {launch.launcher} has started {counted(launch.local_world_size, 'process')} on this "
-            "host, which are the ranks; leave --nproc out"
-        )
+        started = f"{launch.launcher} has started {counted(launch.local_world_size, 'process')} on this host"
+        raise ConfigError(f"--nproc {nproc}: {started}, which are the ranks; leave --nproc out")
     return launch.world_size, False
 
 
@@ -332,11 +330,10 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
         keys = [f"model.{name}={json.dumps(each)}" for name, each in saved_with_base(path).items()]
         return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"a directory without {CONFIG} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
-            "model directory that save_pretrained wrote",
-            where=source,
+        kinds = (
+            "a configuration, a run, a checkpoint of a run, an adapter, or a model directory that save_pretrained wrote"
         )
+        raise ConfigError(f"a directory without {CONFIG} or config.json; give {kinds}", where=source)
     return None, (f"model.source={path}", f"run.name={path.resolve().name}", 'model.train=["!*"]'), None
 
 

@@ -82,10 +82,9 @@ class Exchange:
         length = tensor.shape[dim]
         lengths = (length,) * self.size if sizes is None else tuple(sizes)
         if len(lengths) != self.size or lengths[self.index] != length or min(lengths) < 0:
-            raise LayoutError(
-                f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}; allowed are {self.size} of them, "
-                f"of which number {self.index} is {length}, as this rank's tensor has it"
-            )
+            given = f"gather of {list(tensor.shape)} along dim {dim}: sizes are {list(lengths)}"
+            own = f"of which number {self.index} is {length}, as this rank's tensor has it"
+            raise LayoutError(f"{given}; allowed are {self.size} of them, {own}")
         return self._start(_GATHER, tensor, dim, lengths)
 
     def reduce_scatter_async(self, tensor: Tensor, dim: int, *, sizes: Sequence[int] | None = None) -> Pending:
@@ -257,10 +256,9 @@ class SharedExchange(Exchange):
     def _disagreement(self, rank: int, other: list[int], own: list[int]) -> CollectiveError:
         ranks = self._group.ranks
         theirs, ours = (array("q", about[1:]).tobytes().decode().rstrip() for about in (other, own))
-        return CollectiveError(
-            f"ranks disagree on an exchange over axis {self._group.name}: rank {ranks[rank]} asked for a {theirs}, "
-            f"rank {ranks[self.index]} for a {ours}. Every rank must run the same modules on tensors of the same shape"
-        )
+        asked = f"rank {ranks[rank]} asked for a {theirs}, rank {ranks[self.index]} for a {ours}"
+        why = f"ranks disagree on an exchange over axis {self._group.name}: {asked}"
+        return CollectiveError(f"{why}. Every rank must run the same modules on tensors of the same shape")
 
 
 @lru_cache(maxsize=256)
