@@ -8,7 +8,7 @@ import signal
 import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ LINE = "ZEROMESH_LINE"  # of its line to the launcher
 STATES = "ZEROMESH_STATES"  # of the memory for its states
 SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
 COPIES = "ZEROMESH_COPIES"  # of the memory for copies of those of another host
+MEMORIES = (STATES, SNAPSHOTS, COPIES)
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -102,8 +103,7 @@ def worker_environment(processes: int, *, alone: bool, environ: Mapping[str, str
     """Return the variables to set for `processes` workers on this host, without those that are already set: their share of the
     cores, and for a host `alone` the loopback interface, which works without a resolvable host name."""
     wanted = {"OMP_NUM_THREADS": str(max(1, available_cores() // max(1, processes)))}
-    if alone:
-        wanted[INTERFACE] = "lo"
+    wanted |= {INTERFACE: "lo"} if alone else {}
     return {name: value for name, value in wanted.items() if not environ.get(name)}
 
 
@@ -146,11 +146,10 @@ def die_with_parent(parent: int | None = None) -> None:
 
 def process_state(pid: int) -> str:
     """Return the letter of proc(5) for the state of a process of this host, such as `T` for a stopped one; empty: it is gone."""
-    try:
+    with suppress(FileNotFoundError, ProcessLookupError):
         # The name in parentheses may hold anything; the state follows the last one.
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+    return ""
 
 
 def handed_over(name: str) -> int | None:
@@ -178,26 +177,16 @@ class RankRange:
 
     def variables(self, local_rank: int) -> dict[str, str]:
         """Return the variables that tell a process its rank, under torchrun's names, which other libraries read too."""
-        found: dict[str, object] = {
-            **dict(zip(_TORCHRUN, (self.first + local_rank, self.world_size, local_rank, self.processes), strict=True)),
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": self.master_port,
-            **dict(zip(_RUN_VARIABLES, (self.run_id, self.restart), strict=True)),
-            AGENT_STORE: False,
-            **launched_by(os.getpid()),
-        }
-        return {name: str(value) for name, value in found.items()}
+        names = (*_TORCHRUN, "MASTER_ADDR", "MASTER_PORT", *_RUN_VARIABLES, AGENT_STORE)
+        ranks = (self.first + local_rank, self.world_size, local_rank, self.processes)
+        values = (*ranks, self.master_address, self.master_port, self.run_id, self.restart, False)
+        return dict(zip(names, map(str, values), strict=True))
 
 
 def command_start_time() -> float | None:
     """Return the start, in seconds since boot, of this worker's command; None for other processes and restarted workers."""
     began = setting(BEGAN)
-    return float(began) if began is not None and not is_later_start() else None
-
-
-def is_later_start() -> bool:
-    """Return True if the launcher has started the ranks of this run before."""
-    return number_of_start() > 0
+    return float(began) if began is not None and not number_of_start() else None
 
 
 def number_of_start() -> int:

@@ -85,7 +85,7 @@ class Launch:
 
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
-    monkeypatch.setattr(ssh, "_MARGIN_SECONDS", 0.2)
+    monkeypatch.setattr(ssh, "MARGIN_SECONDS", 0.2)
     return Launch(tmp_path)
 
 

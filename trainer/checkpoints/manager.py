@@ -15,7 +15,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore, newest_at
-from zeromesh.environment import is_later_start
+from zeromesh.environment import number_of_start
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
@@ -77,7 +77,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
         if (
-            most is None and self._section.resume == "never" and steps and not is_later_start()
+            most is None and self._section.resume == "never" and steps and not number_of_start()
         ):  # Else they are the run's own.
             why = (
                 f"{self.store.root} holds checkpoints of an earlier run"

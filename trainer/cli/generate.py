@@ -327,11 +327,6 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
 def _make_server(options: argparse.Namespace, fields: Mapping[str, Any], inbox: Inbox) -> HttpServer:
     with errors_as(ConfigError, "serve needs more packages: pip install 'zeromesh[serve]' (", ImportError, after=")"):
         from zeromesh.trainer.inference.server.app import NEW_TOKENS, HttpServer, ServerOptions
-    listening = ServerOptions(
-        host=options.host,
-        port=options.port,
-        token=(setting(TOKEN) or "").strip() or None,  # Header values have no surrounding spaces.
-        new_tokens=fields.get("max_new_tokens", NEW_TOKENS),
-        grace_seconds=options.grace,
-    )
-    return HttpServer(inbox, listening)
+    token = (setting(TOKEN) or "").strip() or None  # Header values have no surrounding spaces.
+    how = {"new_tokens": fields.get("max_new_tokens", NEW_TOKENS), "grace_seconds": options.grace}
+    return HttpServer(inbox, ServerOptions(host=options.host, port=options.port, token=token, **how))

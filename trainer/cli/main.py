@@ -1,7 +1,5 @@
 """The `zeromesh` command: its parser, and the dispatch to the functions of its subcommands.
-
-Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal.
-"""
+Exit codes: 0 success, 2 invalid configuration or command line, 1 any other error, 128 plus the signal's number after a signal."""
 
 import argparse
 import math
@@ -35,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.began = began
     if options.worker:
         become_worker(train.exit_code_of, whole=options.command == "run")
+        options.nproc, options.nnodes, options.attached = None, (1, 1), None  # The launcher has followed these.
     try:
         file, _, function = options.function.partition(".")
         # Only the subcommand's module is imported: torch and transformers take seconds.

@@ -13,7 +13,8 @@ from typing import Any
 
 from zeromesh.environment import SECRET, export, setting
 from zeromesh.errors import ConfigError, counted, errors_as
-from zeromesh.launch.leader import REST_SECONDS, Leader, Nodes, Notify, Result
+from zeromesh.launch.leader import Leader, Nodes, Notify, Result
+from zeromesh.launch.messages import REST_SECONDS
 from zeromesh.launch.rendezvous import Follower, run_starts
 from zeromesh.launch.signals import noted_signals
 from zeromesh.launch.ssh import PORTS
@@ -33,8 +34,8 @@ class RayLauncher:
         export(variables)
         arguments, processes, nodes = work
         with noted_signals() as requests:
-            others = Follower(nodes, processes, lambda: bool(requests.first))
-            return run_starts(arguments, others, requests, notify, processes=processes)
+            others = Follower(nodes, processes, notify, lambda: bool(requests.first))
+            return run_starts(arguments, others, requests)
 
 
 def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mapping[str, str], notify: Notify) -> Result:
@@ -92,6 +93,6 @@ def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mappin
         address_of = lambda left: (left[0].address, random.choice(PORTS))  # noqa: E731
         leader = Leader(nodes, 0, notify, stopped, address_of=address_of)
         asked = {ask(each): each for each in actors}
-        result = run_starts((), leader, requests, notify)
+        result = run_starts((), leader, requests)
         ray.wait([*asked], num_returns=len(asked), timeout=_END_SECONDS)
         return result

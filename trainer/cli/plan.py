@@ -95,6 +95,5 @@ def run_verify(options: argparse.Namespace) -> int:
     with Trainer(config=config) as trainer:
         certificate = trainer.verify(checks=options.check, out=out)
         if trainer.mesh.rank == 0:
-            sys.stdout.writelines(f"{line}\n" for line in (*certificate.lines(), f"written: {out}"))
-            sys.stdout.flush()
+            print_lines([*certificate.lines(), f"written: {out}"])
     return 0 if options.worker else int(not certificate.passed)

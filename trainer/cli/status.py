@@ -56,11 +56,8 @@ def run_status(options: argparse.Namespace) -> int:
                 if options.json:
                     state = now.verdict or "goes on"
                     values = {"time": time.time(), "step": now.step, "loss": now.loss, "state": state}
-                    values |= {
-                        "recoveries": now.recoveries,
-                        "ranks": now.ranks,
-                        "waited_for": [asdict(each) for each in rank_records.blames(now.ranks)],
-                    }
+                    waited_for = [asdict(each) for each in rank_records.blames(now.ranks)]
+                    values |= {"recoveries": now.recoveries, "ranks": now.ranks, "waited_for": waited_for}
                     verdicts = rank_records.verdicts(now.ranks, now.traffic)
                     slow = {"recent": rank_records.recent(now.ranks), "verdicts": verdicts}
                     show([json.dumps(strict(values | slow))])

@@ -19,7 +19,7 @@ from typing import Any
 
 from zeromesh import environment, errors
 from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, counted, errors_as
-from zeromesh.files import write_whole
+from zeromesh.files import json_object, write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import SIZES, MeshShape
@@ -29,7 +29,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.text_sources import find_text, picture_suffixes
-from zeromesh.trainer.formatting import wrapped
+from zeromesh.trainer.formatting import print_lines, wrapped
 from zeromesh.trainer.monitoring.step_metrics import CONFIG, STARTS, StartTimes, read_metrics
 
 FORWARDED = (
@@ -115,7 +115,6 @@ def _fits(config: TrainerConfig, processes: int) -> bool:
 
 
 EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
-_DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
 
 def _convert_start_arguments(options: argparse.Namespace) -> None:
@@ -130,9 +129,8 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         raise ConfigError(f"{either}; `zeromesh init` lists configurations to begin with")
     model, first = Path(options.model).expanduser(), Path(options.data[0]).expanduser()
     sizes: Any = {}
-    with suppress(OSError, ValueError, RecursionError), (model / "config.json").open(encoding="utf-8") as file:
-        sizes = json.loads(file.read(1 << 24))
-    sizes = sizes if isinstance(sizes, dict) else {}
+    with suppress(OSError, DataError), (model / "config.json").open("rb") as file:
+        sizes = json_object(file.read(1 << 24), DataError)
     beginning = islice(first.glob("*/*"), 1000) if first.is_dir() else ()
     if any(each.name.lower().endswith(picture_suffixes()) for each in beginning):
         kind, head = "pictures", "image_classification"
@@ -143,7 +141,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
-        if "label" in columns and not labelled:
+        if "label" in columns and not labelled and not options.worker:
             why = "the column label is not read"
             _hint(f"{why}: {model} is no classifier (for one: data.format=labels model.head=sequence_classification)")
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
@@ -166,7 +164,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         keys["data.eval"] = given[0] if alone else sets
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    options.config, options.tune = _DEFAULTS, True
+    options.tune = True
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -179,7 +177,6 @@ def run_train(options: argparse.Namespace) -> int:
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = resolve_source(options.config) if evaluates else (options.config, (), None)
-    path = None if path == _DEFAULTS else path
     ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
@@ -200,11 +197,15 @@ def run_train(options: argparse.Namespace) -> int:
     return _evaluate(config, checkpoint) if evaluates else _fit(config, options.began)
 
 
+def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
+    return environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+
+
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     from zeromesh.launch.rendezvous import launch_workers
 
-    arguments = environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
-    return launch_workers(arguments, processes=processes, notify=say, **keywords)
+    with environment.kept_environment({environment.BEGAN: str(options.began)}):
+        return launch_workers(_worker_arguments(options), processes=processes, notify=say, **keywords)
 
 
 def run_script(options: argparse.Namespace) -> int:
@@ -227,13 +228,6 @@ def run_script(options: argparse.Namespace) -> int:
     return 0
 
 
-def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    if options.command == "run":
-        return environment.python_arguments("zeromesh", ("run", "--worker", "--", options.script, *options.arguments))
-    how = ("--worker", "--tune") if options.tune else ("--worker",)
-    return environment.python_arguments("zeromesh", (options.command, *how, "--", options.config, *options.overrides))
-
-
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or --nproc, and True if this process starts them, as one task may."""
     launch, nproc = environment.read_environment(), options.nproc
@@ -249,10 +243,8 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
         options.rdzv_endpoint = options.rdzv_endpoint or f"{launch.master_address}:{launch.master_port}"
         return nproc, not options.worker
     if nproc is not None and nproc != launch.local_world_size:
-        raise ConfigError(
-            f"--nproc {nproc}: {launch.launcher} has started {counted(launch.local_world_size, 'process')} on this "
-            "host, which are the ranks; leave --nproc out"
-        )
+        started = f"{launch.launcher} has started {counted(launch.local_world_size, 'process')} on this host"
+        raise ConfigError(f"--nproc {nproc}: {started}, which are the ranks; leave --nproc out")
     return launch.world_size, False
 
 
@@ -268,7 +260,6 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         raise ConfigError(f"{why}, and --rdzv-endpoint HOST:PORT")
     _hint(f"starting {counted(processes, 'process')}")
     from zeromesh.launch.leader import Nodes
-    from zeromesh.launch.rendezvous import launch_workers
 
     restarts = options.max_restarts if options.max_restarts is not None else 3 * (most > least or bool(options.on))
     meeting = {"endpoint": options.rdzv_endpoint, "run_id": options.rdzv_id} if options.rdzv_endpoint else {}
@@ -277,8 +268,7 @@ def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> Worker
         from zeromesh.trainer.cli.on_ray import launch_on_ray
 
         return launch_on_ray(_worker_arguments(options), processes, where, _forwarded(), say)
-    with environment.kept_environment({environment.BEGAN: str(options.began)}):
-        return launch_workers(_worker_arguments(options), processes=processes, nodes=where, notify=say)
+    return launch_this_command(options, processes, nodes=where)
 
 
 def report(result: WorkersFailed | int) -> int:
@@ -340,11 +330,10 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
         keys = [f"model.{name}={json.dumps(each)}" for name, each in saved_with_base(path).items()]
         return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
-        raise ConfigError(
-            f"a directory without {CONFIG} or config.json; give a configuration, a run, a checkpoint of a run, an adapter, or a "
-            "model directory that save_pretrained wrote",
-            where=source,
+        kinds = (
+            "a configuration, a run, a checkpoint of a run, an adapter, or a model directory that save_pretrained wrote"
         )
+        raise ConfigError(f"a directory without {CONFIG} or config.json; give {kinds}", where=source)
     return None, (f"model.source={path}", f"run.name={path.resolve().name}", 'model.train=["!*"]'), None
 
 
@@ -406,5 +395,4 @@ def say(message: str) -> None:
 
 def _hint(message: str) -> None:
     if sys.stdout.isatty():
-        sys.stdout.write(f"{message}\n")
-        sys.stdout.flush()
+        print_lines([message])

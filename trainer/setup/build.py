@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Subset
 
-from zeromesh.environment import export, is_later_start, read_environment, set_default, setting
+from zeromesh.environment import export, number_of_start, read_environment, set_default, setting
 from zeromesh.errors import ConfigError, counted, some
 from zeromesh.kernels.cpu_matmul import allocate_buffers
 from zeromesh.mesh.mesh_shape import AXES, SIZES, MeshShape
@@ -263,7 +263,7 @@ def _with_shares(plan: BatchPlan, config: TrainerConfig, data: RunData, mesh: Me
         return plan
     if len(balance) != ranks:
         numbers = f"{counted(len(balance), 'number')} for {counted(ranks, 'data rank')}"
-        if not is_later_start():
+        if not number_of_start():
             raise ConfigError(f"has {numbers}; give one for each, or set it to even", where="batch.balance")
         console.note(f"batch.balance has {numbers} that are left, so samples are shared out evenly")
         return plan

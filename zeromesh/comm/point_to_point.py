@@ -145,10 +145,9 @@ class Channels:
             if specs is found:
                 channel.send(write_header(found).to(self.device), what)
         if [(each.shape, each.dtype) for each in found] != [(each.shape, each.dtype) for each in specs]:
-            raise CollectiveError(
-                f"{what} are {_describe(found)}, but for inputs of the same shapes they were {_describe(specs)}, which the "
-                "receiver expects: what a pipeline stage returns may depend on the shapes of a batch alone"
-            )
+            was = f"{what} are {_describe(found)}, but for inputs of the same shapes they were {_describe(specs)}"
+            rule = "what a pipeline stage returns may depend on the shapes of a batch alone"
+            raise CollectiveError(f"{was}, which the receiver expects: {rule}")
         for tensor in tensors:
             channel.send(tensor.detach().contiguous(), what)
 

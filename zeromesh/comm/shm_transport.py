@@ -116,11 +116,8 @@ def shared_segments(
     """Map segments of `nbytes` on all ranks, in rank order: one created by each rank, or with `of_first` only the first rank's.
     Raises `StorageError` when memory is short, or a peer's segment cannot be mapped."""
     own = SharedSegment.create(label, nbytes, reserve=reserve) if group.index == 0 or not of_first else None
-    rows = group.gather_integers([os.getpid(), own.descriptor if own else -1])
-    found = [
-        own if own is not None and index == group.index else SharedSegment.attach(pid, descriptor, nbytes, label)
-        for index, (pid, descriptor) in enumerate(rows[:1] if of_first else rows)
-    ]
+    rows = group.gather_integers([os.getpid(), own.descriptor if own else -1])[: 1 if of_first else None]
+    found = [SharedSegment.attach(pid, descriptor, nbytes, label) for pid, descriptor in rows]
     group.barrier("mapping of shared memory")
     return found
 
@@ -380,10 +377,10 @@ class SharedTransport(Transport):
         for request in requests:
             offsets.append(end + request.lead)
             end += -(-(request.lead + request.padded * request.dtype.itemsize) // PAGE) * PAGE
-        self.reducer = self._reducer = SharedReducer(group, slots, nbytes)
+        self.reducer = reducer = SharedReducer(group, slots, nbytes)
         (arena,) = shared_segments(group, "parameters", end, of_first=True, reserve=False)
         (words,) = shared_segments(group, "counters", 2 * len(requests) * group.size * LINE * 8, of_first=True)
-        self._segments = (arena, words)
+        self._parts = (arena, words, reducer.ring)
         buffers = []
         for number, (request, offset) in enumerate(zip(requests, offsets, strict=True)):
             counters = [Counters(words.words(), (2 * number + row) * group.size * LINE, group) for row in range(2)]
@@ -391,9 +388,8 @@ class SharedTransport(Transport):
         self.buffers, self.spare_pages = buffers, SparePages()
 
     def close(self) -> None:
-        for segment in self._segments:
-            segment.close()
-        self._reducer.ring.close()
+        for each in self._parts:
+            each.close()
 
 
 def open_transport(

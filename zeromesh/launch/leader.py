@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from zeromesh.environment import LOOPBACK, SECRET, RankRange, setting
@@ -18,14 +18,10 @@ from zeromesh.launch.messages import LauncherConnection, Message, MessageError, 
 from zeromesh.launch.rank_processes import USERS_MISTAKE, WorkersFailed
 from zeromesh.mesh.network_interfaces import listen
 
-REACH_SECONDS = 120.0  # for a launcher to reach the leader
 _JOIN_SECONDS = 600.0  # until there are enough launchers
-TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
-REST_SECONDS = 300  # for ranks to save and end before a restart
 _SAME_STEP = 3  # recoveries after the same step, each of which failed before the next one was made: the run ends then
 _HOUR = 3600.0
-_MARGIN_SECONDS = 1.0  # beyond the silence after which a launcher has surely killed its ranks
-LOOK_SECONDS = 0.5  # between two looks at the endpoint of a former leader, and for an heir to be reached
+MARGIN_SECONDS = 1.0  # beyond the silence after which a launcher has surely killed its ranks
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, and addresses that are told of
 
 
@@ -43,7 +39,7 @@ class Nodes:
     rank: int | None = None
     restarts_from: str = "the newest checkpoint"
     """The state from which workers resume after a restart, as a message says it."""
-    rest_seconds: int = REST_SECONDS
+    rest_seconds: int = messages.REST_SECONDS
     """Seconds that ranks may take to save and end before a restart; 0: those that do not stay are killed."""
     last_call_seconds: float = 1.0
     """Seconds for further launchers to come before the first start, once there are enough of them."""
@@ -121,8 +117,8 @@ class Leader:
         address_of: Callable[[Sequence[Member]], tuple[str, int]] | None = None,
         listener: socket.socket | None = None,
     ) -> None:
-        self._nodes, self._processes = nodes, processes
-        self._notify, self._stopped, self._address_of = notify, stopped, address_of
+        self._nodes, self.processes = nodes, processes
+        self.notify, self._stopped, self._address_of = notify, stopped, address_of
         self._secret = setting(SECRET) or ""
         others_come = nodes.most > 1 and members is None
         self._listener = listener or (listen(*nodes.where) if others_come else None)
@@ -171,7 +167,7 @@ class Leader:
                 wait = nodes.last_call_seconds * (not self._starts and present < nodes.most)
                 if self._come_until and self._silent:
                     # A leader that lives has noticed after one such time; whom only it reaches, as much later at most.
-                    wait = (1 + (self._silent != {""})) * nodes.silence_seconds + _MARGIN_SECONDS
+                    wait = (1 + (self._silent != {""})) * nodes.silence_seconds + MARGIN_SECONDS
                 ready = enough_since + wait <= now
             if ready:
                 if lost:
@@ -203,7 +199,7 @@ class Leader:
         """Wait until other hosts' ranks have ended, as this host's have; returns its ranks in the next start, or the result."""
         if failure is not None:
             self._stop(failure)
-            self._processes -= failure.left_out * (failure.left_out < self._processes)
+            self.processes -= failure.left_out * (failure.left_out < self.processes)
         while self.running or self._is_cut_off:
             self.poll()
             if self._is_cut_off:
@@ -230,7 +226,7 @@ class Leader:
             self._explain_restart(cause, recovers=recovers)
             lacks_one = not self._nodes.fits(sum(self._places()))
             if (few := max(self._nodes.least - 1 - len(self._known), int(lacks_one))) > 0:
-                self._notify(f"waiting for {counted(few, 'more host')}")
+                self.notify(f"waiting for {counted(few, 'more host')}")
         return self.first_start()
 
     def _recovers(self, failures: Sequence[WorkersFailed]) -> bool:
@@ -277,7 +273,7 @@ class Leader:
 
     def _places(self) -> list[int]:
         """Return how many ranks of this host, and of each candidate in turn, have places in the largest mesh that they make."""
-        there = [self._processes, *(each.processes for each in self._candidates)]
+        there = [self.processes, *(each.processes for each in self._candidates)]
         left = next((each for each in range(sum(there), 0, -1) if self._nodes.fits(each)), sum(there))
         found: list[int] = []
         for each in there:
@@ -288,30 +284,22 @@ class Leader:
         """Number the hosts, this one first, and send each its ranks."""
         found, (own, *others) = self._candidates, self._places()
         counts = {each: count for each, count in zip(found, others, strict=True) if count}
-        there, self._world_size = self._processes + sum(each.processes for each in found), own + sum(others)
+        there, self._world_size = self.processes + sum(each.processes for each in found), own + sum(others)
         if self._world_size < there:
-            self._notify(f"{self._world_size} of {there} ranks make a mesh (parallel), and the others wait")
+            self.notify(f"{self._world_size} of {there} ranks make a mesh (parallel), and the others wait")
         if self._address_of is not None:
             host, port = self._address_of([*counts])
         else:
             # On one host the ranks do not listen on this port; only the user's code may.
             with listen(self._nodes.where[0], 0) as free:
                 host, port = self._nodes.where[0], free.getsockname()[1]
-        assigned = RankRange(
-            first=0,
-            processes=own,
-            world_size=self._world_size,
-            master_address=host,
-            master_port=port,
-            run_id=self._run_id,
-            restart=self._starts,
-        )
+        start: dict[str, Any] = {"world_size": self._world_size, "run_id": self._run_id, "restart": self._starts}
+        start |= {"master_address": host, "master_port": port}
         first, self._will = own, {}
-        if self._listener is not None and self._nodes.rank is None and self._processes:
+        if self._listener is not None and self._nodes.rank is None and self.processes:
             self._will = self._last_will(counts)
         for each, count in counts.items():
-            start = {**asdict(assigned), "first": first, "processes": count}
-            each.connection.send({"start": start, **self._will})
+            each.connection.send({"start": {**start, "first": first, "processes": count}, **self._will})
             each.running, each.failure, each.began = True, None, False
             first += count
         for each in self._members:
@@ -322,7 +310,7 @@ class Leader:
         self._count_electors()
         self._starts += 1
         self._lost, self._failed_at, self._has_new_hosts, self._stop_told = [], None, False, None
-        return assigned
+        return RankRange(first=0, processes=own, **start)
 
     def _count_electors(self) -> None:
         """Forget those of earlier starts if all launchers of the latest one know of it: they do not go on by an earlier one."""
@@ -347,25 +335,26 @@ class Leader:
         self._electorates, self._gone, self._silent = [before | later], ended, before - ended
         self._wins_ties, self._lost = before == ended, [lost]
         # Nobody is waited for where all later ones together would not be enough.
-        self._come_until = 0.0 if self.lacks() else now + REACH_SECONDS
+        self._come_until = 0.0 if self.lacks() else now + messages.REACH_SECONDS
         self._silent |= later
         self._starts, self._world_size, self._run_id = latest.restart + 1, latest.world_size, latest.run_id
         self._failures, recoveries = field(will, "failures", 0), field(will, "recoveries", {})
         self._recoveries = [(now - int(age) / 1000, field(recoveries, age, 0)) for age in recoveries if age.isdecimal()]
         told = {"heirs": {drawn: self._nodes.endpoint}, "run_id": self._nodes.run_id}
         threading.Thread(target=self._watch, args=(former, told), name="former", daemon=True).start()
-        self._notify(f"this host leads from now on; others join at --rdzv-endpoint {self._nodes.endpoint}")
+        self.notify(f"this host leads from now on; others join at --rdzv-endpoint {self._nodes.endpoint}")
 
     def _watch(self, former: str, told: Message) -> None:
         """Tell launchers that lead at the endpoint `former`, such as that of a host which is back, where the run goes on."""
+        where, seconds = replace(self._nodes, endpoint=former).where, messages.LOOK_SECONDS
         while self._listener is not None:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(seconds)
             with suppress(OSError, MessageError):
-                reached = socket.create_connection(replace(self._nodes, endpoint=former).where, timeout=LOOK_SECONDS)
+                reached = socket.create_connection(where, timeout=seconds)
                 found = LauncherConnection(reached, reached, self._secret, serves=False)
                 with closing(found):
                     while not found.receive():
-                        select.select(found.readers, [], [], TICK_SECONDS)
+                        select.select(found.readers, [], [], messages.TICK_SECONDS)
                     found.send({**told, "drawn": found.drawn})
 
     def _stop(self, cause: WorkersFailed | None) -> None:
@@ -404,21 +393,20 @@ class Leader:
             again = "the run goes on, with new processes for the ranks that have ended"
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
-            self._notify(str(cause))
-            self._notify(
-                f"going on from {self._nodes.restarts_from} with {hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
-            )
+            left = f"{hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
+            self.notify(str(cause))
+            self.notify(f"going on from {self._nodes.restarts_from} with {left}")
         elif self._lost:
-            self._notify(f"{'; '.join(map(str, self._lost))}; {again}")
+            self.notify(f"{'; '.join(map(str, self._lost))}; {again}")
         elif self._has_new_hosts:
-            self._notify("another host has come; all ranks go on with it")
+            self.notify("another host has come; all ranks go on with it")
         else:
             count = "" if recovers else f": restart {self._failures} of {self._nodes.max_restarts}"
-            self._notify(f"{cause}\nzeromesh: {again}{count}")
+            self.notify(f"{cause}\nzeromesh: {again}{count}")
 
     def _wait(self) -> None:
         streams = [stream for each in self._members for stream in each.connection.readers]
-        select.select([*streams, *([self._listener] if self._listener else [])], [], [], TICK_SECONDS)
+        select.select([*streams, *([self._listener] if self._listener else [])], [], [], messages.TICK_SECONDS)
 
     def _serve(self) -> None:
         """Accept connections and handle the messages that have arrived, without waiting."""
@@ -427,12 +415,10 @@ class Leader:
                 accepted, (address, *_) = self._listener.accept()
                 if len(self._members) - len(self._known) >= _MOST_STRANGERS:
                     accepted.close()
-                else:
-                    silence = self._nodes.silence_seconds
-                    connection = LauncherConnection(
-                        accepted, accepted, self._secret, serves=True, silence_seconds=silence
-                    )
-                    self._members.append(Member(connection=connection, name=str(address), address=str(address)))
+                    continue
+                silence, name = self._nodes.silence_seconds, str(address)
+                connection = LauncherConnection(accepted, accepted, self._secret, serves=True, silence_seconds=silence)
+                self._members.append(Member(connection=connection, name=name, address=name))
         for each in list(self._members):
             try:
                 for message in each.connection.receive():
@@ -447,9 +433,9 @@ class Leader:
             # A stranger may connect here: one line per address, and for a few addresses only.
             if each.name not in self._refused and len(self._refused) < _MOST_STRANGERS:
                 self._refused.add(each.name)
-                self._notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
+                self.notify(f"{each.name}, which came to {self._nodes.endpoint}, is refused: {error}")
             each.connection.send({"over": {"code": 1, "text": str(error)}})
-        if any(each.drawn in names for names in self._electorates):
+        if each.drawn and any(each.drawn in names for names in self._electorates):  # A stranger has no name.
             (self._gone if each.connection.was_closed else self._silent).add(each.drawn)
         if each.running or (each.slots and not each.numbered):
             reason, safe_at = each.connection.loss(error)

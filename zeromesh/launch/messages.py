@@ -27,6 +27,10 @@ MAX_PROCESSES = 1 << 16
 HELLO_SECONDS = 10.0  # for the other end of a new connection to send its first message
 SILENCE_SECONDS = 15.0  # without a message, after which an end counts as lost
 BEATS = 5  # within the seconds after which a follower counts as lost
+REACH_SECONDS = 120.0  # for a launcher to reach the leader
+TICK_SECONDS = 0.05  # between two looks at the ranks and at other launchers
+REST_SECONDS = 300  # for ranks to save and end before a restart
+LOOK_SECONDS = 0.5  # between two looks at the endpoint of a former leader, and for an heir to be reached
 
 Message = Mapping[str, Any]
 Stream = socket.socket | IO[bytes]
@@ -34,6 +38,7 @@ Value = TypeVar("Value", str, bool, int, dict[str, Any])
 MISSING = -1
 """The default for a required integer field: it is below the allowed range, so that `field` refuses a message without the field."""
 _LONGEST_SHOWN = 160
+_MOST = (1 << 53) - 1
 _WHOLE_WRITE = 4096  # bytes that a pipe takes in one piece (PIPE_BUF), and a writable socket without waiting
 _CLOSE_SECONDS = 1.0  # for the last messages to leave
 _ENDPOINT = re.compile(r"[^\s\0]{1,255}:[0-9]{1,5}")
@@ -53,7 +58,7 @@ def parsed(data: bytes) -> Message:
     return json_object(data, lambda why: MessageError(f"a message {why}: {_shown(data)}"))
 
 
-def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = (1 << 53) - 1) -> Value:
+def field(message: Message, name: str, default: Value, *, least: int = 0, most: int = _MOST) -> Value:
     """Return the value under `name`, or `default` if it is missing. Raises `MessageError` for another type than that of `default`,
     and for an integer, the default too, that is not from `least` to `most`."""
     value = message.get(name, default)
@@ -76,15 +81,10 @@ def rank_range(message: Message) -> RankRange:
     """Return the ranks of this host under `start`. Raises `MessageError`."""
     content = field(message, "start", {})
     size = field(content, "world_size", MISSING, least=1, most=MAX_PROCESSES**2)
-    return RankRange(
-        first=field(content, "first", MISSING, most=size - 1),
-        processes=field(content, "processes", MISSING, least=1, most=MAX_PROCESSES),
-        world_size=size,
-        master_address=field(content, "master_address", ""),
-        master_port=field(content, "master_port", MISSING, least=1, most=65535),
-        run_id=field(content, "run_id", ""),
-        restart=field(content, "restart", MISSING),
-    )
+    ranges = {"first": (0, size - 1), "processes": (1, MAX_PROCESSES), "master_port": (1, 65535), "restart": (0, _MOST)}
+    found: dict[str, Any] = {name: field(content, name, "") for name in ("master_address", "run_id")}
+    found |= {name: field(content, name, MISSING, least=ends[0], most=ends[1]) for name, ends in ranges.items()}
+    return RankRange(world_size=size, **found)
 
 
 def heirs(message: Message) -> dict[str, str]:

@@ -13,16 +13,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import (
-    COPIES,
-    LINE,
-    SNAPSHOTS,
-    STATES,
-    RankRange,
-    die_with_parent,
-    process_state,
-    worker_environment,
-)
+from zeromesh.environment import LINE, MEMORIES, RankRange, die_with_parent, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
@@ -149,11 +140,10 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
-                names = (STATES, SNAPSHOTS, COPIES)
-                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in names)
+                new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in MEMORIES)
                 memories = tuple(new if each is None else map(os.dup, each.memories))
                 with theirs:
-                    handles = dict(zip((LINE, *names), (theirs.fileno(), *memories), strict=True))
+                    handles = dict(zip((LINE, *MEMORIES), (theirs.fileno(), *memories), strict=True))
                     process = nursery.fork(self._arguments, variables, handles)
                 each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)

@@ -22,20 +22,8 @@ from dataclasses import replace
 from zeromesh.environment import SECRET, RankRange, export, setting, worker_environment
 from zeromesh.errors import ConfigError
 from zeromesh.launch import messages
-from zeromesh.launch.leader import (
-    ALONE,
-    LOOK_SECONDS,
-    REACH_SECONDS,
-    REST_SECONDS,
-    TICK_SECONDS,
-    Leader,
-    Nodes,
-    Notify,
-    Result,
-    Stop,
-    Stopped,
-)
-from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
+from zeromesh.launch.leader import ALONE, Leader, Nodes, Notify, Result, Stop, Stopped
+from zeromesh.launch.messages import REST_SECONDS, TICK_SECONDS, LauncherConnection, Message, MessageError, field
 from zeromesh.launch.nursery import Nursery
 from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
 from zeromesh.launch.signals import StopSignals, noted_signals
@@ -43,30 +31,23 @@ from zeromesh.mesh.network_interfaces import is_this_host, listen
 
 TRAINER = ("zeromesh.trainer.trainer", "zeromesh.trainer.inference.generator")
 """The modules that ranks import for most commands."""
+Attach = Callable[[], LauncherConnection]
 
 
 class Follower:
     """A launcher that starts ranks when its leader says so, and kills them if that is gone. `attach` connects it to the `zeromesh
-    launch` that has started it, which also sends variables and signals; without it the follower goes to the endpoint. `notify`
-    receives lines for the user if it leads."""
+    launch` that has started it, which also sends variables, signals and the number of ranks (`processes` is 0); without it the
+    follower goes to the endpoint. `notify` receives lines for the user."""
 
     def __init__(
-        self,
-        nodes: Nodes,
-        processes: int,
-        stopped: Stopped,
-        attach: Callable[[], LauncherConnection] | None = None,
-        *,
-        notify: Notify = lambda line: None,
+        self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, attach: Attach | None = None
     ) -> None:
-        self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
-        self.rest_seconds = REST_SECONDS if attach is None else 0
-        """Seconds that ranks here have to end when the run is over."""
+        self._nodes, self.processes, self._stopped, self._attach = nodes, processes, stopped, attach
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None
         self._assigned: RankRange | None = None
         self._stop: Stop | None = None
-        self._notify, self._drawn = notify, secrets.token_hex(8)
+        self.notify, self._drawn = notify, secrets.token_hex(8)
         self._will: Message | None = None  # what the leader has left to its heirs, if there can be any
         self._listener: socket.socket | None = None  # for other heirs to come to
         self._leader: Leader | None = None  # once this launcher leads
@@ -88,7 +69,7 @@ class Follower:
         nodes, heirs = self._nodes, messages.heirs(self._will or {})
         where = replace(nodes, endpoint=heirs.get(self._at, nodes.endpoint)).where
         # Ranks whose leader is lost may have to be killed meanwhile.
-        reached = socket.create_connection(where, LOOK_SECONDS if self._lost else messages.HELLO_SECONDS)
+        reached = socket.create_connection(where, messages.LOOK_SECONDS if self._lost else messages.HELLO_SECONDS)
         if self._listener is None and nodes.most > 1 and nodes.rank is None:
             own, (host, port) = reached.getsockname()[0], nodes.where
             # On the endpoint's host the port is that of the launcher which comes to lead there.
@@ -130,7 +111,7 @@ class Follower:
     def _introduce(self, connection: LauncherConnection) -> None:
         nodes, port = self._nodes, 0 if self._listener is None else self._listener.getsockname()[1]
         heir = {"heir": self._drawn, "port": port, "running": self._runs} if port else {}
-        introduction = {"processes": self._processes, "run_id": nodes.run_id, "rank": nodes.rank or 0, **heir}
+        introduction = {"processes": self.processes, "run_id": nodes.run_id, "rank": nodes.rank or 0, **heir}
         connection.send({**introduction, "name": socket.gethostname(), "drawn": connection.drawn})
         self._is_joined = True
 
@@ -185,7 +166,7 @@ class Follower:
             self._alone_since = time.monotonic()
             self._lost = WorkersFailed(message=f"host {field(will, 'leader', '')}, which led, is gone", exit_code=1)
             self._stop = Stop(0, self._lost.message if has_ended else "")
-        is_late = time.monotonic() > self._alone_since + REACH_SECONDS
+        is_late = time.monotonic() > self._alone_since + messages.REACH_SECONDS
         if is_late or (will is None and (was_joined or self._attach is not None)):
             self._give_up(reason)
         elif will is not None and self._lost is not None:
@@ -193,7 +174,7 @@ class Follower:
             self._at = names[names.index(self._at) + 1] if self._at != names[-1] else names[1]
             if self._at == self._drawn and self._latest is not None:
                 nodes = replace(self._nodes, endpoint=heirs[self._drawn])
-                self._leader = Leader(nodes, self._processes, self._notify, self._stopped, listener=self._listener)
+                self._leader = Leader(nodes, self.processes, self.notify, self._stopped, listener=self._listener)
                 self._leader.inherit(will, self._drawn, self._latest, self._ended, self._lost, self._nodes.endpoint)
 
     def _take(self, message: Message) -> None:
@@ -212,7 +193,7 @@ class Follower:
             end = field(message, "over", {})
             code = field(end, "code", messages.MISSING, most=messages.MAX_EXIT_CODE)
             self._result = code and WorkersFailed(message=field(end, "text", ""), exit_code=code, distance=1)
-            self._stop = self._stop or Stop(self.rest_seconds)
+            self._stop = self._stop or Stop(REST_SECONDS if self._attach is None else 0)
             self.close()
         elif self._attach is not None and "variables" in message:
             export(messages.variables(message))
@@ -245,7 +226,7 @@ def launch_workers(
     after a signal to stop; the workers have ended then. Raises `ConfigError` when this host must serve the endpoint, and cannot."""
     with noted_signals((signal.SIGINT,) if talks else (), passes) as requests:
         stopped, must_lead = lambda: bool(requests.first), nodes.most == 1 or nodes.rank == 0
-        others: Leader | Follower = Follower(nodes, processes, stopped, notify=notify)
+        others: Leader | Follower = Follower(nodes, processes, notify, stopped)
         if must_lead or (nodes.rank is None and is_this_host(nodes.where[0])):
             try:
                 others = Leader(nodes, processes, notify, stopped)
@@ -253,28 +234,22 @@ def launch_workers(
                 cause = error.__cause__
                 if must_lead or not (isinstance(cause, OSError) and cause.errno == errno.EADDRINUSE):
                     raise
-        result = run_starts(arguments, others, requests, notify, modules, processes)
+        result = run_starts(arguments, others, requests, modules)
         if isinstance(others, Leader) and others.moved is not None:
             (endpoint,) = messages.heirs(others.moved).values()
-            others = Follower(replace(nodes, endpoint=endpoint), processes, stopped, notify=notify)
-            return run_starts(arguments, others, requests, notify, modules, processes)
+            others = Follower(replace(nodes, endpoint=endpoint), processes, notify, stopped)
+            return run_starts(arguments, others, requests, modules)
         return result
 
 
 def run_starts(
-    arguments: Sequence[str],
-    others: Leader | Follower,
-    requests: StopSignals,
-    notify: Notify,
-    modules: Sequence[str] = TRAINER,
-    processes: int = 0,
+    arguments: Sequence[str], others: Leader | Follower, requests: StopSignals, modules: Sequence[str] = TRAINER
 ) -> Result:
-    """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does. `processes`
-    is the number of ranks; 0: `others` knows it."""
+    """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
     nursery, ranks = None, RankProcesses(arguments)
     try:
-        if processes:
-            nursery = Nursery(modules, worker_environment(processes, alone=False), notify)
+        if others.processes:
+            nursery = Nursery(modules, worker_environment(others.processes, alone=False), others.notify)
             # Ranks that rest for a host that joins their run do not wait for its imports.
             while isinstance(others, Follower) and not (nursery.ready or requests.pending):
                 nursery.receive(TICK_SECONDS)
@@ -282,14 +257,14 @@ def run_starts(
         while isinstance(found, RankRange) and not requests.first:
             if nursery is None or nursery.lost:
                 shared = worker_environment(found.processes, alone=False)
-                nursery = Nursery(modules if found.processes else (), shared, notify)
+                nursery = Nursery(modules if found.processes else (), shared, others.notify)
             found = others.next_start(_run(ranks, found, others, requests, nursery))
     finally:
         others.close()
         ranks.close()
         if nursery is not None:
             nursery.close()
-    return requests.exit_code() or (0 if isinstance(found, RankRange) else found)
+    return (requests.first and 128 + requests.first) or (0 if isinstance(found, RankRange) else found)
 
 
 def _run(

@@ -70,9 +70,6 @@ class StopSignals:
                 kill()
             self.passed_on += number not in self.only_forwarded
 
-    def exit_code(self) -> int:
-        return self.first and 128 + self.first
-
 
 _REPLACED: dict[int, Any] = {}
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from zeromesh.errors import ConfigError, errors_as
-from zeromesh.launch.leader import ALONE, Leader, Member, Nodes, Result
+from zeromesh.launch.leader import ALONE, MARGIN_SECONDS, Leader, Member, Nodes, Result
 from zeromesh.launch.messages import BEATS, MAX_MESSAGE, LauncherConnection, MessageError, parsed, read_available
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.rendezvous import TRAINER, Follower, run_starts
@@ -46,7 +46,6 @@ SSH = (
 """The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
 START_SECONDS = 120.0  # for a host to send its first message, after connecting and starting Python from a slow disk
 _LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run
-_MARGIN_SECONDS = 1.0  # beyond the silence after which a host's own processes are surely dead
 PORTS = range(20000, 30000)  # to draw from, below those that systems assign to outgoing connections
 _LONGEST_LINE = 1 << 16  # bytes after which an unfinished line of a host is printed
 _MOST_LINES = 100_000  # that wait to be printed
@@ -140,11 +139,11 @@ def supervise(plan: LaunchPlan, notify: Callable[[str], None]) -> WorkersFailed 
                 most=1 + len(hosts),
                 max_restarts=plan.max_restarts,
                 rest_seconds=0,  # Any failure kills all ranks at once.
-                cause_seconds=plan.silence_seconds + _MARGIN_SECONDS,
+                cause_seconds=plan.silence_seconds + MARGIN_SECONDS,
             )
             address_of = lambda left: plan.meeting_address([hosts[each.name] for each in left])  # noqa: E731
             leader = Leader(nodes, 0, notify, stopped, members=members, address_of=address_of)
-            return run_starts((), leader, requests, notify)
+            return run_starts((), leader, requests)
         finally:
             for each in started:  # Nobody else does where not all could be started.
                 each.close()
@@ -261,22 +260,18 @@ class HostProcess(LauncherConnection):
 
     def loss(self, error: Exception) -> tuple[str, float]:
         self.lost, there, now = True, bool(self._drawn_by_both), time.monotonic()
+        gone = "; the host, its network or its connection is gone" if there else " since it was to start"
+        reason = f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
         if isinstance(error, MessageError):
             reason = f"what it has sent makes no sense: {error}"
         else:
-            gone = "; the host, its network or its connection is gone" if there else " since it was to start"
-            reason = self._ending() or f"nothing has been heard for {now - self.alive_at:.0f} s{gone}"
-        return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + _MARGIN_SECONDS
-
-    def _ending(self) -> str:
-        """Return a text on how the local command ended; empty while it runs."""
-        try:
-            code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)
-        except subprocess.TimeoutExpired:
-            return ""
-        drain([self], time.monotonic() + self._patience)
-        last_line = next((f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last), "")
-        return f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last_line}"
+            with suppress(subprocess.TimeoutExpired):  # The local command may still run.
+                code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)
+                drain([self], time.monotonic() + self._patience)
+                last = "".join(f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last)
+                how = f"ended with exit code {code} before the host had said how its part ended{last}"
+                reason = f"{self._program!r} {how}"
+        return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + MARGIN_SECONDS
 
     def close(self) -> None:
         """Cut the connection, whereupon the host ends its processes by itself. Its output can still be read."""
@@ -319,5 +314,5 @@ def run_attached(
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        follower = Follower(ALONE, 1, lambda: bool(requests.first), attach)
-        return run_starts(arguments, follower, requests, notify, modules)
+        follower = Follower(ALONE, 0, notify, lambda: bool(requests.first), attach)
+        return run_starts(arguments, follower, requests, modules)

@@ -1,4 +1,2 @@
-"""The process mesh: rank arithmetic, the launch environment, process groups, transports and collectives.
-
-Nothing is re-exported here, so that `zeromesh.mesh.mesh_shape` and `zeromesh.environment` load without torch.
-"""
+"""The process mesh: rank arithmetic, the run's store, process groups, process sets and collectives. Nothing is re-exported here, so
+that `zeromesh.mesh.mesh_shape` and the launcher load without torch."""

@@ -1,7 +1,5 @@
 """The table of functions that start collectives, on CPUs and on devices.
-
-A codec is a row, too: it wraps another row, launches the encoded bytes of `given`, and its `finish` decodes them into `out`.
-"""
+A codec is a row, too: it wraps another row, launches the encoded bytes of `given`, and its `finish` decodes them into `out`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

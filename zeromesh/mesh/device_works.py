@@ -2,8 +2,7 @@
 
 The host waits for a device without a timeout; torch's wait with one aborts the communicator. So a thread supervises the collectives
 in flight: when a peer is gone, has failed or is late, it aborts the communicators, so that the host's wait returns and this rank's
-next use of others raises the error that names the peer. If the host does not return, its process is ended.
-"""
+next use of others raises the error that names the peer. If the host does not return, its process is ended."""
 
 import logging
 import os

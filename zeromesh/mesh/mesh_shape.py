@@ -11,8 +11,7 @@ far apart. For pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2:
     tensor      0  1  0  1  0  1  0  1
 
 An axis that is folded has no factor of its own in the number of ranks: `expert` numbers neighbours among the ranks that shard
-states, and `expert_shard` those of them that have the same experts.
-"""
+states, and `expert_shard` those of them that have the same experts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -126,10 +125,8 @@ class MeshShape:
     def groups(self, *axes: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks that differ along `axes` only, in the order of their lowest rank; ranks ascend inside each.
         With no axes, every rank is a group of its own."""
-        strides = self._strides(axes)
-        firsts = _offsets([row for row in strides if row[0] not in axes])
-        others = _offsets([row for row in strides if row[0] in axes])
-        return tuple(tuple(first + more for more in others) for first in firsts)
+        firsts = _offsets([row for row in self._strides(axes) if row[0] not in axes])
+        return tuple(self.group_of(first, *axes) for first in firsts)
 
     def group_of(self, rank: int, *axes: Axis) -> tuple[int, ...]:
         """Return the group over `axes` that contains `rank`, ranks ascending, without computing the others."""

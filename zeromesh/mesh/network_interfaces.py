@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from zeromesh.environment import LOOPBACK, LaunchEnvironment
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, errors_as
 
 _ROUTE_PORT = 9  # discard; nothing is sent
 
@@ -19,10 +19,8 @@ def listen(name: str, port: int) -> socket.socket:
     `ConfigError` when that address is unknown, or the port is in use."""
     address = address_for_others(name)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
+    with errors_as(ConfigError, f"{name}:{port}: this host cannot listen there (", OSError, after=")"):
         return socket.create_server((address, port), family=family, backlog=1024)
-    except OSError as error:
-        raise ConfigError(f"{name}:{port}: this host cannot listen there ({error.strerror or error})") from error
 
 
 def address_for_others(name: str) -> str:
@@ -51,11 +49,10 @@ def is_this_host(name: str) -> bool:
 
 def addresses_of(name: str) -> list[str]:
     """Return the addresses that a host name resolves to here, each once; an empty list for an unknown name."""
-    try:
+    with suppress(OSError):
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return []
 
 
 def address_towards(host: str) -> str | None:

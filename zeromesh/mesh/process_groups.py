@@ -28,8 +28,7 @@ GroupPurpose = Literal["control", "data", "reduce"]
 """The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
 `control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
-start as gradients arrive, so their order relative to gathers differs between ranks; a common group would match one with the other.
-"""
+start as gradients arrive, so their order among gathers differs between ranks; a common group would match one with the other."""
 Purposes = Collection[GroupPurpose]
 SetGroups = dict[GroupPurpose, dist.ProcessGroup]
 """The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""

@@ -56,8 +56,7 @@ class ProcessMesh:
 
     Ranks are numbered by `order` (see `mesh/rank_order.py`), so `rank` may differ from the launcher's process number. Every rank
     creates the mesh, with equal arguments except for `environment` and `device`. Raises `ConfigError` when the shape or the order
-    does not fit the launch, and `CollectiveError` when the others cannot be reached.
-    """
+    does not fit the launch, and `CollectiveError` when the others cannot be reached."""
 
     def __init__(
         self,
@@ -128,10 +127,8 @@ class ProcessMesh:
         """The ranks over which the experts of a layer are spread."""
         self.expert_shard = self._axes_set("shard of experts", [EXPERT_SHARD]) if self.experts.size > 1 else self.shard
         """The ranks over which the states of experts are sharded, since they have the same ones."""
-        layers = axes_of("layers")
-        self.experts_and_layers = (
-            self._axes_set("expert x tensor", [*layers, EXPERT]) if self.experts.size > 1 else self.tensor
-        )
+        together = [*axes_of("layers"), EXPERT]
+        self.experts_and_layers = self._axes_set("expert x tensor", together) if self.experts.size > 1 else self.tensor
         """The ranks that have all parts of a layer's experts."""
 
     def _connect(self, timeout_seconds: float, order: Order, traces: Path | None) -> None:
@@ -345,11 +342,10 @@ def _gather_all(store: Store, key: str, process: int, processes: int, own: Any) 
 
 def host_identity() -> str:
     """Return a text that is equal for processes that can share memory: same boot of the same kernel, same PID namespace."""
-    try:
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{socket.gethostname()} {boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
+    return f"{socket.gethostname()} {platform.machine()} {os.getpid()}"
 
 
 def island_of(device: torch.device) -> int:

@@ -1,7 +1,5 @@
 """The order in which processes become ranks, so that ranks that communicate most are near each other, and a picture of the mesh.
-
-Most launchers number processes host by host; `srun --distribution=cyclic` and `mpirun --map-by node` do not.
-"""
+Most launchers number processes host by host; `srun --distribution=cyclic` and `mpirun --map-by node` do not."""
 
 import textwrap
 from collections import Counter

@@ -1,8 +1,7 @@
 """The store in which the ranks of a run find each other. On a single host, other users of the machine cannot reach it.
 
 Ranks of one host keep it in anonymous memory, whose descriptor rank 0 passes over a Unix socket to processes of the same user.
-Ranks of several hosts use torch's `TCPStore`, without authentication, so they belong on a closed network. Nothing is unpickled.
-"""
+Ranks of several hosts use torch's `TCPStore`, without authentication, so they belong on a closed network. Nothing is unpickled."""
 
 import hashlib
 import itertools
@@ -30,8 +29,7 @@ _meshes = itertools.count()
 _RANK_SECONDS = 10.0  # for a connected rank to send its number
 _RANK_BYTES = 16
 _USER = struct.Struct("3i")  # struct ucred of unix(7): process, user, group
-_ROW_BYTES = 1 << 15  # of a row of the board in the file
-_ROW_HEAD = struct.Struct("<II")  # length and checksum
+_ROW_BYTES, _CHECKSUM_BYTES = 1 << 15, 8  # of a row of the board in the file, and of its checksum
 
 
 class LocalRowStore:
@@ -43,20 +41,18 @@ class LocalRowStore:
         self._descriptor, self._first = descriptor, mesh * world_size
 
     def set(self, key: str, value: str) -> None:
-        text = value.encode()[: _ROW_BYTES - _ROW_HEAD.size]
-        os.pwrite(self._descriptor, _ROW_HEAD.pack(len(text), zlib.crc32(text)) + text, self._offset(key))
+        text = value.encode()[: _ROW_BYTES - _CHECKSUM_BYTES]
+        row = zlib.crc32(text).to_bytes(_CHECKSUM_BYTES) + text
+        os.pwrite(self._descriptor, row.ljust(_ROW_BYTES, b"\0"), self._offset(key))
 
     def get(self, key: str) -> bytes:
         """Return the row once it is complete. Raises `RuntimeError`, as torch's stores do, when there is none in time."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
-            data = os.pread(self._descriptor, _ROW_BYTES, self._offset(key))
-            if len(data) > _ROW_HEAD.size:
-                length, checksum = _ROW_HEAD.unpack_from(data)
-                text = data[_ROW_HEAD.size : _ROW_HEAD.size + length]
-                # A row that is being written differs from its checksum.
-                if length and zlib.crc32(text) == checksum:
-                    return text
+            row = os.pread(self._descriptor, _ROW_BYTES, self._offset(key)).rstrip(b"\0")
+            text = row[_CHECKSUM_BYTES:]
+            if text and zlib.crc32(text) == int.from_bytes(row[:_CHECKSUM_BYTES]):  # Else it is being written.
+                return text
             time.sleep(0.001)
         raise RuntimeError(f"nothing was stored under {key} within {START_SECONDS} seconds")
 

@@ -120,7 +120,7 @@ def released_memory(mesh: Mesh, name: str) -> None:
         mesh.world.barrier("all are here")
         transport.poll()
         mesh.world.barrier("all have polled")
-        segments = getattr(transport, "_segments", None)
+        segments = getattr(transport, "_parts", None)
         if segments is not None:
             found = os.fstat(segments[0].descriptor).st_blocks * 512
         else:

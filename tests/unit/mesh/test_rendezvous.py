@@ -397,7 +397,7 @@ def test_a_run_does_not_go_on_with_fewer_hosts_than_it_needs(monkeypatch: pytest
 
 def following(*coming: list[Message] | Exception, attached: bool = True) -> tuple[Follower, Wire]:
     wire: Any = Wire([{"zeromesh": 1, "drawn": "theirs"}], *coming)
-    follower = Follower(ALONE, 4, bool, lambda: wire)
+    follower = Follower(ALONE, 4, print, bool, lambda: wire)
     return follower, wire
 
 
@@ -458,20 +458,19 @@ def test_the_end_of_a_run_is_the_cause_that_is_nearest(own: Any, over: Any, foun
     follower, wire = following([{"start": START}], [], [{"over": over}])
     follower.first_start()
     assert follower.next_start(own) == found
+    assert follower.poll() == Stop(0), "one that `zeromesh launch` has started has no time to end"
     assert wire.sent[-1]["rest"] == (own.exit_code if own else 0)
     assert not wire.open
 
 
 def test_ranks_of_a_leader_that_is_gone_are_killed_at_once() -> None:
     follower, _ = following([{"start": START}], GONE)
-    assert (follower.rest_seconds, Follower(ALONE, 1, bool).rest_seconds) == (0, 300)
-    follower.rest_seconds = 30
     follower.first_start()
     assert follower.poll() == Stop(0)
     found = follower.next_start(None)
     assert isinstance(found, WorkersFailed)
     assert "cannot be reached from here (no sign)" in found.message
-    nobody = Follower(ALONE, 1, bool, lambda: (_ for _ in ()).throw(OSError(errno.EPIPE, "Broken pipe")))
+    nobody = Follower(ALONE, 1, print, bool, lambda: (_ for _ in ()).throw(OSError(errno.EPIPE, "Broken pipe")))
     assert "cannot be reached from here (Broken pipe)" in str(nobody.first_start())
 
 
@@ -510,6 +509,8 @@ def test_who_leads(monkeypatch: pytest.MonkeyPatch, most: int, rank: Any, here: 
 class Others:
     """The other launchers of a run, which say what comes next."""
 
+    processes, notify = 0, print
+
     def __init__(self, *starts: Any, stop: Stop | None = None) -> None:
         self.starts, self.stop, self.ended = list(starts), stop, list[Any]()
 
@@ -542,15 +543,15 @@ def test_each_start_has_a_nursery_that_is_alive(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(rendezvous, "_run", run)
     starts = [RankRange(**{**START, "restart": number}) for number in range(3)]  # type: ignore[arg-type]
     others: Any = Others(*starts, failed())
-    assert run_starts([], others, StopSignals(), print, modules=("torch",)) == failed()
+    assert run_starts([], others, StopSignals(), modules=("torch",)) == failed()
     assert others.ended == ["end 0", "end 1", "end 2", "closed"]
     assert [each if each == "closed" else each.modules for each in made] == [("torch",), ("torch",), "closed"]
     requests, others = StopSignals(), Others(RankRange(**{**START, "processes": 0}), 0)  # type: ignore[arg-type]
     made.clear()
-    assert run_starts([], others, requests, print, modules=("torch",)) == 0
+    assert run_starts([], others, requests, modules=("torch",)) == 0
     assert made[0].modules == (), "a launcher without ranks imports nothing"
     requests.receive(signal.SIGTERM, None)
-    assert run_starts([], Others(starts[0]), requests, print) == 143  # type: ignore[arg-type]
+    assert run_starts([], Others(starts[0]), requests) == 143  # type: ignore[arg-type]
 
 
 def test_a_stop_while_modules_are_imported_ends_the_start() -> None:

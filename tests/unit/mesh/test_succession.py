@@ -89,7 +89,7 @@ def test_an_heir_waits_until_ranks_elsewhere_are_dead(monkeypatch: pytest.Monkey
         if seconds is None:
             assert isinstance(start, WorkersFailed)
             assert "which led, is gone: 2 of 4 launchers may be alive elsewhere" in start.message
-            assert clock[0] >= began + leading.REACH_SECONDS, "they may still come"
+            assert clock[0] >= began + messages.REACH_SECONDS, "they may still come"
         else:
             assert isinstance(start, RankRange)
             assert (start.restart, clock[0] - began) == (5, seconds)
@@ -179,6 +179,19 @@ def test_a_start_counts_once_all_know_of_it(knows: bool) -> None:
     found.close()
 
 
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_stranger_that_goes_again_is_not_the_leader_that_is_lost(closed: bool) -> None:
+    """Neither has a name: who is lost before it has introduced itself, and the leader among those who were with an heir."""
+    found = heir("b", "bc", {""})
+    silent, gone, stranger = {*found._silent}, {*found._gone}, Wire()
+    stranger.was_closed = closed
+    stranger.said.append(LOST)
+    found._members.append(leading.Member(connection=stranger, name="there"))  # type: ignore[arg-type]
+    found._serve()
+    assert (found._members, found._silent, found._gone) == ([], silent, gone)
+    found.close()
+
+
 def test_heirs_have_addresses() -> None:
     for heirs in ({"b": "there"}, {"b": 7}, {"b": "a b:7"}, ["there:7"]):
         with pytest.raises(MessageError, match="'heirs' is"):
@@ -193,7 +206,7 @@ def launchers(number: int) -> Iterator[tuple[Nodes, list[Follower], list[Any]]]:
             endpoint=f"127.0.0.1:{probe.getsockname()[1]}", most=number + 1, least=number + 1, silence_seconds=1.0
         )
     stop, found = threading.Event(), [None] * number
-    followers = [Follower(nodes, 1, stop.is_set) for _ in range(number)]
+    followers = [Follower(nodes, 1, print, stop.is_set) for _ in range(number)]
 
     def begin(at: int) -> None:
         found[at] = followers[at].first_start()  # type: ignore[call-overload]

@@ -82,18 +82,26 @@ def test_one_process_trains(config: str, fitted: Runs, launched: list[Any], monk
     "words",
     [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]],
 )
-def test_nproc_starts_workers(config: str, fitted: list[TrainerConfig], launched: list[Any], words: list[str]) -> None:
-    assert main(["train", *(word.format(config) for word in words)]) == 0
+def test_nproc_starts_workers(
+    config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    words = [word.format(config) for word in words]
+    assert main(["train", *words]) == 0
     ((processes, arguments),) = launched
     assert processes == 2
-    assert arguments[-7:] == ("-m", "zeromesh", "train", "--worker", "--", config, "run.seed=3")
+    assert arguments[arguments.index("-m") :] == ("-m", "zeromesh", "train", "--worker", *words)
     assert not fitted
-    assert main(["evaluate", *(word.format(config) for word in words)]) == 0
-    assert (launched[1][0], launched[1][1][-5:]) == (2, ("evaluate", "--worker", "--", config, "run.seed=3"))
-    # What a worker is started with is a command line that this command understands.
-    start = arguments.index("train")
-    assert main([word for word in arguments[start:] if word != "--worker"]) == 0
+    assert main(["evaluate", *words]) == 0
+    assert (launched[1][0], launched[1][1][arguments.index("train") :]) == (2, ("evaluate", "--worker", *words))
+    # What a worker is started with is a command line that this command understands, whatever the number of ranks is now.
+    monkeypatch.setattr("zeromesh.trainer.cli.main.become_worker", lambda *_, **__: None)
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert main(arguments[arguments.index("train") :]) == 0
     assert fitted[0].run.seed == 3
+    assert len(launched) == 2
 
 
 SCRIPT = """\
@@ -126,7 +134,7 @@ def test_run_runs_a_script_as_python_does(
     assert main(["run", "--nproc", "2", *words]) == 0
     ((processes, arguments),) = launched
     assert processes == 2
-    assert arguments[arguments.index("zeromesh") :] == ("zeromesh", "run", "--worker", "--", *words)
+    assert arguments[arguments.index("zeromesh") :] == ("zeromesh", "run", "--worker", "--nproc", "2", *words)
 
 
 def test_under_a_launcher_the_ranks_are_there(
