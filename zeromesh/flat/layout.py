@@ -214,6 +214,13 @@ class Region:
             yield run
 
 
+def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return a copy of the elements of `whole` in a region, or `whole` itself for the whole region."""
+    for dim, intervals in enumerate(() if region.is_whole else region.dims):
+        whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
+    return whole
+
+
 def _full_dim(size: int) -> tuple[Interval, ...]:
     return (Interval(start=0, end=size),)
 

@@ -15,7 +15,7 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.format import REPLICA, TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
-from zeromesh.flat.layout import ParameterSpec, Region, share_of
+from zeromesh.flat.layout import ParameterSpec, Region, part_of, share_of
 from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
@@ -114,13 +114,9 @@ class CheckpointState:
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy whole tensors, by parameter name, into this rank's shards; called inside `ZeroEngine.loading`."""
         for shard in self.shards_to_read():
-            value, region = given.get(shard.spec.name), shard.region
-            if value is None or shard.spec.kind not in (MODEL, MASTER):
-                continue
-            local = value if region.is_whole else value.new_empty(region.local_shape)
-            for here, there in () if region.is_whole else region.boxes():
-                local[here] = value[there]
-            shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
+            if (value := given.get(shard.spec.name)) is not None and shard.spec.kind in (MODEL, MASTER):
+                local = part_of(value, shard.region).reshape(-1)
+                shard.values.write(0, local[shard.interval.start : shard.interval.end]).wait()
 
     def require_same_weights(self) -> None:
         """Raise `WeightsDifferError`, with tensors and ranks, where 64-bit digests (XXH3) of weights differ on ranks that hold the

@@ -1,9 +1,10 @@
 """Predicts one rank's memory by purpose, without activations and libraries, from the layout alone (see docs/architecture.md)."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -120,23 +121,15 @@ class MemoryModel:
         return sum(map(self._length, self._trained)) * sum(each.itemsize for each in wide)
 
     @cached_property
-    def moved(self) -> Mapping[int, tuple[int, Counter[torch.dtype]]]:
-        """Bytes of parameters in the compute dtype, and trained elements by dtype, by the number of ranks that share them."""
-        found: dict[int, tuple[int, Counter[torch.dtype]]] = {}
-        for layout in (layout for unit in self.units for layout in unit):
-            nbytes, elements = found.get(layout.parts, (0, Counter()))
-            elements[layout.first.dtype] += layout.padded * layout.first.requires_grad
-            found[layout.parts] = nbytes + layout.nbytes, elements
-        return found
+    def moved(self) -> Mapping[int, tuple[int, int]]:
+        """Bytes of parameters in the compute dtype, and of gradients as they travel, by the number of ranks that share them."""
+        sent = {id(each): slot_bytes([each], self._options, self._device) for each in self._trained}
+        return _sums((each.parts, (each.nbytes, sent.get(id(each), 0))) for unit in self.units for each in unit)
 
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
         """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
-        numbers: dict[torch.dtype, tuple[int, int]] = {}
-        for layout in self._trained:
-            whole, shard = numbers.get(layout.first.dtype, (0, 0))
-            numbers[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
-        return numbers
+        return _sums((each.first.dtype, (each.padded, each.shard_length)) for each in self._trained)
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
@@ -221,3 +214,7 @@ class MemoryModel:
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
         # The last of the root's shards is in flight itself, so its largest is not counted twice.
         return sum(root) + flying - min(largest, *root) if root else flying
+
+
+def _sums(pairs: Iterable[tuple[Any, tuple[int, int]]]) -> dict[Any, tuple[int, int]]:
+    return {key: (sum(first for first, _ in own), sum(last for _, last in own)) for key, own in grouped(pairs).items()}
