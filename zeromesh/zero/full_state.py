@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from zeromesh.checkpoint.io.format import REPLICA, TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, part_of, share_of
-from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
+from zeromesh.flat.redistribute import bucket_placement, join_regions, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -461,12 +460,8 @@ class FullState:
                     yield spec.name, self._broadcast(stage, spec, tensor, dtype or spec.dtype)
 
     def _broadcast(self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        pipeline, numel = self._mesh.pipeline, prod(spec.shape)
-        if value is None:
-            value = torch.empty(0, dtype=dtype, device=self._mesh.device)
-        held, everywhere = on_one_rank(numel, pipeline.size, stage), replicated(numel, pipeline.size)
-        flat = value.contiguous().view(-1)
-        return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
+        whole = torch.empty(spec.shape, dtype=dtype, device=self._mesh.device) if value is None else value.contiguous()
+        return self._mesh.pipeline.broadcast(whole, stage, f"reading of {spec.name}")
 
     def _gather_this_stage(
         self, names: set[str], shard_of: Callable[[Bucket], TieredTensor | None]
