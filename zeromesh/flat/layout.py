@@ -372,11 +372,6 @@ class BucketLayout:
         object.__setattr__(self, "first", self.slots[0].spec if self.slots else None)
 
     @property
-    def is_alone(self) -> bool:
-        """True if one rank alone has these experts."""
-        return self.parts == 1 and self.first.in_experts
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the gathered parameters, including padding."""
         return self.padded * self.first.dtype.itemsize

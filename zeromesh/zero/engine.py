@@ -219,11 +219,8 @@ class ZeroEngine:
     def _widen(self, group: StateGroup) -> None:
         """Open larger gradient slots, from the next backward on, if a bucket of the group needs them."""
         trained = [bucket.layout for bucket in self._buckets if bucket.trainable and bucket.group is group]
-        needed, name, slots = (
-            slot_bytes(trained, self.options, self.mesh.device),
-            group.reduction.name,
-            self.options.gradient_slots,
-        )
+        needed = slot_bytes(trained, self.options, self.mesh.device)
+        name, slots = group.reduction.name, self.options.gradient_slots
         if needed > group.slot_bytes and name != "local":
             wider = open_transport(name, group.ranks, self.mesh.device, [], slots, needed)
             if group.reduction is not group.transport:

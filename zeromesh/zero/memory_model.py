@@ -19,7 +19,7 @@ from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS, MOST_SUMS
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import fetched_module, goes_ahead, kept_buckets, ring_bytes, slot_bytes
+from zeromesh.units.build import fetched_module, goes_ahead, kept_buckets, rests_as_gathered, ring_bytes, slot_bytes
 
 _CPU = torch.device("cpu")
 
@@ -165,14 +165,12 @@ class MemoryModel:
         """Yield the tensors of a bucket's shard as `build_units` allocates them, with the elements of each dtype in them."""
         spec, options, offload, length = layout.first, self._options, self._options.offload, self._own_length(layout)
         shard, divided = self._length(layout), length < self._length(layout)
-        trained = spec.requires_grad and spec.dtype.is_floating_point
-        dtype = options.precision.master if trained else spec.dtype
-        if dtype != spec.dtype or (trained and offload.durable) or divided:
-            yield Purpose.MASTER, {dtype: length}, offload.optimizer
+        if divided or not rests_as_gathered(layout, options):
+            yield Purpose.MASTER, {options.precision.master: length}, offload.optimizer
             if not stays and (divided or not offload.optimizer.is_whole_on(length, self._device)):
                 yield Purpose.PARAMETERS, {spec.dtype: shard}, offload.parameters
         elif not stays:
-            rest = {dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
+            rest = {spec.dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, rest, offload.parameters
         if spec.requires_grad:
             for wide in moment_dtypes(options.optimizer, options.precision.sums).values():
