@@ -140,14 +140,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     modes = [Access.UPDATE, Access.READ] + [Access.UPDATE] * len(moments)  # Of master weights, gradients and moments.
     states = [TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST) for _ in modes]
     uses = [StreamOperand(tensor=each, mode=mode) for each, mode in zip(states, modes, strict=True)]
-    stream = UpdateStream(
-        device,
-        width=len(uses) if is_accelerator(device) else 0,
-        longest=nbytes,
-        nbytes=options.offload.staging_on(device),
-        waits=WaitTime(),
-        memory=partial(tiers.buffer, device=device),
-    )
+    stream = _open_stream(device, tiers, options, len(uses) if is_accelerator(device) else 0, nbytes, WaitTime())
     group = {**fused_optimizer.hyperparameters(settings)[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
@@ -164,6 +157,13 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
         seconds.append(time.perf_counter() - began)
     tiers.pinned.release(tiers.pinned.used - pinned)
     return min(seconds) * 1e9 / elements
+
+
+def _open_stream(
+    device: torch.device, tiers: Tiers, options: ZeroOptions, width: int, longest: int, waits: WaitTime
+) -> UpdateStream:
+    memory, nbytes = partial(tiers.buffer, device=device), options.offload.staging_on(device)
+    return UpdateStream(device, width=width, longest=longest, nbytes=nbytes, waits=waits, memory=memory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,14 +271,9 @@ class OptimizerStep:
         return max(map(count, self._buckets), default=0)
 
     def _make_stream(self, device: torch.device, replaced_nbytes: int = 0) -> UpdateStream:
-        stream = UpdateStream(
-            device,
-            width=self._most_offloaded_tensors(device),
-            longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
-            nbytes=self._options.offload.staging_on(device),
-            waits=self._tiers.waits,
-            memory=partial(self._tiers.buffer, device=device),
-        )
+        width = self._most_offloaded_tensors(device)
+        longest = max((bucket.master.nbytes for bucket in self._buckets), default=0)
+        stream = _open_stream(device, self._tiers, self._options, width, longest, self._tiers.waits)
         tier = Tier.DEVICE if is_accelerator(device) else Tier.HOST
         self._tiers.ledger.add(tier, Purpose.STAGING, stream.nbytes - replaced_nbytes)
         return stream

@@ -56,9 +56,8 @@ class MemoryModel:
         kept = kept_buckets(units, options, device, transport)
         pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
         # Equal blocks may share a layout object, which is then counted once with its number.
-        alike = Counter((id(layout), stays) for unit in pairs for layout, stays in unit)
-        distinct = {(id(layout), stays): layout for unit in pairs for layout, stays in unit}
-        self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
+        alike = grouped(((id(layout), stays), layout) for unit in pairs for layout, stays in unit)
+        self._buckets = [(layouts[0], stays, len(layouts)) for (_, stays), layouts in alike.items()]
         """Each layout, True if its parameters stay gathered, and the number of alike buckets."""
         self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
         alone = transport != "shared" or self._replicated
