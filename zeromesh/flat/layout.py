@@ -202,14 +202,12 @@ class Region:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
                 logical = base + taken.start * inner + here.start - at
                 at += taken.length * inner
-                if not here.length:
-                    continue
-                if run is not None and logical == run.logical + run.length:
+                if here.length and run is not None and logical == run.logical + run.length:
                     run = replace(run, length=run.length + here.length)
-                    continue
-                if run is not None:
-                    yield run
-                run = Tile(local=here.start, logical=logical, length=here.length)
+                elif here.length:
+                    if run is not None:
+                        yield run
+                    run = Tile(local=here.start, logical=logical, length=here.length)
         if run is not None:
             yield run
 

@@ -254,7 +254,7 @@ class OptimizerStep:
             optimizer.update_segments()
         if len(self._optimizers) > known:
             if self.journal is not None:  # The new states are elsewhere.
-                self.journal.forget()
+                self.journal.memory.forget()
                 self.journal = None
             self._stream.drop_read_ahead()
             self._stream = self._make_stream(self._stream.device, self._stream.nbytes)

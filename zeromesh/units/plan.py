@@ -170,10 +170,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:
 
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return every parameter once, with all of its names in the order of the model."""
-    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), (parameter, []))[1].append(fqn)
-    return list(names.values())
+    return list(grouped((each, fqn) for fqn, each in model.named_parameters(remove_duplicate=False)).items())
 
 
 def main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
@@ -232,12 +229,8 @@ def _with_forward(fqn: str, module: nn.Module) -> Iterator[str]:
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
-    order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
-    chosen: list[str] = []
-    for fqn in sorted(set(blocks), key=order.__getitem__):
-        if not any(fqn.startswith(f"{outer}.") for outer in chosen):
-            chosen.append(fqn)
-    return tuple(chosen)
+    inside = tuple(f"{fqn}." for fqn in blocks)
+    return tuple(fqn for fqn, _ in model.named_modules() if fqn in blocks and not fqn.startswith(inside))
 
 
 def _names_of(model: nn.Module, getter: str) -> list[str]:

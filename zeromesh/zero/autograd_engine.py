@@ -105,7 +105,6 @@ class AutogradPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._reduces_microbatches = self._reduces_microbatches or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
         self.generation = 0  # the number of times that parameter values have changed

@@ -339,7 +339,7 @@ class ZeroEngine:
         are swapped with the weights. `finishing`: the block ends a recorded update."""
         journal = None if finishing else self.optimizer_step.journal
         if journal is not None:
-            journal.forget()
+            journal.memory.forget()
         if self.durable is not None and not finishing:
             self.durable.forget()
         for unit in self.units:
