@@ -4,6 +4,7 @@ Layers are divided before other ranks' stages are removed: the cut into stages d
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -52,21 +53,19 @@ def divide(
     costs = block_costs(model, anatomy, options.balance) if anatomy is not None else None
     cut = plan_cut(costs, mesh.pipeline.size * options.chunks, options.stages or ()) if costs is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
+    exchange = partial(open_exchange, device=mesh.device, kind=options.transport)
     tensor, context, undo = None, None, ExitStack()
     if mesh.shape.divides("layers"):
-        exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
         plan = plan_tensor(model, mesh.tensor.size, options.plan)
-        tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
+        tensor = Parallelized(model, exchange(mesh.tensor), plan, sequence=options.sequence)
         undo.callback(tensor.restore)
     if mesh.context.size > 1:
-        exchange = open_exchange(mesh.context, mesh.device, options.transport)
         pieces = mesh.tensor.size if options.sequence else 1
-        fused = mesh.device.type != "cpu"
-        context = Context(exchange=exchange, method=options.context_method, heads_first=fused, sequence=pieces)
+        method, fused = options.context_method, mesh.device.type != "cpu"
+        context = Context(exchange=exchange(mesh.context), method=method, heads_first=fused, sequence=pieces)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
     if mesh.shape.divides("experts"):
-        exchange = open_exchange(mesh.experts, mesh.device, options.transport)
-        parts = spread_experts(model, exchange, parts, undo, mesh.tensor.size)
+        parts = spread_experts(model, exchange(mesh.experts), parts, undo, mesh.tensor.size)
     if anatomy is None or cut is None:
         return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes, context=context, undo=undo)
     ranks = mesh.pipeline.size

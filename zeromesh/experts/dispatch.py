@@ -128,10 +128,5 @@ def _run_spread(module: nn.Module, exchange: Exchange, call: _Forward, rows: Ten
 
 def _swap(rows: Tensor, counts: Sequence[Sequence[int]], exchange: Exchange) -> Tensor:
     """Give each rank its rows; `counts[i][j]` is the number that rank i gives to rank j, one after the other."""
-    back = [list(row) for row in zip(*counts, strict=True)]
-    return apply_collective(
-        rows,
-        None,
-        lambda given: exchange.swap_rows_async(given, counts).wait(),
-        lambda grad: exchange.swap_rows_async(grad, back).wait(),
-    )
+    back, swap = [list(row) for row in zip(*counts, strict=True)], exchange.swap_rows_async
+    return apply_collective(rows, None, lambda given: swap(given, counts).wait(), lambda grad: swap(grad, back).wait())

@@ -377,13 +377,12 @@ class _BucketBuilder:
             if _short_rows(piece) is not None:
                 return None
             origin, name = self.source.origin(piece.spec.name)
-            for run in piece.spec.region.runs(piece.in_parameter):
-                place = origin.file_position(name, run.logical, first.dtype)
+            for _, part, start in _selections(piece):
+                place = origin.file_position(name, part.start, first.dtype)
                 if place is None:
                     return None
-                start = piece.in_shard.start + run.local - piece.in_parameter.start
                 slot, begin = self.tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
-                runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
+                runs.append(TieredPart(start=start, end=start + part.length, tier=Tier.FILE, slot=slot, first=begin))
         return runs
 
     def _encoded_runs(self, layout: BucketLayout) -> _Runs:

@@ -163,11 +163,7 @@ class ZeroEngine:
     def load_progress(self, *, updates: int, trained: Mapping[str, Any], loss_scale: float, good_steps: int) -> None:
         """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
         call it. Raises `CheckpointError` for names of parameters that the model does not have."""
-        specs = [
-            (slot.spec, parameter)
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-        ]
+        specs = [(spec, parameter) for bucket in self._buckets for spec, parameter, _ in bucket.rows()]
         unknown = trained.keys() - {spec.name for spec, _ in specs}
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")

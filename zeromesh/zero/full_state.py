@@ -1,6 +1,5 @@
 """A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
@@ -126,14 +125,13 @@ class CheckpointState:
         rows = zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True)
         holders = grouped((what, (rank, value)) for rank, row in rows for what, value in row.items())
         lines = []
-        for what, digests in ((what, dict(pairs)) for what, pairs in holders.items()):
-            most, count = Counter(digests.values()).most_common(1)[0]
-            others = [rank for rank, digest in digests.items() if digest != most]
-            alike = [rank for rank in digests if rank not in others]
-            if others and 2 * count > len(digests):
+        for what, pairs in holders.items():
+            alike, *unlike = sorted(grouped((value, rank) for rank, value in pairs).values(), key=len, reverse=True)
+            others = sorted(chain(*unlike))
+            if 0 < len(others) < len(alike):
                 lines.append(f"{what}: {ranks_text(others)} has other values than {ranks_text(alike, 8)}")
             elif others:
-                lines.append(f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}")
+                lines.append(f"{what}: {', '.join(f'rank {rank} has {value}' for rank, value in pairs)}")
         if lines:
             listed = "\n".join(first_lines(lines, _MOST_LISTED))
             raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
@@ -290,11 +288,7 @@ class FullState:
         """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
         self._model, self._units, self._mesh = model, units, mesh
         self._weights_of, self._gradient_dtype = weights_of, gradient_dtype
-        slots = [
-            (slot.spec, bucket.master.dtype, trained)
-            for bucket in all_buckets(units)
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
-        ]
+        slots = [(spec, each.master.dtype, trained) for each in all_buckets(units) for spec, _, trained in each.rows()]
         specs = [TensorSpec(kind=MODEL, name=one.name, dtype=dtype, shape=one.region.shape) for one, dtype, _ in slots]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
