@@ -150,13 +150,12 @@ class GradientReducer:
     def without_gradient(self, bucket: Bucket) -> frozenset[int]:
         """Return the indices of trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
-        if len(came) == sum(bucket.training):
-            return frozenset()
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
     def find_missing(self, buckets: Sequence[Bucket]) -> None:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
-        came = [[float(n not in self.without_gradient(each)) for n in range(len(each.training))] for each in buckets]
+        lacking = [(self.without_gradient(each), len(each.training)) for each in buckets]
+        came = [[float(n not in without) for n in range(count)] for without, count in lacking]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.peers.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):

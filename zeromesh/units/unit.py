@@ -301,10 +301,8 @@ class Bucket:
 
     def _outside_buffer(self, *, cast: bool) -> list[int]:
         """Return the indices of live parameters outside the gathered buffer: with `cast` those of another dtype."""
-        if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
-            return []
-        pairs = enumerate(zip(self.parameters, self._views, strict=True))
-        outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
+        here, there = (list(map(torch.Tensor.data_ptr, each)) for each in (self.parameters, self._views))
+        outside = [] if here == there else [number for number, place in enumerate(here) if place != there[number]]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
 
 
