@@ -98,10 +98,7 @@ class StepGradients:
 class AutogradPasses(Passes):
     """Passes that a user's training loop begins by calls of the model and by autograd, alike on all ranks."""
 
-    read_hint: ClassVar[str] = (
-        "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
-        "`zeromesh.state_dict(model)`, or write the model with `zeromesh.save(directory, model)`"
-    )
+    readers = "zeromesh.gathered(model, [{!r}])", "zeromesh.state_dict(model)", "zeromesh.save(directory, model)"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

@@ -70,10 +70,8 @@ class PassProgress:
 class Passes:
     """The passes of one engine, one at a time, called by `Hooks`."""
 
-    read_hint: ClassVar[str] = (
-        "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
-        "`trainer.state_dict()`, or write the model with `trainer.save()`"
-    )
+    readers: ClassVar[tuple[str, str, str]] = "trainer.gathered([{!r}])", "trainer.state_dict()", "trainer.save()"
+    """The calls that give a user one whole parameter, all of them, and files with them."""
 
     def __init__(
         self, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[list[Unit]]
@@ -310,10 +308,12 @@ class Passes:
             self._keep_live(unit)
             return
         if self._releases and self._mesh.shard.size > 1:
+            one, everything, files = self.readers
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. {self.read_hint.format(name)}. Load values by the whole model's load_state_dict, "
-                "under its names, with strict=False where they are those of a part of it"
+                f"{self._mesh.shard.size} ranks. Read it inside `with {one.format(name)}:` on all ranks, take whole tensors of all "
+                f"parameters from `{everything}`, or write the model with `{files}`. Load values by the whole model's "
+                "load_state_dict, under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
             unit.gather()  # This needs no other rank, as checked above.
