@@ -73,9 +73,7 @@ class WeightAverage:
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
         self.count = 0
         """The number of updates in the averages. Before the first one, the averages equal the weights."""
-        self._settings = settings
-        self._tiers = tiers
-        self._tier = at
+        self._settings, self._tiers, self._tier = settings, tiers, at
 
     def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
