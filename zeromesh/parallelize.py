@@ -2,14 +2,16 @@
 Layers are divided before other ranks' stages are removed: the cut into stages does not depend on how layers are divided."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from zeromesh.comm.activation_collectives import open_exchange
 from zeromesh.context.shares import Context
-from zeromesh.experts.dispatch import SpreadExperts
+from zeromesh.experts.dispatch import spread_experts
 from zeromesh.flat.layout import StageCopies
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.pipeline.pipeline import Pipeline
@@ -25,19 +27,14 @@ from zeromesh.units.plan import ModelCuts
 class Divided:
     cuts: ModelCuts = field(default_factory=ModelCuts)
     tensor: Parallelized | None = None
-    experts: SpreadExperts | None = None
     pipeline: Pipeline | None = None
     notes: tuple[str, ...] = ()
     context: Context | None = None  # The shares of sequences on the context axis; None: this rank has whole ones.
+    undo: ExitStack = field(default_factory=ExitStack)
 
     def restore(self) -> None:
         """Restore the model's own modules; divided parameters are then whole and on the meta device."""
-        if self.pipeline is not None:
-            self.pipeline.restore()
-        if self.experts is not None:
-            self.experts.restore()
-        if self.tensor is not None:
-            self.tensor.restore()
+        self.undo.close()
 
     def close(self) -> None:
         if self.pipeline is not None:
@@ -56,25 +53,21 @@ def divide(
     costs = block_costs(model, anatomy, options.balance) if anatomy is not None else None
     cut = plan_cut(costs, mesh.pipeline.size * options.chunks, options.stages or ()) if costs is not None else None
     outside = copies_outside(model, anatomy) if anatomy is not None else None
-    tensor: Parallelized | None = None
+    exchange = partial(open_exchange, device=mesh.device, kind=options.transport)
+    tensor, context, undo = None, None, ExitStack()
     if mesh.shape.divides("layers"):
-        exchange = open_exchange(mesh.tensor, mesh.device, options.transport)
         plan = plan_tensor(model, mesh.tensor.size, options.plan)
-        tensor = Parallelized(model, exchange, plan, sequence=options.sequence)
-    context: Context | None = None
+        tensor = Parallelized(model, exchange(mesh.tensor), plan, sequence=options.sequence)
+        undo.callback(tensor.restore)
     if mesh.context.size > 1:
-        exchange = open_exchange(mesh.context, mesh.device, options.transport)
         pieces = mesh.tensor.size if options.sequence else 1
-        fused = mesh.device.type != "cpu"
-        context = Context(exchange=exchange, method=options.context_method, heads_first=fused, sequence=pieces)
+        method, fused = options.context_method, mesh.device.type != "cpu"
+        context = Context(exchange=exchange(mesh.context), method=method, heads_first=fused, sequence=pieces)
     parts, notes = (tensor.parts, tensor.plan.notes) if tensor is not None else ({}, ())
-    experts: SpreadExperts | None = None
     if mesh.shape.divides("experts"):
-        exchange = open_exchange(mesh.experts, mesh.device, options.transport)
-        experts = SpreadExperts(model, exchange, parts, mesh.tensor.size)
-        parts = experts.parts
+        parts = spread_experts(model, exchange(mesh.experts), parts, undo, mesh.tensor.size)
     if anatomy is None or cut is None:
-        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, experts=experts, notes=notes, context=context)
+        return Divided(cuts=ModelCuts(parts=parts), tensor=tensor, notes=notes, context=context, undo=undo)
     ranks = mesh.pipeline.size
     own = [chunk * ranks + mesh.pipeline.index for chunk in range(options.chunks)]
     stages = Stages(model, anatomy, cut, own, outside, tensor.shares if tensor is not None else None)
@@ -89,5 +82,6 @@ def divide(
         parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name))
     )
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
+    undo.callback(pipeline.restore)
     notes = (*notes, f"pipeline: stages of {' + '.join(map(str, cut))} blocks")
-    return Divided(cuts=cuts, tensor=tensor, experts=experts, pipeline=pipeline, notes=notes, context=context)
+    return Divided(cuts=cuts, tensor=tensor, pipeline=pipeline, notes=notes, context=context, undo=undo)

@@ -50,7 +50,7 @@ class DocumentMask(Tensor):
         cls, documents: Documents, pattern: Any, make: Callable[[], Tensor], shares: Context | None, **kind: Any
     ) -> Any:
         """Make the mask, of the dtype and on the device that `kind` has."""
-        queries = documents.length if shares is None else shares.share_of(documents.length)
+        queries = documents.length // (1 if shares is None else shares.exchange.size)
         found = torch.Tensor._make_wrapper_subclass(cls, (documents.rows, 1, queries, documents.length), **kind)
         found.documents, found.pattern, found.make, found.shares = documents, pattern, cache(make), shares
         return found
@@ -160,7 +160,7 @@ class PackedAttention:
         documents, shares = self.documents, self._shares
         sizes = call["batch_size"], call["q_length"], call["kv_length"]
         if documents is not None:
-            queries = documents.length if shares is None else shares.share_of(documents.length)
+            queries = documents.length // (1 if shares is None else shares.exchange.size)
             documents = documents if sizes == (documents.rows, queries, queries) else None
         if full is False or documents is not None:  # Else it would look for padding on the device.
             call |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -31,7 +31,6 @@ from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over
 from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
-from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
@@ -458,8 +457,7 @@ def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
                     own.copy_(part)
                 continue
             giver = stays.index(True)
-            given = part if group.index == giver and part is not None else own[:0]
-            layouts = on_one_rank(length, group.size, giver), replicated(length, group.size)
-            found = redistribute(given, *layouts, group, "weights of a lost rank")
+            found = part if group.index == giver and part is not None else torch.empty_like(own)
+            group.broadcast(found, giver, "weights of a lost rank")
             if index == group.index:
                 own.copy_(found)

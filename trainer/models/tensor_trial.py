@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 
 from zeromesh.comm.activation_collectives import Exchange, Pending
 from zeromesh.errors import ConfigError, LayoutError, summary
-from zeromesh.experts.dispatch import SpreadExperts
-from zeromesh.flat.layout import ParameterPart, Region
+from zeromesh.experts.dispatch import spread_experts
+from zeromesh.flat.layout import ParameterPart, part_of
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
 from zeromesh.tensor.plan.layer_plan import TensorPlan
@@ -126,7 +127,7 @@ def _divided_by(plan: TensorPlan, sequence: bool, model: nn.Module, exchange: Ex
 
 
 def _spread(model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
-    return SpreadExperts(model, exchange, {}).parts
+    return spread_experts(model, exchange, {}, ExitStack())
 
 
 def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
@@ -201,14 +202,7 @@ def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapp
             found = "is missing" if value is None else f"has shape {list(value.shape)}"
             raise LayoutError(f"{name} {found}; it is to be {list(shape)}")
         local = (value if part is None else part_of(value, part.region)).detach().to(parameter.dtype, copy=True)
-        replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad))
-
-
-def part_of(whole: Tensor, region: Region) -> Tensor:
-    """Return a copy of the elements of `whole` in a region, or `whole` itself for the whole region."""
-    for dim, intervals in enumerate(() if region.is_whole else region.dims):
-        whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
-    return whole
+        replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad), ExitStack())
 
 
 def _difference_when_divided(

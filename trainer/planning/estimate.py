@@ -369,11 +369,6 @@ class _LayoutCosts:
         """Return the seconds of collectives between data ranks that are not hidden behind `compute` seconds."""
         layout, options, is_cpu = self._layout, self._options, self._machine.is_cpu
         shard, count, number = layout.states, layout.accumulation, max(1, len(memory.units))
-        wire_dtype = partial(options.wire_dtype, on_device=not is_cpu)
-        sent = {
-            ranks: (nbytes, sum(whole * wire_dtype(dtype).itemsize for dtype, whole in elements.items()))
-            for ranks, (nbytes, elements) in memory.moved.items()
-        }
 
         def moved(kind: Collective, nbytes: float, ranks: int, hosts: int = self._hosts) -> float:
             # One collective per unit.
@@ -391,7 +386,7 @@ class _LayoutCosts:
         whole = options.placements.gradients is Placement.REPLICATED
         summed = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
         gathers = 2 * count if memory.gathered else int(not whole and self._transport != "shared")
-        for ranks, (nbytes, wire) in sent.items():
+        for ranks, (nbytes, wire) in memory.moved.items():
             total += each * moved(summed, wire, ranks) + gathers * moved(Collective.ALL_GATHER, nbytes, ranks)
         spread = max(1, min(layout.replicate, layout.data * layout.context * layout.tensor // self._known.host))
         held = {dtype: each[0 if whole else 1] for dtype, each in memory.trained.items()}

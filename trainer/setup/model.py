@@ -17,7 +17,6 @@ from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
-from zeromesh.flat.redistribute import on_one_rank, redistribute, replicated
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
 from zeromesh.options import Placement, ZeroOptions
@@ -275,9 +274,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
     for tensor in map(held.__getitem__, differing):
         content = tensor_bytes(tensor).clone()
         for part in torch.split(content, _MESSAGE_BYTES):
-            layouts = on_one_rank(len(part), mesh.world_size, 0), replicated(len(part), mesh.world_size)
-            given = part[:0] if mesh.world.index else part
-            part.copy_(redistribute(given, *layouts, mesh.world, "initial weights of rank 0"))
+            mesh.world.broadcast(part, 0, "initial weights of rank 0")
         if mesh.world.index:
             tensor.detach().copy_(content.view(tensor.dtype).view(tensor.shape))
     others = ", ".join(str(rank) for rank, row in enumerate(rows) if row != rows[0])

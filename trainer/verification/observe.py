@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeromesh.errors import PhaseError, ZeromeshError, summary
+from zeromesh.flat.layout import part_of
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import tensor_bytes
 from zeromesh.parallelize import Divided
@@ -20,7 +21,6 @@ from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
-from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.trainer.verification.shrink import SmallRun, exact

@@ -37,10 +37,6 @@ class Context:
         piece = length // (2 * ranks)
         return tuple((number * piece, (number + 1) * piece) for number in (index, 2 * ranks - 1 - index))
 
-    def share_of(self, length: int) -> int:
-        """Return the number of tokens that this rank has of a sequence of `length` tokens."""
-        return sum(end - begin for begin, end in self.spans(length))
-
     def share(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's share of a tensor along `dim`, a copy."""
         return torch.cat([whole.narrow(dim, begin, end - begin) for begin, end in self.spans(whole.shape[dim])], dim)

@@ -11,6 +11,7 @@ targets, and gradients are sums, so that the gradient of an expert needs no fact
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,69 +31,53 @@ from zeromesh.units.plan import COUNT, experts_of
 _Forward = Callable[..., Tensor]
 
 
-class SpreadExperts:
-    """Makes `model` keep the experts of rank `exchange.index` of each module of experts, and send tokens to those of others.
-    `parts` are those of tensor parallelism, of `layer_ranks` ranks. Raises `LayoutError` for models that have no such modules, and
-    for numbers of experts that ranks cannot divide."""
-
-    def __init__(
-        self, model: nn.Module, exchange: Exchange, parts: Mapping[str, ParameterPart], layer_ranks: int = 1
-    ) -> None:
-        self.parts = dict(parts)
-        self._undo: list[Callable[[], None]] = []
-        counts = experts_of(model)
-        if not counts:
-            raise LayoutError(
-                f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and "
-                "weights; set parallel.expert: 1"
-            )
-        if uneven := [name for name, count in counts.items() if count % exchange.size]:
-            sizes = some([f"{name} has {counts[name]}" for name in uneven], 2)
-            raise LayoutError(f"parallel.expert: {exchange.size} ranks cannot have equally many experts: {sizes}")
-        for name, count in counts.items():
-            module, each = model.get_submodule(name), count // exchange.size
-            own = Interval(start=exchange.index * each, end=(exchange.index + 1) * each)
-            for leaf, parameter in list(module.named_parameters(recurse=False)):
-                self._divide(model, f"{name}.{leaf}", parameter, 0, (own,), layer_ranks)
-            for path, adapter in adapters_of(model, module):
-                for leaf, parameter in list(adapter.named_parameters()):
-                    # PEFT has the rows of an expert side by side in A, and the columns of a row of B for all experts.
-                    if leaf.startswith("lora_A."):
-                        rank = parameter.shape[0] // count
-                        rows = Interval(start=own.start * rank, end=own.end * rank)
-                        self._divide(model, f"{path}.{leaf}", parameter, 0, (rows,), layer_ranks)
-                    elif leaf.startswith("lora_B."):
-                        columns = tuple(own.after(-count * row) for row in range(parameter.shape[1] // count))
-                        self._divide(model, f"{path}.{leaf}", parameter, 1, columns, layer_ranks)
-                self._undo.append(override(adapter, COUNT, each))
-            self._undo.append(override(module, COUNT, each))
-            names = list(inspect.signature(type(module).forward).parameters)[1:]
-            run = partial(run_rows, module.forward, partial(_run_spread, module, exchange), count, names)
-            self._undo.append(override(module, "forward", run))
-
-    def _divide(
-        self,
-        model: nn.Module,
-        name: str,
-        parameter: nn.Parameter,
-        dim: int,
-        own: tuple[Interval, ...],
-        layer_ranks: int,
-    ) -> None:
-        """Leave this rank the intervals `own` of a parameter along `dim`."""
-        before = self.parts.get(name) or ParameterPart(
-            region=Region.whole(tuple(parameter.shape)), holders=tuple(range(layer_ranks))
+def spread_experts(
+    model: nn.Module, exchange: Exchange, parts: Mapping[str, ParameterPart], undo: ExitStack, layer_ranks: int = 1
+) -> dict[str, ParameterPart]:
+    """Have `model` keep the experts of rank `exchange.index` of each module of experts, and send tokens to those of others. Returns
+    the parts of all parameters; `parts` are those of tensor parallelism, of `layer_ranks` ranks. `undo` restores the model's own
+    modules, with experts that are whole and on the meta device. Raises `LayoutError` for models that have no such modules, and for
+    numbers of experts that ranks cannot divide."""
+    counts, found = experts_of(model), dict(parts)
+    if not counts:
+        raise LayoutError(
+            f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and "
+            "weights; set parallel.expert: 1"
         )
+    if uneven := [name for name, count in counts.items() if count % exchange.size]:
+        sizes = some([f"{name} has {counts[name]}" for name in uneven], 2)
+        raise LayoutError(f"parallel.expert: {exchange.size} ranks cannot have equally many experts: {sizes}")
+
+    def divide(name: str, parameter: nn.Parameter, dim: int, *own: Interval) -> None:
+        """Leave this rank the intervals `own` of a parameter along `dim`."""
+        whole = Region.whole(tuple(parameter.shape))
+        before = found.get(name) or ParameterPart(region=whole, holders=tuple(range(layer_ranks)))
         dims = (*before.region.dims[:dim], own, *before.region.dims[dim + 1 :])
         region = Region(shape=before.region.shape, dims=dims)
-        self.parts[name] = replace(before, region=region, experts=True)
+        found[name] = replace(before, region=region, experts=True)
         local = torch.empty(region.local_shape, dtype=parameter.dtype, device="meta")
-        self._undo += replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad))
+        replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad), undo)
 
-    def restore(self) -> None:
-        """Restore the model's own modules. Experts are then whole and on the meta device."""
-        while self._undo:
-            self._undo.pop()()
+    for name, count in counts.items():
+        module, each = model.get_submodule(name), count // exchange.size
+        own = Interval(start=exchange.index * each, end=(exchange.index + 1) * each)
+        for leaf, parameter in list(module.named_parameters(recurse=False)):
+            divide(f"{name}.{leaf}", parameter, 0, own)
+        for path, adapter in adapters_of(model, module):
+            for leaf, parameter in list(adapter.named_parameters()):
+                # PEFT has the rows of an expert side by side in A, and the columns of a row of B for all experts.
+                if leaf.startswith("lora_A."):
+                    rank = parameter.shape[0] // count
+                    divide(f"{path}.{leaf}", parameter, 0, Interval(start=own.start * rank, end=own.end * rank))
+                elif leaf.startswith("lora_B."):
+                    columns = (own.after(-count * row) for row in range(parameter.shape[1] // count))
+                    divide(f"{path}.{leaf}", parameter, 1, *columns)
+            undo.callback(override(adapter, COUNT, each))
+        undo.callback(override(module, COUNT, each))
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        run = partial(run_rows, module.forward, partial(_run_spread, module, exchange), count, names)
+        undo.callback(override(module, "forward", run))
+    return found
 
 
 def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -143,10 +128,5 @@ def _run_spread(module: nn.Module, exchange: Exchange, call: _Forward, rows: Ten
 
 def _swap(rows: Tensor, counts: Sequence[Sequence[int]], exchange: Exchange) -> Tensor:
     """Give each rank its rows; `counts[i][j]` is the number that rank i gives to rank j, one after the other."""
-    back = [list(row) for row in zip(*counts, strict=True)]
-    return apply_collective(
-        rows,
-        None,
-        lambda given: exchange.swap_rows_async(given, counts).wait(),
-        lambda grad: exchange.swap_rows_async(grad, back).wait(),
-    )
+    back, swap = [list(row) for row in zip(*counts, strict=True)], exchange.swap_rows_async
+    return apply_collective(rows, None, lambda given: swap(given, counts).wait(), lambda grad: swap(grad, back).wait())

@@ -89,12 +89,8 @@ class _Module:
 
     @contextmanager
     def _activate(self, adapter: Any, names: Sequence[str]) -> Iterator[None]:
-        before = self.active
-        self.active = [*before, *((adapter, name) for name in names if name in adapter.lora_A)]
-        try:
-            yield
-        finally:  # A recomputation ends by an exception.
-            self.active = before
+        with override(self, "active", [*self.active, *((adapter, name) for name in names if name in adapter.lora_A)]):
+            yield  # A recomputation ends by an exception.
 
     @uncompiled
     def _forward(self, own: Callable[..., Tensor], /, *args: Tensor, **kwargs: Tensor) -> Tensor:

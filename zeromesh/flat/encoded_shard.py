@@ -60,9 +60,7 @@ class EncodedShard:
             begin = part.start // block * block
             end = min(round_up(part.end, block), where.end)
             target = out[part.start - start : part.end - start]
-            whole = target
-            if (begin, end) != (part.start, part.end):
-                whole = torch.empty(end - begin, dtype=out.dtype, device=out.device)
+            whole = target if (begin, end) == (part.start, part.end) else out.new_empty(end - begin)
             places = self._places(Interval(start=begin, end=end), self.codec.code_bytes(self.length))
             codes, scales = (rest.slice(place.start, place.end).load(out.device) for place in places)
             first = first_block + (begin - where.start) // block

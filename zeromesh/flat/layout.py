@@ -202,16 +202,21 @@ class Region:
                 here = Interval(start=at, end=at + taken.length * inner).intersect(interval)
                 logical = base + taken.start * inner + here.start - at
                 at += taken.length * inner
-                if not here.length:
-                    continue
-                if run is not None and logical == run.logical + run.length:
+                if here.length and run is not None and logical == run.logical + run.length:
                     run = replace(run, length=run.length + here.length)
-                    continue
-                if run is not None:
-                    yield run
-                run = Tile(local=here.start, logical=logical, length=here.length)
+                elif here.length:
+                    if run is not None:
+                        yield run
+                    run = Tile(local=here.start, logical=logical, length=here.length)
         if run is not None:
             yield run
+
+
+def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Return a copy of the elements of `whole` in a region, or `whole` itself for the whole region."""
+    for dim, intervals in enumerate(() if region.is_whole else region.dims):
+        whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
+    return whole
 
 
 def _full_dim(size: int) -> tuple[Interval, ...]:
@@ -363,11 +368,6 @@ class BucketLayout:
         object.__setattr__(self, "padded", padded)
         object.__setattr__(self, "shard_length", padded // self.parts)
         object.__setattr__(self, "first", self.slots[0].spec if self.slots else None)
-
-    @property
-    def is_alone(self) -> bool:
-        """True if one rank alone has these experts."""
-        return self.parts == 1 and self.first.in_experts
 
     @property
     def nbytes(self) -> int:

@@ -94,19 +94,17 @@ def _look_up(table: Tensor, places: Tensor) -> Tensor:
     return table.index_select(0, places.flatten()).view_as(places)
 
 
-def _above(scaled: Tensor, levels: Tensor, *, squares: bool) -> Tensor:
-    """Return the number of the lowest level that is not below each value, but 1 for the lowest of all. Levels are so far from each
-    other that the upper 16 bits of a value leave two."""
-    first = _look_up(_first_levels(squares, scaled.device), (scaled.view(torch.int32) >> 16) + 32768)
-    return (first + (_look_up(levels, first) < scaled)).clamp_(min=1)
-
-
-def _scaled(values: Tensor, *, squares: bool) -> tuple[Tensor, Tensor]:
-    """Return values or their roots, each divided by the largest magnitude of its block, `[blocks, BLOCK]`, and these magnitudes."""
+def _scaled(values: Tensor, *, squares: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the largest magnitude of each block of values or their roots, these divided by it, `[blocks, BLOCK]`, the numbers of
+    the lowest levels that are not below them, but 1 for the lowest of all, and the levels before and at these numbers. Levels are
+    so far from each other that the upper 16 bits of a value leave two."""
     padded = torch.nn.functional.pad(values, (0, -values.numel() % BLOCK)).float().view(-1, BLOCK)
-    blocks = padded.sqrt() if squares else padded
+    blocks, levels = padded.sqrt() if squares else padded, _levels(squares, values.device)
     most = blocks.abs().amax(1)
-    return blocks / torch.where(most == 0, 1, most)[:, None], most
+    scaled = blocks / torch.where(most == 0, 1, most)[:, None]
+    first = _look_up(_first_levels(squares, values.device), (scaled.view(torch.int32) >> 16) + 32768)
+    above = (first + (_look_up(levels, first) < scaled)).clamp_(min=1)
+    return most, scaled, above, _look_up(levels, above - 1), _look_up(levels, above)
 
 
 def _values(codes: Tensor, scales: Tensor, *, squares: bool) -> Tensor:
@@ -118,10 +116,7 @@ def _values(codes: Tensor, scales: Tensor, *, squares: bool) -> Tensor:
 def round_to_levels(target: Tensor, values: Tensor, bits: Tensor, lane: int, *, squares: bool) -> None:
     """Round `values` into `target`, both 1-D from the beginning of a block on, to the level below or above, with the probability of
     the distance to the other, by a lane's 16 random bits of `bits`, int64: changes smaller than a step are kept on average."""
-    scaled, most = _scaled(values, squares=squares)
-    levels = _levels(squares, values.device)
-    above = _above(scaled, levels, squares=squares)
-    low, high = _look_up(levels, above - 1), _look_up(levels, above)
+    most, scaled, above, low, high = _scaled(values, squares=squares)
     chance = torch.nn.functional.pad(((bits >> (16 * lane)) & 0xFFFF).float(), (0, -values.numel() % BLOCK))
     codes = above - ((scaled - low) / (high - low) * 65536 <= chance.view(-1, BLOCK)).int()
     target.copy_(_values(codes, most, squares=squares)[: values.numel()])
@@ -182,10 +177,8 @@ class BlockTensor(TieredTensor):
         return _values(blocks, scales, squares=self.squares)[:count]
 
     def _encode(self, start: int, values: Tensor) -> None:
-        scaled, most = _scaled(values, squares=self.squares)
-        levels = _levels(self.squares, values.device)
-        above = _above(scaled, levels, squares=self.squares)
-        codes = (above - (scaled <= _look_up((levels[:-1] + levels[1:]) / 2, above - 1)).int()).to(torch.uint8)
+        most, scaled, above, low, high = _scaled(values, squares=self.squares)
+        codes = (above - (scaled <= (low + high) / 2).int()).to(torch.uint8)
         self._codes.write(start, codes.view(-1)[: values.numel()]).wait()
         self._scales.write(start // BLOCK, most).wait()
 

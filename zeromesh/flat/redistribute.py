@@ -33,10 +33,6 @@ def replicated(numel: int, ranks: int) -> FlatPlacement:
     return ((Interval(start=0, end=numel),),) * ranks
 
 
-def on_one_rank(numel: int, ranks: int, index: int) -> FlatPlacement:
-    return tuple((Interval(start=0, end=numel),) if each == index else () for each in range(ranks))
-
-
 def one_after_another(lengths: Sequence[int]) -> FlatPlacement:
     """Return the placement in which each rank holds `lengths[rank]` elements after those of the ranks before it."""
     return tuple((Interval(start=start, end=end),) for start, end in pairwise(accumulate(lengths, initial=0)))

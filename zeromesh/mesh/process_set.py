@@ -19,6 +19,7 @@ from zeromesh.mesh.collectives import COLLECTIVES, CollectiveCall, Launched
 from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
+from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
@@ -170,7 +171,10 @@ class ProcessSet:
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
-        self.broadcast_async(tensor, source, what, "data")()
+        # A CPU tensor uses the control group where the other groups are an accelerator's.
+        self.broadcast_async(
+            tensor, source, what, "data" if on_accelerator(tensor) or not self.on_stream else "control"
+        )()
         return tensor
 
     def require_member(self) -> SetGroups | None:

@@ -232,10 +232,9 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
         value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
         gradient = value if codes else torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(0))
         unknown = f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known"
-        with library_errors(before=f"{unknown}: a step with its shape failed: "):
-            inputs = [(value, gradient, own_class.initial.get(spec.fqn, {}))]
-            with torch.compiler.set_stance("force_eager"):
-                (state,) = _run_step(blank_copy_of(own_class.optimizer), group, inputs, tried.scalars)
+        inputs, failed = [(value, gradient, own_class.initial.get(spec.fqn, {}))], "a step with its shape failed: "
+        with library_errors(before=f"{unknown}: {failed}"), torch.compiler.set_stance("force_eager"):
+            (state,) = _run_step(blank_copy_of(own_class.optimizer), group, inputs, tried.scalars)
         own_class.sized[key] = _state_plan(name, state)
     return own_class.sized[key]
 

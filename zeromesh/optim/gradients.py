@@ -105,18 +105,12 @@ class GradientReducer:
             self.digests[number] = (self.digests[number] + _digest(bucket, index)) % (1 << 64)
         arrivals.arrived.add(index)
         arrivals.missing -= not again
-        if self._on_stream:
-            if not again:  # Autograd has added a second gradient to the first, on `.grad`.
-                arrivals.waiting.append(index)
-        elif arrivals.sequence is None:
+        waits = index in arrivals.waiting  # Autograd has added the gradient to an earlier one, on `.grad`.
+        if not self._on_stream and arrivals.sequence is None:
             _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first_microbatch)
-        elif again:
-            # Autograd has added the gradient to an earlier one that still waits.
-            if index not in arrivals.waiting and bucket.parameters[index].grad is not None:
-                _store_gradients(arrivals.slot, bucket, [index], add=True)
-        elif (slot := self._slot_of(arrivals)) is not None:
-            _store_gradients(slot, bucket, [index], add=False)
-        else:
+        elif not (waits or self._on_stream) and (slot := self._slot_of(arrivals)) is not None:
+            _store_gradients(slot, bucket, [index], add=again)
+        elif not waits:
             arrivals.waiting.append(index)
         if not arrivals.missing:
             if not again:
@@ -135,9 +129,7 @@ class GradientReducer:
             if not wait and first.sequence is not None and self._slot_of(first) is None:
                 break
             self._launch_next()
-        while self._in_flight and ((reduction := self._in_flight[0][1]) is SUMMED or not self._on_stream):
-            if not reduction.ready():
-                break
+        while self._in_flight and ((one := self._in_flight[0][1]) is SUMMED or (not self._on_stream and one.ready())):
             self._finish_oldest()
         self._advance_sums()
 
@@ -158,13 +150,12 @@ class GradientReducer:
     def without_gradient(self, bucket: Bucket) -> frozenset[int]:
         """Return the indices of trained parameters that have had no gradient on this rank in the present step."""
         came = self.with_gradient.get(id(bucket), ())
-        if len(came) == sum(bucket.training):
-            return frozenset()
         return frozenset(n for n, trained in enumerate(bucket.training) if trained and n not in came)
 
     def find_missing(self, buckets: Sequence[Bucket]) -> None:
         """Record the parameters without a gradient on any rank, which torch's optimizers skip. All ranks call it."""
-        came = [[float(n not in self.without_gradient(each)) for n in range(len(each.training))] for each in buckets]
+        lacking = [(self.without_gradient(each), len(each.training)) for each in buckets]
+        came = [[float(n not in without) for n in range(count)] for without, count in lacking]
         sums = torch.tensor([each for row in came for each in row])
         self._mesh.peers.all_reduce(sums, "parameters with gradients")
         for bucket, counts in zip(buckets, torch.split(sums, [len(row) for row in came]), strict=True):

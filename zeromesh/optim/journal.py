@@ -22,7 +22,7 @@ class Journal:
     """The journal of a rank's updates in `memory`; `key` identifies the layout."""
 
     def __init__(self, memory: StateMemory, key: int) -> None:
-        self._memory, self._key = memory, key
+        self.memory, self._key = memory, key
         self._step = 0  # the number of steps that are complete
         self._chunk = 0  # the number of the next chunk of the update
         self._done, self._interrupted = 0, False  # of an update that another process has begun
@@ -30,20 +30,17 @@ class Journal:
     def begin(self, step: int | None = None) -> None:
         """Let the states count, which are whole after `step` steps (None: as many as before)."""
         self._step = self._step if step is None else step
-        self._memory.begin(self._step, self._key)
-
-    def forget(self) -> None:
-        self._memory.forget()
+        self.memory.begin(self._step, self._key)
 
     def commit(self, step: int, record: dict[str, Any]) -> None:
         """Record an update before it changes anything: that of `step`, from 1."""
         self._step, self._chunk = step - 1, 0
-        self._memory.write_record(step, record)
+        self.memory.write_record(step, record)
 
     def end(self) -> None:
         """Mark the update as complete."""
         self._step, self._done, self._interrupted = self._step + 1, 0, False
-        self._memory.mark(self._step)
+        self.memory.mark(self._step)
 
     def take_over(self, step: int, position: int) -> None:
         """Run the update of `step` again, of which the memory has `position`."""
@@ -67,9 +64,9 @@ class Journal:
         if sum(each.numel() for each in states) > UNDO_BYTES:
             raise ValueError(f"a chunk of {len(states)} tensors has no room for undo")
         for each in states:
-            kept = self._memory.undo[at : at + each.numel()]
+            kept = self.memory.undo[at : at + each.numel()]
             each.copy_(kept) if undo else kept.copy_(each)
             at += each.numel()
-        self._memory.mark(self._step, 2 * number + 1)
+        self.memory.mark(self._step, 2 * number + 1)
         yield True
-        self._memory.mark(self._step, 2 * number + 2)
+        self.memory.mark(self._step, 2 * number + 2)

@@ -73,9 +73,7 @@ class WeightAverage:
     def __init__(self, settings: AverageSettings, tiers: Tiers, at: TierChoice) -> None:
         self.count = 0
         """The number of updates in the averages. Before the first one, the averages equal the weights."""
-        self._settings = settings
-        self._tiers = tiers
-        self._tier = at
+        self._settings, self._tiers, self._tier = settings, tiers, at
 
     def allocate(self, bucket: Bucket) -> None:
         master, what = bucket.master, f"averages of {bucket.name}"
@@ -140,14 +138,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     modes = [Access.UPDATE, Access.READ] + [Access.UPDATE] * len(moments)  # Of master weights, gradients and moments.
     states = [TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST) for _ in modes]
     uses = [StreamOperand(tensor=each, mode=mode) for each, mode in zip(states, modes, strict=True)]
-    stream = UpdateStream(
-        device,
-        width=len(uses) if is_accelerator(device) else 0,
-        longest=nbytes,
-        nbytes=options.offload.staging_on(device),
-        waits=WaitTime(),
-        memory=partial(tiers.buffer, device=device),
-    )
+    stream = _open_stream(device, tiers, options, len(uses) if is_accelerator(device) else 0, nbytes, WaitTime())
     group = {**fused_optimizer.hyperparameters(settings)[1], "lr": 0.0}
 
     def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
@@ -164,6 +155,13 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
         seconds.append(time.perf_counter() - began)
     tiers.pinned.release(tiers.pinned.used - pinned)
     return min(seconds) * 1e9 / elements
+
+
+def _open_stream(
+    device: torch.device, tiers: Tiers, options: ZeroOptions, width: int, longest: int, waits: WaitTime
+) -> UpdateStream:
+    memory, nbytes = partial(tiers.buffer, device=device), options.offload.staging_on(device)
+    return UpdateStream(device, width=width, longest=longest, nbytes=nbytes, waits=waits, memory=memory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,7 +252,7 @@ class OptimizerStep:
             optimizer.update_segments()
         if len(self._optimizers) > known:
             if self.journal is not None:  # The new states are elsewhere.
-                self.journal.forget()
+                self.journal.memory.forget()
                 self.journal = None
             self._stream.drop_read_ahead()
             self._stream = self._make_stream(self._stream.device, self._stream.nbytes)
@@ -271,14 +269,9 @@ class OptimizerStep:
         return max(map(count, self._buckets), default=0)
 
     def _make_stream(self, device: torch.device, replaced_nbytes: int = 0) -> UpdateStream:
-        stream = UpdateStream(
-            device,
-            width=self._most_offloaded_tensors(device),
-            longest=max((bucket.master.nbytes for bucket in self._buckets), default=0),
-            nbytes=self._options.offload.staging_on(device),
-            waits=self._tiers.waits,
-            memory=partial(self._tiers.buffer, device=device),
-        )
+        width = self._most_offloaded_tensors(device)
+        longest = max((bucket.master.nbytes for bucket in self._buckets), default=0)
+        stream = _open_stream(device, self._tiers, self._options, width, longest, self._tiers.waits)
         tier = Tier.DEVICE if is_accelerator(device) else Tier.HOST
         self._tiers.ledger.add(tier, Purpose.STAGING, stream.nbytes - replaced_nbytes)
         return stream

@@ -9,7 +9,7 @@ import copy
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -35,20 +35,19 @@ _READS_WIDTH = re.compile(r"\w+, \w+, (\w+) = hidden_states\.size\(\)[\s\S]*resh
 """Matches the source of an attention's `forward` that reshapes its heads to the width of its input."""
 
 
-def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter) -> list[Callable[[], None]]:
-    """Replace the parameter `old` by `new` everywhere; returns functions that restore it, as a meta tensor of the old shape."""
+def replace_parameter(model: nn.Module, old: nn.Parameter, new: nn.Parameter, undo: ExitStack) -> None:
+    """Replace the parameter `old` by `new` everywhere; `undo` restores it, as a meta tensor of the old shape."""
     placeholder = nn.Parameter(torch.empty_like(old, device="meta"), requires_grad=old.requires_grad)
-    undo = _replace_in((module._parameters for module in model.modules()), old, new, placeholder)
+    _replace_in((module._parameters for module in model.modules()), old, new, placeholder, undo)
     # A user's optimizer may keep the parameter, and with it the memory of values that nobody reads through it any more.
     old.data = old.data.new_zeros(()).expand(old.shape)
-    return undo
 
 
-def _replace_in(tables: Iterable[dict[str, Any]], old: Any, new: Any, restored: Any) -> list[Callable[[], None]]:
+def _replace_in(tables: Iterable[dict[str, Any]], old: Any, new: Any, restored: Any, undo: ExitStack) -> None:
     places = [(table, leaf) for table in tables for leaf, value in table.items() if value is old]
     for table, leaf in places:
-        table[leaf] = new
-    return [partial(table.__setitem__, leaf, restored) for table, leaf in places]
+        table[leaf] = restored
+        undo.callback(override(table, leaf, new))
 
 
 class Parallelized:
@@ -70,25 +69,24 @@ class Parallelized:
         """That of activations between divided layers; None without dropout, and where whole blocks have their own."""
         self._model, self._exchange, self._whole_sequence = model, exchange, plan.whole_sequence_modules()
         self._sources: dict[str, SharedInput] = {}
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         names = dict(model.named_parameters())
         for name, part in self.parts.items():
             if part.region.local_shape != tuple(names[name].shape):
                 local = torch.empty(part.region.local_shape, dtype=names[name].dtype, device="meta")
                 own = nn.Parameter(local, requires_grad=names[name].requires_grad)
-                self._undo += replace_parameter(model, names[name], own)
+                replace_parameter(model, names[name], own, self._undo)
         for layer in plan.layers:
             if (made := self._replacement_of(layer)) is not None:
                 old, tables = model.get_submodule(layer.module), (module._modules for module in model.modules())
-                self._undo += _replace_in(tables, old, made.train(old.training), old)
+                _replace_in(tables, old, made.train(old.training), old, self._undo)
         self._patch()
         if self.shares is not None:
             self._share_sequence(self.shares)
 
     def restore(self) -> None:
         """Restore the model's own modules and attributes. Divided parameters are then whole and on the meta device."""
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
     def _replacement_of(self, layer: LayerPlan) -> nn.Module | None:
         module: Any = self._model.get_submodule(layer.module)
@@ -130,7 +128,7 @@ class Parallelized:
         return layers.ColumnParallelLinear(module, source, rows=rows, randomness=self._randomness)
 
     def _set(self, module: nn.Module, attribute: str, value: Any) -> None:
-        self._undo.append(override(module, attribute, value))
+        self._undo.callback(override(module, attribute, value))
 
     def _wrap(self, module: nn.Module, run: _Forward, /, *given: Any) -> None:
         """Have `run(forward, *given, ...)` run in place of a module's `forward`."""

@@ -227,10 +227,13 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     fetched = partial(fetched_module, options=options, device=device)
     # A rank may be the only one with its experts.
-    alone = [[(kind == "local" or each.is_alone) and not away for each in unit] for unit in units]
+    alone = [
+        [not away and (kind == "local" or (each.first.in_experts and each.parts == 1)) for each in unit]
+        for unit in units
+    ]
     if options.placements.parameters is Placement.REPLICATED:
         return [[True] * len(unit) for unit in units]
-    at_rest = [[_rests_as_gathered(each, options) for each in unit] for unit in units]
+    at_rest = [[rests_as_gathered(each, options) for each in unit] for unit in units]
     if not isinstance(budget, int):
         shared = [kind == "shared" and not away and (number == 0 or all(unit)) for number, unit in enumerate(at_rest)]
         return [[kept or each for each in unit] for unit, kept in zip(alone, shared, strict=True)]
@@ -259,7 +262,7 @@ def goes_ahead(unit: Sequence[BucketLayout], options: ZeroOptions) -> bool:
     return options.weights is None or any(layout.first.codec is not None for layout in unit)
 
 
-def _rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
+def rests_as_gathered(layout: BucketLayout, options: ZeroOptions) -> bool:
     """Return True if the shard of a bucket is stored in the dtype of the gather, and can be a part of the gathered buffer."""
     spec = layout.first
     trained = spec.requires_grad and spec.dtype.is_floating_point
@@ -286,7 +289,7 @@ class _BucketBuilder:
         parameters = [self.model.get_parameter(slot.spec.fqn) for slot in layout.slots]
         for parameter in parameters:
             _move_parameter(parameter, self.mesh.device)
-        bucket = Bucket(layout, group, parameters, buffer, self._held(layout), *weights)
+        bucket = Bucket(layout, group, parameters, buffer, self._intervals(layout)[0], *weights)
         bucket.share_copy()()
         buffer.end_write()
         bucket.hide_values()
@@ -294,23 +297,20 @@ class _BucketBuilder:
             _allocate_gradients(bucket, self.options, self.tiers)
         return bucket
 
-    def _held(self, layout: BucketLayout) -> Interval:
+    def _intervals(self, layout: BucketLayout) -> tuple[Interval, Interval]:
+        """Return the elements whose parameters this rank holds, and those of them whose states it has."""
         whole = self.options.placements.optimizer is Placement.REPLICATED
         ranks = self.mesh.expert_shard if layout.first.in_experts else self.mesh.shard
-        return Interval(start=0, end=layout.padded) if whole else layout.shard(ranks.index)
-
-    def _interval(self, layout: BucketLayout) -> Interval:
-        held = self._held(layout)
-        return layout.part(held, self.mesh.replicate.index) if layout.first.requires_grad else held
+        held = Interval(start=0, end=layout.padded) if whole else layout.shard(ranks.index)
+        return held, layout.part(held, self.mesh.replicate.index) if layout.first.requires_grad else held
 
     def _read_weights(self, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs) -> _Weights:
         """Return the master weights of a bucket, and the copy that is gathered in their place, if it is not they themselves."""
-        interval, spec, options = self._interval(layout), layout.first, self.options
+        (held, interval), spec, options = self._intervals(layout), layout.first, self.options
         if stored is not None:
             return self.tiers.stored(interval.length, spec.dtype, stored, Purpose.PARAMETERS), None
         copy = None
-        held = self._held(layout)
-        if _rests_as_gathered(layout, options) and interval == held:  # No copy: master weights themselves are gathered.
+        if rests_as_gathered(layout, options) and interval == held:  # No copy: master weights themselves are gathered.
             purpose = Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS
             master = self._allocate_gathered(layout, gathered, interval.length, spec.dtype, purpose)
         else:
@@ -338,15 +338,14 @@ class _BucketBuilder:
         self, transport: Transport, layout: BucketLayout, gathered: GatherBuffer, stored: _Runs
     ) -> tuple[GatherBuffer, _Weights]:
         """Return the buffer that decodes a bucket, and this rank's shard of it, encoded from the source one parameter at a time."""
-        interval, dtype, device = self._interval(layout), layout.first.dtype, self.mesh.device
+        (_, interval), dtype, device = self._intervals(layout), layout.first.dtype, self.mesh.device
         nbytes = layout.rest_nbytes(interval.length)
         if stored is not None:
             encoded = self.tiers.stored(nbytes, torch.uint8, stored, Purpose.PARAMETERS)
         else:
             encoded = self._allocate_gathered(layout, gathered, nbytes, torch.uint8, Purpose.PARAMETERS)
-        parts = [interval]
-        if interval.length < layout.padded:
-            parts = [layout.shard(index) for index in range(layout.parts)]
+        whole = interval.length == layout.padded
+        parts = [interval] if whole else [layout.shard(index) for index in range(layout.parts)]
         tables: list[torch.Tensor] = []
         shard = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=())
         pieces = {piece.spec.fqn: piece for piece in layout.pieces(interval)}
@@ -374,21 +373,20 @@ class _BucketBuilder:
         if not (offload.in_place and whole) or first.requires_grad or first.codec is not None:
             return None
         runs = []
-        for piece in layout.pieces(self._interval(layout)):
+        for piece in layout.pieces(self._intervals(layout)[1]):
             if _short_rows(piece) is not None:
                 return None
             origin, name = self.source.origin(piece.spec.name)
-            for run in piece.spec.region.runs(piece.in_parameter):
-                place = origin.file_position(name, run.logical, first.dtype)
+            for _, part, start in _selections(piece):
+                place = origin.file_position(name, part.start, first.dtype)
                 if place is None:
                     return None
-                start = piece.in_shard.start + run.local - piece.in_parameter.start
                 slot, begin = self.tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
-                runs.append(TieredPart(start=start, end=start + run.length, tier=Tier.FILE, slot=slot, first=begin))
+                runs.append(TieredPart(start=start, end=start + part.length, tier=Tier.FILE, slot=slot, first=begin))
         return runs
 
     def _encoded_runs(self, layout: BucketLayout) -> _Runs:
-        places, interval = {}, self._interval(layout)
+        places, (_, interval) = {}, self._intervals(layout)
         for slot in layout.slots:
             origin, name = self.source.origin(slot.spec.name)
             place = origin.encoded_place(name, codec_of(layout), slot.spec.dtype)
@@ -411,7 +409,7 @@ class _BucketBuilder:
             if layout.first.codec is not None:  # Every rank reads these whole.
                 yield from ((slot.spec.name, 0, prod(slot.spec.region.shape)) for slot in layout.slots)
                 continue
-            for piece in layout.pieces(self._interval(layout)):
+            for piece in layout.pieces(self._intervals(layout)[1]):
                 for rows, interval, _ in _selections(piece):
                     hull = rows.hull(interval)
                     yield piece.spec.name, hull.start, hull.end

@@ -108,9 +108,11 @@ def encoded_names(model: nn.Module, weights: EncodedWeights, *, of_experts: bool
     heads, experts = _names_of(model, "get_output_embeddings"), experts_of(model) if of_experts else {}
 
     def is_matrix(fqn: str, parameter: nn.Parameter) -> bool:
-        module, _, leaf = fqn.rpartition(".")
-        linear = leaf == "weight" and module not in heads and is_linear(model.get_submodule(module))
-        return linear or (module in experts and parameter.dim() == 3)
+        name, _, leaf = fqn.rpartition(".")
+        module = model.get_submodule(name)
+        # A layer of torch, one that is divided over tensor ranks, or GPT-2's with a transposed weight.
+        linear = hasattr(module, "in_features") or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+        return (linear and leaf == "weight" and name not in heads) or (name in experts and parameter.dim() == 3)
 
     return {
         fqn
@@ -132,11 +134,6 @@ def experts_of(model: nn.Module) -> dict[str, int]:
             if len(taken) == 3 and taken[0] == "hidden_states":
                 found[name] = count
     return found
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return True for a linear layer: torch's, one that is divided over tensor ranks, or GPT-2's with a transposed weight."""
-    return hasattr(module, "in_features") or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -170,10 +167,7 @@ def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:
 
 def names_by_parameter(model: nn.Module) -> list[tuple[nn.Parameter, list[str]]]:
     """Return every parameter once, with all of its names in the order of the model."""
-    names: dict[int, tuple[nn.Parameter, list[str]]] = {}
-    for fqn, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), (parameter, []))[1].append(fqn)
-    return list(names.values())
+    return list(grouped((each, fqn) for fqn, each in model.named_parameters(remove_duplicate=False)).items())
 
 
 def main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
@@ -232,12 +226,8 @@ def _with_forward(fqn: str, module: nn.Module) -> Iterator[str]:
 
 
 def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
-    order = {fqn: number for number, (fqn, _) in enumerate(model.named_modules())}
-    chosen: list[str] = []
-    for fqn in sorted(set(blocks), key=order.__getitem__):
-        if not any(fqn.startswith(f"{outer}.") for outer in chosen):
-            chosen.append(fqn)
-    return tuple(chosen)
+    inside = tuple(f"{fqn}." for fqn in blocks)
+    return tuple(fqn for fqn, _ in model.named_modules() if fqn in blocks and not fqn.startswith(inside))
 
 
 def _names_of(model: nn.Module, getter: str) -> list[str]:

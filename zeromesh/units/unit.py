@@ -7,7 +7,7 @@ overrides (TorchScript, collectives of torch.distributed) see NaN."""
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from operator import attrgetter
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from zeromesh.comm.transport import GatherBuffer, Transport
 from zeromesh.comm.wire import Wire, gather_parts
 from zeromesh.errors import PhaseError
-from zeromesh.flat.layout import BucketLayout
+from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.intervals import Interval
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Ledger, Purpose, Tier, TieredTensor
@@ -194,6 +194,10 @@ class Bucket:
         self.first_changed: torch.Tensor | None = None
         """On a device, the unread index of the first parameter changed through `.data`; the number of parameters if none was."""
 
+    def rows(self) -> Iterator[tuple[ParameterSpec, nn.Parameter, bool]]:
+        """Return each parameter's spec, the parameter, and whether it is trained in the current step."""
+        return zip((slot.spec for slot in self.layout.slots), self.parameters, self.training, strict=True)
+
     def set_trainable(self, trainable: bool) -> None:
         self.trainable, self.divided = trainable, trainable and self.layout.dividers > 1
         """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained; and if replicas
@@ -247,8 +251,7 @@ class Bucket:
 
     def adopt_requires_grad(self) -> None:
         self.training = [parameter.requires_grad for parameter in self.parameters]
-        named = zip(self.layout.slots, self.training, strict=True)
-        self.ever_trained.update(slot.spec.fqn for slot, trained in named if trained)
+        self.ever_trained.update(spec.fqn for spec, _, trained in self.rows() if trained)
 
     def show_values(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -298,10 +301,8 @@ class Bucket:
 
     def _outside_buffer(self, *, cast: bool) -> list[int]:
         """Return the indices of live parameters outside the gathered buffer: with `cast` those of another dtype."""
-        if list(map(torch.Tensor.data_ptr, self.parameters)) == list(map(torch.Tensor.data_ptr, self._views)):
-            return []
-        pairs = enumerate(zip(self.parameters, self._views, strict=True))
-        outside = [number for number, (parameter, view) in pairs if parameter.data_ptr() != view.data_ptr()]
+        here, there = (list(map(torch.Tensor.data_ptr, each)) for each in (self.parameters, self._views))
+        outside = [] if here == there else [number for number, place in enumerate(here) if place != there[number]]
         return [number for number in outside if (self.parameters[number].dtype != self._views[number].dtype) is cast]
 
 
@@ -338,8 +339,8 @@ class Unit:
         return [name for spec in specs for name in (spec.fqn, *spec.aliases)]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        pairs = [pair for bucket in self.buckets for pair in zip(bucket.layout.slots, bucket.parameters, strict=True)]
-        return next((slot.spec.fqn for slot, each in pairs if each is parameter), f"a parameter of {self.name}")
+        found = (spec.fqn for bucket in self.buckets for spec, each, _ in bucket.rows() if each is parameter)
+        return next(found, f"a parameter of {self.name}")
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or is_wrapped(tensor):

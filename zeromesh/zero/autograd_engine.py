@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.optimizer_step import clip_factor
+from zeromesh.overrides import override
 from zeromesh.rng import Streams
 from zeromesh.units.unit import Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
 from zeromesh.zero.engine import ZeroEngine
@@ -97,18 +98,14 @@ class StepGradients:
 class AutogradPasses(Passes):
     """Passes that a user's training loop begins by calls of the model and by autograd, alike on all ranks."""
 
-    read_hint: ClassVar[str] = (
-        "Read it inside `with zeromesh.gathered(model, [{!r}]):` on all ranks, take whole tensors of all parameters from "
-        "`zeromesh.state_dict(model)`, or write the model with `zeromesh.save(directory, model)`"
-    )
+    readers = "zeromesh.gathered(model, [{!r}])", "zeromesh.state_dict(model)", "zeromesh.save(directory, model)"
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._reduces_microbatches = self._reduces_microbatches or self._options.accumulation == 1
         self.step = StepGradients()
         self.synced = True
         self.generation = 0  # the number of times that parameter values have changed
-        self._graph: weakref.ref[_Graph] | None = None
+        self._latest_graph: Callable[[], _Graph | None] = lambda: None  # weak
         self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None  # called before the first forward of a step
@@ -148,7 +145,7 @@ class AutogradPasses(Passes):
         streams = Streams(self._options.seed, where, self._mesh.peers.index) if shared else None
         self._begin(PassMode.FORWARD, "train", PassProgress(streams))
         self._open_graph = _Graph(self._progress, self.generation)
-        self._graph = weakref.ref(self._open_graph)
+        self._latest_graph = weakref.ref(self._open_graph)
 
     def before_forward(self, unit: Unit) -> None:
         if unit.index == 0:
@@ -169,9 +166,6 @@ class AutogradPasses(Passes):
             self._open_graph = None
             if torch.is_grad_enabled():
                 self._end_forward(list(tensors_in(output)))
-
-    def _latest_graph(self) -> _Graph | None:
-        return self._graph() if self._graph is not None else None
 
     def require_idle(self) -> None:
         """End an open forward, whose backward may still come later. Raises `PhaseError` during any other pass."""
@@ -194,7 +188,7 @@ class AutogradPasses(Passes):
                 self._require_current(graph)
                 if self.mode is PassMode.IDLE:
                     self._begin(PassMode.FORWARD, "train", graph.progress)
-                    self._graph = weakref.ref(graph)
+                    self._latest_graph = weakref.ref(graph)
                     self.make_live(self.units[0])
                 self._keep_live(unit)
                 return
@@ -362,13 +356,10 @@ class AutogradEngine(ZeroEngine):
         if self._is_loading:  # A nested call: the outer one shards the values.
             return load()
         self._passes.require_idle()
-        self._is_loading = True
-        try:
-            # torch warns that parameters on meta get no values.
-            with self.state.receiving_values() as given, warnings.catch_warnings(action="ignore", category=UserWarning):
-                result = load()
-        finally:
-            self._is_loading = False
+        # torch warns that parameters on meta get no values.
+        quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+        with override(self, "_is_loading", True), self.state.receiving_values() as given, quiet:
+            result = load()
         with self.loading(averaged_updates=0):
             self.checkpoint_state.fill(given)
         return result
@@ -376,11 +367,8 @@ class AutogradEngine(ZeroEngine):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside the block no backward is the last one of a step; see `shard`."""
-        before, self._passes.synced = self._passes.synced, False
-        try:
+        with override(self._passes, "synced", False):
             yield
-        finally:
-            self._passes.synced = before
 
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
         """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""

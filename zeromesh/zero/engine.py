@@ -163,11 +163,7 @@ class ZeroEngine:
     def load_progress(self, *, updates: int, trained: Mapping[str, Any], loss_scale: float, good_steps: int) -> None:
         """Continue from values of `progress`; tensors and the count of `averages` are loaded afterwards, see `loading`. All ranks
         call it. Raises `CheckpointError` for names of parameters that the model does not have."""
-        specs = [
-            (slot.spec, parameter)
-            for bucket in self._buckets
-            for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True)
-        ]
+        specs = [(spec, parameter) for bucket in self._buckets for spec, parameter, _ in bucket.rows()]
         unknown = trained.keys() - {spec.name for spec, _ in specs}
         if unknown and self.mesh.pipeline.size == 1:
             raise CheckpointError(f"the checkpoint has trained {min(unknown)}, and the model has no such parameter")
@@ -219,11 +215,8 @@ class ZeroEngine:
     def _widen(self, group: StateGroup) -> None:
         """Open larger gradient slots, from the next backward on, if a bucket of the group needs them."""
         trained = [bucket.layout for bucket in self._buckets if bucket.trainable and bucket.group is group]
-        needed, name, slots = (
-            slot_bytes(trained, self.options, self.mesh.device),
-            group.reduction.name,
-            self.options.gradient_slots,
-        )
+        needed = slot_bytes(trained, self.options, self.mesh.device)
+        name, slots = group.reduction.name, self.options.gradient_slots
         if needed > group.slot_bytes and name != "local":
             wider = open_transport(name, group.ranks, self.mesh.device, [], slots, needed)
             if group.reduction is not group.transport:
@@ -342,7 +335,7 @@ class ZeroEngine:
         are swapped with the weights. `finishing`: the block ends a recorded update."""
         journal = None if finishing else self.optimizer_step.journal
         if journal is not None:
-            journal.forget()
+            journal.memory.forget()
         if self.durable is not None and not finishing:
             self.durable.forget()
         for unit in self.units:

@@ -1,10 +1,8 @@
 """A model's parameters, gradients and optimizer states as whole tensors by name, independent of how ranks shard them."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
-from math import prod
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.format import REPLICA, TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
-from zeromesh.flat.layout import ParameterSpec, Region, share_of
-from zeromesh.flat.redistribute import bucket_placement, join_regions, on_one_rank, redistribute, replicated
+from zeromesh.flat.layout import ParameterSpec, Region, part_of, share_of
+from zeromesh.flat.redistribute import bucket_placement, join_regions, redistribute, replicated
 from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
@@ -114,13 +112,9 @@ class CheckpointState:
     def fill(self, given: Mapping[str, torch.Tensor]) -> None:
         """Copy whole tensors, by parameter name, into this rank's shards; called inside `ZeroEngine.loading`."""
         for shard in self.shards_to_read():
-            value, region = given.get(shard.spec.name), shard.region
-            if value is None or shard.spec.kind not in (MODEL, MASTER):
-                continue
-            local = value if region.is_whole else value.new_empty(region.local_shape)
-            for here, there in () if region.is_whole else region.boxes():
-                local[here] = value[there]
-            shard.values.write(0, local.reshape(-1)[shard.interval.start : shard.interval.end]).wait()
+            if (value := given.get(shard.spec.name)) is not None and shard.spec.kind in (MODEL, MASTER):
+                local = part_of(value, shard.region).reshape(-1)
+                shard.values.write(0, local[shard.interval.start : shard.interval.end]).wait()
 
     def require_same_weights(self) -> None:
         """Raise `WeightsDifferError`, with tensors and ranks, where 64-bit digests (XXH3) of weights differ on ranks that hold the
@@ -131,14 +125,13 @@ class CheckpointState:
         rows = zip(world.ranks, world.gather_json(self._digests(), "digests of weights"), strict=True)
         holders = grouped((what, (rank, value)) for rank, row in rows for what, value in row.items())
         lines = []
-        for what, digests in ((what, dict(pairs)) for what, pairs in holders.items()):
-            most, count = Counter(digests.values()).most_common(1)[0]
-            others = [rank for rank, digest in digests.items() if digest != most]
-            alike = [rank for rank in digests if rank not in others]
-            if others and 2 * count > len(digests):
+        for what, pairs in holders.items():
+            alike, *unlike = sorted(grouped((value, rank) for rank, value in pairs).values(), key=len, reverse=True)
+            others = sorted(chain(*unlike))
+            if 0 < len(others) < len(alike):
                 lines.append(f"{what}: {ranks_text(others)} has other values than {ranks_text(alike, 8)}")
             elif others:
-                lines.append(f"{what}: {', '.join(f'rank {rank} has {digest}' for rank, digest in digests.items())}")
+                lines.append(f"{what}: {', '.join(f'rank {rank} has {value}' for rank, value in pairs)}")
         if lines:
             listed = "\n".join(first_lines(lines, _MOST_LISTED))
             raise WeightsDifferError(f"ranks hold other values of the same weights:\n{listed}")
@@ -295,11 +288,7 @@ class FullState:
         """`weights_of` returns the shard from which a bucket's whole parameters are gathered."""
         self._model, self._units, self._mesh = model, units, mesh
         self._weights_of, self._gradient_dtype = weights_of, gradient_dtype
-        slots = [
-            (slot.spec, bucket.master.dtype, trained)
-            for bucket in all_buckets(units)
-            for slot, trained in zip(bucket.layout.slots, bucket.training, strict=True)
-        ]
+        slots = [(spec, each.master.dtype, trained) for each in all_buckets(units) for spec, _, trained in each.rows()]
         specs = [TensorSpec(kind=MODEL, name=one.name, dtype=dtype, shape=one.region.shape) for one, dtype, _ in slots]
         self._stages = tensors_by_stage(specs, mesh.pipeline, "parameters of all stages")
         """Each stage's parameters in the dtype of their master weights; shared parameters are in the first of their stages."""
@@ -465,12 +454,8 @@ class FullState:
                     yield spec.name, self._broadcast(stage, spec, tensor, dtype or spec.dtype)
 
     def _broadcast(self, stage: int, spec: TensorSpec, value: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        pipeline, numel = self._mesh.pipeline, prod(spec.shape)
-        if value is None:
-            value = torch.empty(0, dtype=dtype, device=self._mesh.device)
-        held, everywhere = on_one_rank(numel, pipeline.size, stage), replicated(numel, pipeline.size)
-        flat = value.contiguous().view(-1)
-        return redistribute(flat, held, everywhere, pipeline, f"reading of {spec.name}").view(spec.shape)
+        whole = torch.empty(spec.shape, dtype=dtype, device=self._mesh.device) if value is None else value.contiguous()
+        return self._mesh.pipeline.broadcast(whole, stage, f"reading of {spec.name}")
 
     def _gather_this_stage(
         self, names: set[str], shard_of: Callable[[Bucket], TieredTensor | None]

@@ -1,9 +1,10 @@
 """Predicts one rank's memory by purpose, without activations and libraries, from the layout alone (see docs/architecture.md)."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from zeromesh.optim.class_optimizer import most_owned_nbytes
 from zeromesh.optim.fused_optimizer import moment_dtypes
 from zeromesh.optim.gradients import MOST_OFFLOADS, MOST_SUMS
 from zeromesh.options import Placement, ZeroOptions
-from zeromesh.units.build import fetched_module, goes_ahead, kept_buckets, ring_bytes, slot_bytes
+from zeromesh.units.build import fetched_module, goes_ahead, kept_buckets, rests_as_gathered, ring_bytes, slot_bytes
 
 _CPU = torch.device("cpu")
 
@@ -55,9 +56,8 @@ class MemoryModel:
         kept = kept_buckets(units, options, device, transport)
         pairs = [list(zip(*each, strict=True)) for each in zip(units, kept, strict=True)]
         # Equal blocks may share a layout object, which is then counted once with its number.
-        alike = Counter((id(layout), stays) for unit in pairs for layout, stays in unit)
-        distinct = {(id(layout), stays): layout for unit in pairs for layout, stays in unit}
-        self._buckets = [(layout, stays, alike[key, stays]) for (key, stays), layout in distinct.items()]
+        alike = grouped(((id(layout), stays), layout) for unit in pairs for layout, stays in unit)
+        self._buckets = [(layouts[0], stays, len(layouts)) for (_, stays), layouts in alike.items()]
         """Each layout, True if its parameters stay gathered, and the number of alike buckets."""
         self._trained = [layout for unit in units for layout in unit if layout.first.requires_grad]
         alone = transport != "shared" or self._replicated
@@ -120,23 +120,15 @@ class MemoryModel:
         return sum(map(self._length, self._trained)) * sum(each.itemsize for each in wide)
 
     @cached_property
-    def moved(self) -> Mapping[int, tuple[int, Counter[torch.dtype]]]:
-        """Bytes of parameters in the compute dtype, and trained elements by dtype, by the number of ranks that share them."""
-        found: dict[int, tuple[int, Counter[torch.dtype]]] = {}
-        for layout in (layout for unit in self.units for layout in unit):
-            nbytes, elements = found.get(layout.parts, (0, Counter()))
-            elements[layout.first.dtype] += layout.padded * layout.first.requires_grad
-            found[layout.parts] = nbytes + layout.nbytes, elements
-        return found
+    def moved(self) -> Mapping[int, tuple[int, int]]:
+        """Bytes of parameters in the compute dtype, and of gradients as they travel, by the number of ranks that share them."""
+        sent = {id(each): slot_bytes([each], self._options, self._device) for each in self._trained}
+        return _sums((each.parts, (each.nbytes, sent.get(id(each), 0))) for unit in self.units for each in unit)
 
     @cached_property
     def trained(self) -> Mapping[torch.dtype, tuple[int, int]]:
         """The numbers of trained elements, in whole buckets and in one rank's shards, by dtype."""
-        numbers: dict[torch.dtype, tuple[int, int]] = {}
-        for layout in self._trained:
-            whole, shard = numbers.get(layout.first.dtype, (0, 0))
-            numbers[layout.first.dtype] = (whole + layout.padded, shard + layout.shard_length)
-        return numbers
+        return _sums((each.first.dtype, (each.padded, each.shard_length)) for each in self._trained)
 
     def _add_bytes(self, tiers: Mapping[Tier, Counter[Purpose]]) -> None:
         options, memory, files = self._options, tiers[Tier.DEVICE], tiers[Tier.FILE]
@@ -172,14 +164,12 @@ class MemoryModel:
         """Yield the tensors of a bucket's shard as `build_units` allocates them, with the elements of each dtype in them."""
         spec, options, offload, length = layout.first, self._options, self._options.offload, self._own_length(layout)
         shard, divided = self._length(layout), length < self._length(layout)
-        trained = spec.requires_grad and spec.dtype.is_floating_point
-        dtype = options.precision.master if trained else spec.dtype
-        if dtype != spec.dtype or (trained and offload.durable) or divided:
-            yield Purpose.MASTER, {dtype: length}, offload.optimizer
+        if divided or not rests_as_gathered(layout, options):
+            yield Purpose.MASTER, {options.precision.master: length}, offload.optimizer
             if not stays and (divided or not offload.optimizer.is_whole_on(length, self._device)):
                 yield Purpose.PARAMETERS, {spec.dtype: shard}, offload.parameters
         elif not stays:
-            rest = {dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
+            rest = {spec.dtype: length} if spec.codec is None else {torch.uint8: layout.rest_nbytes(length)}
             yield Purpose.MASTER if spec.requires_grad else Purpose.PARAMETERS, rest, offload.parameters
         if spec.requires_grad:
             for wide in moment_dtypes(options.optimizer, options.precision.sums).values():
@@ -221,3 +211,7 @@ class MemoryModel:
         flying = min(sum(map(len, units)), self._options.gradient_slots) * largest
         # The last of the root's shards is in flight itself, so its largest is not counted twice.
         return sum(root) + flying - min(largest, *root) if root else flying
+
+
+def _sums(pairs: Iterable[tuple[Any, tuple[int, int]]]) -> dict[Any, tuple[int, int]]:
+    return {key: (sum(first for first, _ in own), sum(last for _, last in own)) for key, own in grouped(pairs).items()}

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zeromesh.errors import PhaseError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.optim.optimizer_step import OptimizerStep
-from zeromesh.options import Placement, ZeroOptions
+from zeromesh.options import ZeroOptions
 from zeromesh.rng import Streams, kept_generators
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -70,10 +70,8 @@ class PassProgress:
 class Passes:
     """The passes of one engine, one at a time, called by `Hooks`."""
 
-    read_hint: ClassVar[str] = (
-        "Read it inside `with trainer.gathered([{!r}]):` on all ranks, take whole tensors of all parameters from "
-        "`trainer.state_dict()`, or write the model with `trainer.save()`"
-    )
+    readers: ClassVar[tuple[str, str, str]] = "trainer.gathered([{!r}])", "trainer.state_dict()", "trainer.save()"
+    """The calls that give a user one whole parameter, all of them, and files with them."""
 
     def __init__(
         self, built: BuiltUnits, mesh: Mesh, options: ZeroOptions, updater: OptimizerStep, chunks: Sequence[list[Unit]]
@@ -85,8 +83,6 @@ class Passes:
         self._watched_ranks = mesh.peers.ranks if mesh.peers.size > 1 else ()
         self._groups, self._releases = built.groups, built.releases
         self._goes_ahead = [goes_ahead([bucket.layout for bucket in unit.buckets], options) for unit in built.units]
-        self._reduces_microbatches = options.placements.accumulating is Placement.SHARDED
-        """True if the gradients of every microbatch are reduced, rather than their sum at the end of a step."""
         self._orders: dict[str, list[int]] = {}
         """The order of gathers of the latest pass of each kind, such as training or evaluation."""
         self._kept_units: dict[str, set[int]] = {}  # the units that passes of each kind need beyond their calls
@@ -178,7 +174,7 @@ class Passes:
         known = order == self._last_reduce_order.get(chunk)
         self._last_reduce_order[chunk] = order
         buckets = [bucket for index in order for bucket in self.units[index].trainable]
-        reduce = progress.last or self._reduces_microbatches
+        reduce = progress.last or not self._options.sums_before_reducing
         self.gradients.begin(buckets, reduce=reduce, first=progress.first, last=progress.last, known_order=known)
         self._make_kept_units_live()
 
@@ -312,10 +308,12 @@ class Passes:
             self._keep_live(unit)
             return
         if self._releases and self._mesh.shard.size > 1:
+            one, everything, files = self.readers
             raise PhaseError(
                 f"parameter {name} was read or written outside of a pass over the model, while stage 3 has divided it among "
-                f"{self._mesh.shard.size} ranks. {self.read_hint.format(name)}. Load values by the whole model's load_state_dict, "
-                "under its names, with strict=False where they are those of a part of it"
+                f"{self._mesh.shard.size} ranks. Read it inside `with {one.format(name)}:` on all ranks, take whole tensors of all "
+                f"parameters from `{everything}`, or write the model with `{files}`. Load values by the whole model's "
+                "load_state_dict, under its names, with strict=False where they are those of a part of it"
             )
         if unit.phase is Phase.RESTING:
             unit.gather()  # This needs no other rank, as checked above.

@@ -14,6 +14,7 @@ from tests.support.plain import apart, distances, plain_fit
 from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.comm.activation_collectives import Exchange, Pending, open_exchange
+from zeromesh.flat.layout import part_of
 from zeromesh.intervals import balanced
 from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, chunked_cross_entropy
 from zeromesh.losses import TokenScorer
@@ -25,7 +26,7 @@ from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.models.prepare import enable_activation_checkpointing
 from zeromesh.trainer.models.small_copy import InFloat64
-from zeromesh.trainer.models.tensor_trial import load_parts, part_of
+from zeromesh.trainer.models.tensor_trial import load_parts
 from zeromesh.units.plan import block_modules
 
 Tensors = dict[str, torch.Tensor]

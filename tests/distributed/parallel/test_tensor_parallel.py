@@ -14,12 +14,12 @@ from tests.support.architectures import TINY, tiny
 from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.errors import LayoutError
+from zeromesh.flat.layout import part_of
 from zeromesh.intervals import balanced
 from zeromesh.tensor.parallelize_module import check_blocks
 from zeromesh.tensor.plan.attention_split import divide_heads
 from zeromesh.tensor.plan.layer_plan import Style, TensorPlan
 from zeromesh.tensor.plan.planner import parts_of, plan_tensor
-from zeromesh.trainer.models.tensor_trial import part_of
 
 MOST = ["llama", "llama-1kv", "llama-9-3", "gpt2", "qwen3", "gemma2", "mixtral"]
 OTHERS = sorted(set(TINY) - set(MOST))

@@ -168,9 +168,8 @@ def test_what_is_pinned_is_said() -> None:
 def _layout(nbytes: int) -> Any:
     return SimpleNamespace(
         parts=1,
-        is_alone=False,
         travelling_nbytes=lambda shards: nbytes,
-        first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16, codec=None, experts=""),
+        first=SimpleNamespace(requires_grad=True, dtype=torch.bfloat16, codec=None, experts="", in_experts=False),
         dividers=1,
     )
 

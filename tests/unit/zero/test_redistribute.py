@@ -17,7 +17,6 @@ from zeromesh.flat.redistribute import (
     Spans,
     bucket_placement,
     join_regions,
-    on_one_rank,
     one_after_another,
     redistribute,
     replicated,
@@ -59,8 +58,8 @@ def test_any_placement_becomes_any_other(data: st.DataObject, ranks: int, numel:
     [
         (one_after_another([4, 4]), replicated(8, 2), [Collective.ALL_GATHER]),
         (one_after_another([5, 3]), replicated(8, 2), [Collective.ALL_GATHER]),
-        (on_one_rank(8, 2, 1), replicated(8, 2), [Collective.BROADCAST]),
-        (one_after_another([4, 4]), on_one_rank(8, 2, 0), [Collective.ALL_TO_ALL]),
+        (one_after_another([0, 8]), replicated(8, 2), [Collective.BROADCAST]),
+        (one_after_another([4, 4]), one_after_another([8, 0]), [Collective.ALL_TO_ALL]),
         (replicated(8, 2), one_after_another([4, 4]), []),
         (replicated(8, 2), replicated(8, 2), []),
     ],
@@ -71,7 +70,7 @@ def test_a_change_is_a_collective(before: FlatPlacement, after: FlatPlacement, c
 
 
 def test_what_no_rank_holds_is_refused() -> None:
-    move = _moving(on_one_rank(4, 2, 0), on_one_rank(6, 2, 1))
+    move = _moving(one_after_another([4, 0]), one_after_another([0, 6]))
 
     def refused(rank: Axis) -> None:
         with pytest.raises(LayoutError, match="no rank holds element 4"):
@@ -95,4 +94,3 @@ def test_a_bucket_is_in_shards_or_whole_on_all_ranks() -> None:
     first, second, whole = (Interval(start=a, end=b) for a, b in ((0, 64), (64, 128), (0, 128)))
     assert bucket_placement(layout, 2, whole=False) == ((first,), (second,)) == one_after_another([64, 64])
     assert bucket_placement(layout, 2, whole=True) == ((whole,), (whole,)) == replicated(128, 2)
-    assert on_one_rank(128, 2, 1) == ((), (whole,))
