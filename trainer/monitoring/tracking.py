@@ -7,8 +7,6 @@ A resumed run keeps its id, and a tracker gets no row twice: rows that an earlie
 process computes their steps anew. The id is in `tracking.json` of the run's directory, and in each checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -150,7 +148,7 @@ class Tracking:
     @classmethod
     def open(
         cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note
-    ) -> Tracking:
+    ) -> Self:
         """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
         if not section.backends:

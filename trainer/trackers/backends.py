@@ -5,8 +5,6 @@ that by default, and each has other switches against it (`switches.yaml`). This 
 the names from here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -16,14 +14,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from zeromesh.files import read_whole, write_whole
-
-if TYPE_CHECKING:
-    from psutil import Process
 
 GLOBAL_STEP = "train/global_step"  # The name of the step in each row, as in transformers' own callback.
 _EVALUATION_STEP = "eval/global_step"
@@ -198,7 +193,7 @@ class WandbTracker(Tracker):
             each.kill()
 
 
-def _services() -> list[Process]:
+def _services() -> list[Any]:
     import psutil
 
     children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
