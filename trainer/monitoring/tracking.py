@@ -86,11 +86,9 @@ def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
     """Return the rows up to step `through` that a killed process did not send; none if `sent` is unknown. Raises `StorageError`."""
-    rows = []
-    for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
-        if sent != UNKNOWN and (directory / name).exists():
-            lines = [line for line in read_metrics(directory / name) if sent.step <= step_of(line) <= through]
-            rows += [row_of(unstrict(line)) for line in lines]
+    kinds = ((METRICS, step_row), (EVALUATIONS, evaluation_row)) if sent != UNKNOWN else ()
+    lines = ((row_of, line) for name, row_of in kinds for line in read_metrics(directory / name))
+    rows = (row_of(unstrict(line)) for row_of, line in lines if sent.step <= step_of(line) <= through)
     return sorted((row for row in rows if row.position > sent), key=lambda row: row.position)
 
 

@@ -1,8 +1,7 @@
 """The trackers of a run: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
 
 Nothing of the machine, the command line, the code, the repository or the output is sent to a tracker. Most trackers collect all of
-that by default, and each has other switches against it (`switches.yaml`). This file reads no configuration, but validation reads
-the names from here.
+that by default, and each has other switches against it (`switches.yaml`). Validation reads the names from here.
 """
 
 import contextlib

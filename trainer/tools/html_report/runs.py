@@ -60,9 +60,8 @@ class RunRecord:
         """Return the lines of a file of JSON lines; the first broken ones become remarks."""
         broken: list[str] = []
         rows: list[dict[str, Any]] = []
-        if (self.path / name).exists():
-            with self.reading(name) as path:
-                rows = read_metrics(path, broken)
+        with self.reading(name) as path:
+            rows = read_metrics(path, broken)
         self.remarks += broken[:_BROKEN_SHOWN]
         if len(broken) > _BROKEN_SHOWN:
             self.remarks.append(f"{counted(len(broken) - _BROKEN_SHOWN, 'more line')} of {name} cannot be read")
