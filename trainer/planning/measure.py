@@ -83,7 +83,8 @@ def measure_machine(
     library = alone.library()
     device = measured("products, memory and launches", alone.rates)
     update = measured("updates", alone.updates)
-    disk = measured("the disk", partial(_disk, directory)) if sizes.disk else None
+    folder = nearest_directory(directory.expanduser().absolute())
+    disk = measured("the disk", partial(hardware.measure, folder)) if sizes.disk else None
     # Ranks that share a core would measure scheduling.
     busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
     host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth
@@ -107,7 +108,7 @@ def measure_machine(
         "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
         "host": host,
         "links": links,
-        "disk": disk,
+        "disk": disk and {"read": disk.read, "written": disk.written, "latency_seconds": disk.sync_seconds},
         "update": update,
         "library": library,
     }
@@ -145,11 +146,6 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
     # A message of a ring collective carries 1/ranks of the tensor.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
-
-
-def _disk(directory: Path) -> dict[str, float]:
-    times = hardware.measure(nearest_directory(directory.expanduser().absolute()))
-    return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
 
 
 class _DeviceMeter:

@@ -191,17 +191,11 @@ class Verification:
 
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
-        given, subject = self.inputs, subject or self.subject
+        subject = subject or self.subject
+        given = {name: getattr(self.inputs, name) for name in ("compute_loss", "lr_scheduler")}
+        given |= {"data_collator": subject.collate, "callbacks": [recorder]}
         with recorder.cleanup, redirect_stdout(io.StringIO()):
-            trainer = self.make(
-                copy.deepcopy(subject.model),
-                config,
-                subject.samples,
-                data_collator=subject.collate,
-                compute_loss=given.compute_loss,
-                lr_scheduler=given.lr_scheduler,
-                callbacks=[recorder],
-            )
+            trainer = self.make(copy.deepcopy(subject.model), config, subject.samples, **given)
             try:
                 with trainer:
                     trainer.fit()

@@ -237,8 +237,7 @@ _ABSENT = "(absent)"
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
     """Show the differences, of any bit or above the tolerance; returns True for none. Raises `CheckpointError` for damage."""
     readers = CheckpointReader(one), CheckpointReader(two)
-    console.note(f"A: {one}")
-    console.note(f"B: {two}")
+    console.note(f"A: {one}", f"B: {two}")
     a, b = ({(each.kind, each.name): each for each in reader.manifest.tensors} for reader in readers)
     shared = [key for key in a if key in b and a[key].shape == b[key].shape]
     shared.sort(key=lambda key: (a[key].path, a[key].begin))
