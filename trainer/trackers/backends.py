@@ -257,12 +257,8 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
 def _comet_ml(run: TrackedRun) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
-    settings = ExperimentConfig(
-        name=run.name,
-        tags=list(run.tags),
-        offline_directory=run.folder("comet_ml"),
-        **_switches("comet_ml"),
-    )
+    folder, off = run.folder("comet_ml"), _switches("comet_ml")
+    settings = ExperimentConfig(name=run.name, tags=list(run.tags), offline_directory=folder, **off)
     key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]  # A key has at least 32 characters.
     where = {} if run.online else {"online": False}
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}

@@ -19,7 +19,7 @@ from zeromesh.pipeline.stages.build import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import changed_dims, deviation, whole_passes_in_float64
 from zeromesh.trainer.models.tensor_trial import part_of
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
@@ -291,7 +291,7 @@ def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor
         whole = context.share(whole, 1)
     if local.shape == whole.shape:
         return whole
-    dims = [dim for dim, sizes in enumerate(zip(local.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
+    dims = changed_dims(whole, local)
     if local.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None
     dim = dims[0]
