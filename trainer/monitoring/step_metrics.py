@@ -87,7 +87,7 @@ def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) 
     """Return a metrics file's whole lines, none of a missing one. Raises `StorageError` for an unreadable one, and for bad lines
     but with `broken`."""
     with refusals(path, "read"):
-        content = read_whole(path) if os.path.exists(path) else b""
+        content = read_whole(path) if Path(path).exists() else b""
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:
