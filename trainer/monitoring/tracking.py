@@ -148,6 +148,7 @@ class Tracking:
             return cls(ident=ident)
         redaction = Redaction(secret_values())
         values = redaction.values(config.model_dump(mode="json"))
+        flat = {".".join(map(str, keys)): each for keys, each in leaves(values) if each != {}}
         run = TrackedRun(
             ident=ident,
             name=redaction.text(section.name or config.run.name),
@@ -158,9 +159,7 @@ class Tracking:
             step=step,
             config=values,
             settings={
-                ".".join(map(str, keys)): value if isinstance(value, str | int | float) else json.dumps(value)
-                for keys, value in leaves(values)
-                if value != {}
+                key: each if isinstance(each, str | int | float) else json.dumps(each) for key, each in flat.items()
             },
         )
         try:

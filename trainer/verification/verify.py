@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -268,8 +268,4 @@ def _issue(check: str, what: str, size: float = 0.0, *, name: str = "", step: in
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
 
 
-CHECKS: Mapping[str, Callable[[Verification], CheckResult]] = {
-    "determinism": _check_determinism,
-    "resume": _check_resume,
-    "dropout": _check_dropout,
-}
+CHECKS = {"determinism": _check_determinism, "resume": _check_resume, "dropout": _check_dropout}
