@@ -26,8 +26,12 @@ from zeromesh.telemetry.status_board import DETAIL, STEP_SHIFT, UNIT_BITS, Activ
 Row = Mapping[str, Any]
 BUSY = ("data", "compute", "offload", "between")
 _LEAST_FRACTION, _LEAST_SECONDS = 0.15, 1e-3  # The fraction of a step, and the seconds, above which a wait is reported.
-_PHASE_TEXTS = {"data": "data", "compute": "computation", "offload": "waiting for bytes of another tier"}
-_PHASE_TEXTS |= {"between": "what is between steps (callbacks, evaluation, saving)"}
+_PHASE_TEXTS = {
+    "data": "data",
+    "compute": "computation",
+    "offload": "waiting for bytes of another tier",
+    "between": "what is between steps (callbacks, evaluation, saving)",
+}
 _CAUSES = {"data": "data", "load": "disk", "save": "disk", "idle": "between steps"}
 """The causes of waits for a rank by its activity; others are computation."""
 _ROW_DEFAULTS: dict[str, Any] = dict.fromkeys(("rank", "pid", "step", "seconds", "seconds_without_progress"), 0)

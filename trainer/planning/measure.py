@@ -106,8 +106,12 @@ def measure_machine(
         "name": f"{name}, {len(hosts[0])} {'devices' if on_device else 'ranks'} a host",
         "sources": [f"zeromesh plan --measure, {date}: {ranks}, torch {torch.__version__}"],
         "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
+        "host": host,
+        "links": links,
         "disk": disk and {"read": disk.read, "written": disk.written, "latency_seconds": disk.sync_seconds},
-    } | {"host": host, "links": links, "update": update, "library": library}
+        "update": update,
+        "library": library,
+    }
     found = json.dumps(mesh.world.gather_json(data if mesh.rank == 0 else None, "measurements")[0])
     return Machine.model_validate(json.loads(found, parse_float=lambda number: float(f"{float(number):.4g}")))
 

@@ -87,8 +87,12 @@ def plan_json(plan: Plan) -> list[dict[str, Any]]:
         {
             "layout": {**each.layout.values_by_key(), "accumulation": each.layout.accumulation},
             "bytes": {"device": dict(each.device), "host": dict(each.host), "file": each.disk},
+            "device_bytes": each.device_bytes,
+            "seconds": each.seconds,
             "phases": {str(phase): seconds for phase, seconds in each.phases.items()},
-            **{name: getattr(each, name) for name in ("device_bytes", "seconds", "bubble", "fits", "why_not")},
+            "bubble": each.bubble,
+            "fits": each.fits,
+            "why_not": each.why_not,
         }
         for each in plan.rows
     ]

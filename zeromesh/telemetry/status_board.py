@@ -165,8 +165,16 @@ class StatusBoard:
         row = self._row(rank)
         rest, unit = divmod(row[STATE], 1 << UNIT_BITS)
         step, activity = divmod(rest, 1 << ACTIVITY_BITS)
-        seconds, failure = self.seconds_since(rank, row[SINCE]), self.read(rank, RankNote.FAILURE)[1]
-        return RankStatus(row[_PID], row[PROGRESS], step, activity, unit - 1, row[MICROBATCH], seconds, failure)
+        return RankStatus(
+            pid=row[_PID],
+            progress=row[PROGRESS],
+            step=step,
+            activity=activity,
+            unit=unit - 1,
+            microbatch=row[MICROBATCH],
+            seconds=self.seconds_since(rank, row[SINCE]),
+            failure=self.read(rank, RankNote.FAILURE)[1],
+        )
 
     def seconds_since(self, rank: int, moment: int) -> float:
         """Return the seconds since `moment`, in nanoseconds of the clock of `rank`'s host; 0 if `moment` is 0."""

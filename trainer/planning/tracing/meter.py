@@ -156,9 +156,13 @@ _aten: Any = torch.ops.aten
 _counts: Mapping[Any, Callable[..., int]] = flop_counter.flop_registry
 _FLASH = "_scaled_dot_product_flash_attention"
 _FUSED = {getattr(_aten, f"{_FLASH}_for_cpu{end}"): _counts[getattr(_aten, _FLASH + end)] for end in ("", "_backward")}
-_FLOPS: dict[Any, Callable[..., int]] = {**_counts, _aten.addmm_: _counts[_aten.addmm], **_FUSED}
-# Experts, and the gradients of their products.
-_FLOPS[_aten._grouped_mm] = lambda one, other, *_, out_val: 2 * math.prod(one.shape[-2:]) * other.shape[-1]
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **_counts,
+    _aten.addmm_: _counts[_aten.addmm],
+    # Experts, and the gradients of their products.
+    _aten._grouped_mm: lambda one, other, *_, out_val: 2 * math.prod(one.shape[-2:]) * other.shape[-1],
+    **_FUSED,
+}
 _WEIGHTS = {_aten.mm: 1, _aten.addmm: 2, _aten.addmm_: 2, _aten._grouped_mm: 1, _aten.convolution: 1}
 """The index of the weight argument of operators that multiply activations by a weight."""
 
