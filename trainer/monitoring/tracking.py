@@ -41,8 +41,17 @@ _ERROR_SECONDS = 5.0  # for trackers after an error, before it is reported to th
 _ABANDON_SECONDS = 2.0  # for a tracker that was told to give up
 _TIMEOUT_FRACTION = 0.7  # The fraction of the collective timeout that the end of tracking may take.
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
-_NAMES = {name: f"perf/{name}" for name in ("tokens_per_second", "step_seconds", "mfu")}
-_NAMES |= {"lr": "train/learning_rate", "peak_memory_bytes": "memory/peak_bytes", "phases": "time"}
+_NAMES = {
+    "loss": "train/loss",
+    "lr": "train/learning_rate",
+    "grad_norm": "train/grad_norm",
+    "tokens": "train/tokens",
+    "tokens_per_second": "perf/tokens_per_second",
+    "step_seconds": "perf/step_seconds",
+    "mfu": "perf/mfu",
+    "peak_memory_bytes": "memory/peak_bytes",
+    "phases": "time",
+}
 """The names of a step's fields in trackers; others are `train/NAME`, and mappings `NAME/KEY`."""
 _OF_A_SET = re.compile(r"eval_(.+)_runtime")
 """A value that every evaluation of several sets has, from which the set's name is parsed."""

@@ -159,8 +159,12 @@ class _DeviceMeter:
             name: statistics.median(self._product(*shape, getattr(torch, name)) for shape in self._sizes.products)
             for name in self._sizes.dtypes
         }
-        rates = {"memory_bandwidth": self.bandwidth(), "launch_seconds": self._launch_seconds(), "products": products}
-        return {**rates, "copies": self._copies() if self._on_device else None}
+        return {
+            "memory_bandwidth": self.bandwidth(),
+            "launch_seconds": self._launch_seconds(),
+            "products": products,
+            "copies": self._copies() if self._on_device else None,
+        }
 
     def bandwidth(self) -> float:
         """Return the bytes per second that a transformer's operators other than products read and write, forward and backward."""

@@ -74,11 +74,22 @@ def document(title: str, sections: Mapping[str, Sequence[Part]], charts: Sequenc
     figures = [{**each.figure.to_dict(), "id": f"plot-{each.name}", "over_steps": each.over_steps} for each in charts]
     scripts = get_plotlyjs(), _file("page.js")
     hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    now, sources = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), " ".join(f"'sha256-{each}'" for each in hashes)
-    page = Environment(autoescape=True, finalize=visible).from_string(_file("page.html"))
-    texts = {"title": title, "footer": footer, "version": __version__, "date": now, "sources": sources}
-    parts = {"scripts": scripts, "style": _file("page.css"), "drawn": to_json_plotly(figures), "long": _LONG}
-    return page.render(sections=sections, **texts, **parts)
+    return (
+        Environment(autoescape=True, finalize=visible)
+        .from_string(_file("page.html"))
+        .render(
+            title=title,
+            sections=sections,
+            footer=footer,
+            scripts=scripts,
+            sources=" ".join(f"'sha256-{each}'" for each in hashes),
+            style=_file("page.css"),
+            drawn=to_json_plotly(figures),
+            version=__version__,
+            date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            long=_LONG,
+        )
+    )
 
 
 def _file(name: str) -> str:
