@@ -78,8 +78,7 @@ def _snapshot(run: Path) -> RunSnapshot:
         others = sorted(run.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_MOST_HINTS]
         there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
-    last = ((read_metrics(metrics) if metrics.exists() else []) or [{}])[-1]
-    recoveries = list(read_metrics(run / RECOVERIES)) if (run / RECOVERIES).exists() else []
+    last, recoveries = (read_metrics(metrics) or [{}])[-1], read_metrics(run / RECOVERIES)
     with refusals(path, "read"):
         ranks = rank_records.read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):
@@ -156,9 +155,8 @@ def run_trace(options: argparse.Namespace) -> int:
         _request_rings(options.run, [row["rank"] for row in now.ranks])
     rings, remarks = rank_records.read_rings(options.run / TRACE_FOLDER)
     out = options.out or options.run / TRACE_FOLDER / "trace.json.gz"
-    memory = read_metrics(options.run / METRICS) if (options.run / METRICS).exists() else []
     steps = options.steps and range(options.steps[0], options.steps[1] + 1)
-    trace = rank_records.trace_of(rings, memory, steps)
+    trace = rank_records.trace_of(rings, read_metrics(options.run / METRICS), steps)
     if steps is not None and all(event["ph"] == "M" for event in trace["traceEvents"]):
         raise ConfigError(f"--steps {steps[0]}:{steps[-1]}: the ranks remember none of these steps")
     with refusals(out, "written", "; give --out FILE"):

@@ -342,8 +342,8 @@ _UNUSED_IN_EVALUATION = {"lr_scheduler", "compute_metrics", "preprocess_logits_f
 
 def _require_no_script(run: Path) -> None:
     """Raise `ConfigError` for a run whose script has passed objects that the configuration lacks."""
-    starts = read_metrics(run / STARTS) if (run / STARTS).is_file() else []
-    if given := [name for name in (starts or [{}])[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]:
+    starts = read_metrics(run / STARTS) or [{}]
+    if given := [name for name in starts[-1].get("given") or () if name not in _UNUSED_IN_EVALUATION]:
         why = f"a script made this run, and gave the trainer {', '.join(map(str, given))}, which no configuration holds"
         raise ConfigError(f"{why}; only that script can evaluate it: call trainer.evaluate() there", where=str(run))
 

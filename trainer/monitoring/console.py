@@ -135,8 +135,7 @@ class Console(AbstractContextManager["Console"]):
             bar.remove_task(self._evaluation_task)
             self._evaluation_task = None
             if self._steps_task is None:
-                self._progress = None
-                bar.stop()
+                self.close()
 
     @_never_raising
     def advance(self, step: int) -> None:

@@ -7,8 +7,6 @@ A resumed run keeps its id, and a tracker gets no row twice: rows that an earlie
 process computes their steps anew. The id is in `tracking.json` of the run's directory, and in each checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -88,11 +86,9 @@ def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
     """Return the rows up to step `through` that a killed process did not send; none if `sent` is unknown. Raises `StorageError`."""
-    rows = []
-    for name, row_of in ((METRICS, step_row), (EVALUATIONS, evaluation_row)):
-        if sent != UNKNOWN and (directory / name).exists():
-            lines = [line for line in read_metrics(directory / name) if sent.step <= step_of(line) <= through]
-            rows += [row_of(unstrict(line)) for line in lines]
+    kinds = ((METRICS, step_row), (EVALUATIONS, evaluation_row)) if sent != UNKNOWN else ()
+    lines = ((row_of, line) for name, row_of in kinds for line in read_metrics(directory / name))
+    rows = (row_of(unstrict(line)) for row_of, line in lines if sent.step <= step_of(line) <= through)
     return sorted((row for row in rows if row.position > sent), key=lambda row: row.position)
 
 
@@ -150,7 +146,7 @@ class Tracking:
     @classmethod
     def open(
         cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note
-    ) -> Tracking:
+    ) -> Self:
         """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
         if not section.backends:
@@ -161,6 +157,7 @@ class Tracking:
             return cls(ident=ident)
         redaction = Redaction(secret_values())
         values = redaction.values(config.model_dump(mode="json"))
+        flat = {".".join(map(str, keys)): each for keys, each in leaves(values) if each != {}}
         run = TrackedRun(
             ident=ident,
             name=redaction.text(section.name or config.run.name),
@@ -171,9 +168,7 @@ class Tracking:
             step=step,
             config=values,
             settings={
-                ".".join(map(str, keys)): value if isinstance(value, str | int | float) else json.dumps(value)
-                for keys, value in leaves(values)
-                if value != {}
+                key: each if isinstance(each, str | int | float) else json.dumps(each) for key, each in flat.items()
             },
         )
         try:

@@ -1,8 +1,7 @@
 """The estimate of a layout: bytes by tier and purpose of the rank with the most, and seconds of a step by phase.
 
 States are those of `zero/memory_model.py`, activations those of the trace, over the schedule's microbatches in flight. On an
-accelerator, gathers and reductions overlap with computing, and only the excess counts; on CPUs the same cores do both, so both
-count.
+accelerator, gathers and reductions overlap with computing, and only the excess counts; on CPUs, whose cores do both, both count.
 """
 
 import math
@@ -199,6 +198,7 @@ class _LayoutCosts:
         subject, self._machine, self._device = known.subject, known.machine, known.device
         self._known, self._layout, self._options = known, layout, known.options(layout)
         self._ranks_on_host = min(known.host, layout.ranks)  # The number of ranks that compute on a host.
+        self._collective_seconds = partial(known.collective_seconds, ranks_on_host=self._ranks_on_host)
         self._hosts = max(1, math.ceil(layout.tensor * layout.states / known.host))
         """The number of hosts over which the ranks of a shard and tensor group extend."""
         traced = partial(subject.trace, layout.tensor)
@@ -313,9 +313,7 @@ class _LayoutCosts:
         # Rows of tokens go to experts and back, in forward, in backward, and where blocks are computed again.
         swaps = count * (6 if layout.recompute == "block" else 4) * self._known.subject.expert_layers / layout.pipeline
         rows = layout.micro * self._known.subject.expert_bytes / layout.context
-        swapped = swaps * self._known.collective_seconds(
-            Collective.ALL_TO_ALL.value, rows, ranks=layout.expert, hosts=1, ranks_on_host=self._ranks_on_host
-        )
+        swapped = swaps * self._collective_seconds(Collective.ALL_TO_ALL, rows, ranks=layout.expert)
         length = busiest = forward + backward
         share = exchanges / busiest if busiest else 0.0
         if layout.pipeline > 1:
@@ -339,13 +337,8 @@ class _LayoutCosts:
         Without `exact` a lower bound: a rank's compute time, and the time before its first and after its last action."""
         layout, chunks, overhead = self._layout, self._chunks, self._known.overhead_seconds(self._layout)
         across = layout.data * layout.context * layout.tensor >= self._known.host and layout.ranks > self._known.host
-        transfer = self._known.collective_seconds(
-            Collective.POINT_TO_POINT.value,
-            max(each.received for each in chunks),
-            ranks=2,
-            hosts=2 if across else 1,
-            ranks_on_host=self._ranks_on_host,
-        )
+        received, hosts = max(each.received for each in chunks), 2 if across else 1
+        transfer = self._collective_seconds(Collective.POINT_TO_POINT, received, ranks=2, hosts=hosts)
         if not exact:
             times = (each.forward + each.backward - each.weights for each in chunks[: layout.pipeline - 1])
             both = enumerate(zip(busy, accumulate(times, initial=0.0), strict=True))
@@ -372,8 +365,7 @@ class _LayoutCosts:
 
         def moved(kind: Collective, nbytes: float, ranks: int, hosts: int = self._hosts) -> float:
             # One collective per unit.
-            seconds = partial(self._known.collective_seconds, ranks_on_host=self._ranks_on_host)
-            return number * seconds(kind.value, nbytes / number, ranks=ranks, hosts=hosts)
+            return number * self._collective_seconds(kind, nbytes / number, ranks=ranks, hosts=hosts)
 
         # A rank accumulates a microbatch's gradients, or copies them to buckets for reduction.
         accumulated = 0.0

@@ -14,15 +14,10 @@ from zeromesh.trainer.models.prepare import Mode
 
 _ON_DEVICE = TierChoice()
 TIERS = ("optimizer", "parameters", "activations")
-FIELDS = {
-    **{f"parallel.{name}": name for name in (*SIZES, "sequence", "schedule", "chunks")},
-    "zero.stage": "stage",
-    "zero.replicas": "replicas",
-    "zero.prefetch": "prefetch",
-    "batch.micro_size": "micro",
-    "model.activation_checkpointing": "recompute",
-    **{f"offload.{name}": name for name in TIERS},
-}
+FIELDS = {f"parallel.{name}": name for name in (*SIZES, "sequence", "schedule", "chunks")}
+FIELDS |= {f"zero.{name}": name for name in ("stage", "replicas", "prefetch")}
+FIELDS |= {"batch.micro_size": "micro", "model.activation_checkpointing": "recompute"}
+FIELDS |= {f"offload.{name}": name for name in TIERS}
 """The field of a layout for each configuration key that a layout decides."""
 
 

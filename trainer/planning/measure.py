@@ -27,6 +27,7 @@ from zeromesh.offload.io.direct_io import nearest_directory
 from zeromesh.offload.memory.ledger import cpu_name, machine_bytes, mapped_file_bytes, resident_bytes
 from zeromesh.optim.fused_optimizer import fused_update
 from zeromesh.settings.keys import TransportName
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.planning.machine import Machine
 from zeromesh.trainer.planning.tracing.trace import Trace, free_gradient, trace_microbatch
@@ -44,8 +45,10 @@ _ROUNDS, _COUNT = 15, 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSizes:
-    dtypes: tuple[str, ...]
-    products: tuple[tuple[int, int, int], ...]  # The shapes `(rows, inner, columns)` of matrix products.
+    """The sizes of what is measured, of which `measure.yaml` has a row for each kind of machine."""
+
+    dtypes: Sequence[str]
+    products: Sequence[tuple[int, int, int]]  # The shapes `(rows, inner, columns)` of matrix products.
     elements: int
     """The number of elements of an update, and of a copy between device and host; other operators have a quarter."""
     exchanged: tuple[int, int]  # Bytes of a small and of a large exchange.
@@ -54,27 +57,8 @@ class MeasureSizes:
     """The sizes of a Llama that is trained briefly to measure the memory of libraries."""
 
 
-CPU_SIZES = MeasureSizes(
-    dtypes=("float32", "bfloat16", "float64"),
-    products=tuple((rows, *each) for rows in (64, 256, 1024) for each in ((256, 256), (512, 2048), (2048, 512))),
-    elements=1 << 22,
-    exchanged=(1 << 10, 1 << 22),
-)
-ACCELERATOR_SIZES = MeasureSizes(
-    dtypes=("bfloat16", "float16", "float32"),
-    products=((1024, 4096, 4096), (4096, 1024, 4096), (4096, 4096, 4096), (4096, 4096, 16384), (16384, 8192, 8192)),
-    elements=1 << 26,
-    exchanged=(1 << 12, 1 << 28),
-)
-TINY_SIZES = MeasureSizes(
-    dtypes=("float32",),
-    products=((16, 16, 16), (64, 64, 64)),
-    elements=1 << 12,
-    exchanged=(1 << 10, 1 << 14),
-    disk=False,
-    model={"hidden": 16, "layers": 1, "length": 8},
-)
-"""Sizes for tests, and for a quick check."""
+_SIZES = {kind: MeasureSizes(**row) for kind, row in read_texts(Path(__file__).with_suffix(".yaml")).items()}
+TINY_SIZES = _SIZES["tiny"]
 
 
 def measure_machine(
@@ -84,7 +68,7 @@ def measure_machine(
     others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
     by_host = grouped((location.host, rank) for rank, location in enumerate(mesh.locations))
     hosts, on_device = list(by_host.values()), is_accelerator(mesh.device)
-    sizes = sizes or (ACCELERATOR_SIZES if on_device else CPU_SIZES)
+    sizes = sizes or _SIZES["accelerator" if on_device else "cpu"]
 
     def measured(what: str, call: Callable[[], Any], ranks: Sequence[int] = (0,)) -> Any:
         """Return the result of `call` on these ranks, which run it while the others wait; None on the others."""
@@ -99,7 +83,8 @@ def measure_machine(
     library = alone.library()
     device = measured("products, memory and launches", alone.rates)
     update = measured("updates", alone.updates)
-    disk = measured("the disk", partial(_disk, directory)) if sizes.disk else None
+    folder = nearest_directory(directory.expanduser().absolute())
+    disk = measured("the disk", partial(hardware.measure, folder)) if sizes.disk else None
     # Ranks that share a core would measure scheduling.
     busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
     host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth
@@ -123,7 +108,7 @@ def measure_machine(
         "device": {"kind": mesh.device.type, "memory_bytes": memory, **(device or {})},
         "host": host,
         "links": links,
-        "disk": disk,
+        "disk": disk and {"read": disk.read, "written": disk.written, "latency_seconds": disk.sync_seconds},
         "update": update,
         "library": library,
     }
@@ -161,11 +146,6 @@ def _link(group: ProcessSet, device: torch.device, name: TransportName, sizes: t
     # A message of a ring collective carries 1/ranks of the tensor.
     moved = messages / group.size * sizes[-1]
     return {"latency_seconds": latency / messages, "bandwidth": moved / max(seconds - latency, seconds / 2)}
-
-
-def _disk(directory: Path) -> dict[str, float]:
-    times = hardware.measure(nearest_directory(directory.expanduser().absolute()))
-    return {"read": times.read, "written": times.written, "latency_seconds": times.sync_seconds}
 
 
 class _DeviceMeter:

@@ -1,19 +1,14 @@
 """A plan as text, as a page of charts, and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, cycle
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zeromesh.errors import counted
 from zeromesh.intervals import grouped
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines, wrapped
 from zeromesh.trainer.planning.estimate import Estimate
 from zeromesh.trainer.planning.planner import GIB, Plan
-
-if TYPE_CHECKING:
-    from zeromesh.trainer.tools.html_report.charts import Chart
 
 SHOWN = 12  # The number of rows shown.
 _REFUSALS = 6  # layouts that do not fit, shown with the reason
@@ -116,7 +111,7 @@ def plan_picture(plan: Plan, *, shown: int = SHOWN) -> str:
     return document(title, sections, charts, f"A rank has room for {human_bytes(plan.room.critical)}.")
 
 
-def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Chart]:
+def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Any]:
     """Return the charts of `plan_picture`: stacked bars of a row each."""
     from zeromesh.trainer.tools.html_report.charts import COLORS, LAYOUT, Chart, go
 

@@ -1,10 +1,8 @@
 """The trackers of a run: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
 
 Nothing of the machine, the command line, the code, the repository or the output is sent to a tracker. Most trackers collect all of
-that by default, and each has other switches against it. This file reads no configuration, but validation reads the names from here.
+that by default, and each has other switches against it (`switches.yaml`). Validation reads the names from here.
 """
-
-from __future__ import annotations
 
 import contextlib
 import hashlib
@@ -15,14 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from zeromesh.files import read_whole, write_whole
-
-if TYPE_CHECKING:
-    from psutil import Process
 
 GLOBAL_STEP = "train/global_step"  # The name of the step in each row, as in transformers' own callback.
 _EVALUATION_STEP = "eval/global_step"
@@ -125,18 +120,12 @@ class Tracker:
         write_whole(self._file, json.dumps([self.run.ident, *position, *number]).encode(), sync=False)
 
 
-_FRAMEWORKS = (
-    "detect_repository matplotlib tensorflow tensorboard pytorch xgboost scikit fastai lightgbm hydra tfdefines joblib megengine "
-    "catboost gradio jsonargparse"
-)
-"""The names of the frameworks that ClearML would watch; only all of them keep it from reading the repository and saved files."""
-_COMET_WATCHES = (
-    "log_code log_graph parse_args log_git_metadata log_git_patch log_env_details auto_output_logging auto_param_logging "
-    "auto_metric_logging auto_log_co2"
-)
+def _switches(name: str) -> dict[str, Any]:
+    return {**yaml.safe_load(Path(__file__).with_name("switches.yaml").read_text(encoding="utf-8"))[name]}
+
+
 _BEGIN = "zeromesh.json"
 """The file beside an offline one of wandb's, with the last row of earlier processes and its number."""
-_WANDB_HIDES = "x_disable_meta x_disable_stats x_disable_machine_info disable_git disable_code silent"
 
 
 class WandbTracker(Tracker):
@@ -149,15 +138,12 @@ class WandbTracker(Tracker):
 
         run, (sent, number) = self.run, self._read_last_row()
         settings = wandb.Settings(
-            console="off",
-            x_save_requirements=False,
-            save_code=False,
             x_transaction_log_flush_interval=_WRITE_SECONDS,
             x_file_stream_transmit_interval=_FLUSH_SECONDS,
             login_timeout=_WAIT_SECONDS,
             finish_timeout=_WAIT_SECONDS,
             reinit="default" if wandb.run is None else "create_new",
-            **dict.fromkeys(_WANDB_HIDES.split(), True),
+            **_switches("wandb"),
         )
         # Files of earlier processes do not count without that of the latest one, whose rows may have been synchronized.
         whole = (run.directory / "wandb/latest-run").exists()
@@ -206,7 +192,7 @@ class WandbTracker(Tracker):
             each.kill()
 
 
-def _services() -> list[Process]:
+def _services() -> list[Any]:
     import psutil
 
     children = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
@@ -265,21 +251,14 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
         from clearml import Task
 
         Task.set_offline(True)
-    off = dict.fromkeys(("auto_connect_arg_parser", "auto_resource_monitoring", "auto_connect_streams"), False)
-    known = {"task_name": run.name, "tags": list(run.tags), "reuse_last_task_id": False}
-    return {**known, **off, "auto_connect_frameworks": dict.fromkeys(_FRAMEWORKS.split(), False)}
+    return {"task_name": run.name, "tags": list(run.tags), "reuse_last_task_id": False, **_switches("clearml")}
 
 
 def _comet_ml(run: TrackedRun) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
-    settings = ExperimentConfig(
-        name=run.name,
-        tags=list(run.tags),
-        offline_directory=run.folder("comet_ml"),
-        display_summary_level=0,
-        **dict.fromkeys(_COMET_WATCHES.split(), False),
-    )
+    folder, off = run.folder("comet_ml"), _switches("comet_ml")
+    settings = ExperimentConfig(name=run.name, tags=list(run.tags), offline_directory=folder, **off)
     key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]  # A key has at least 32 characters.
     where = {} if run.online else {"online": False}
     return {"experiment_key": key, "mode": "get_or_create", "experiment_config": settings, **where}
@@ -288,8 +267,7 @@ def _comet_ml(run: TrackedRun) -> dict[str, Any]:
 def _swanlab(run: TrackedRun) -> dict[str, Any]:
     from swanlab import Settings
 
-    hidden = dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False)
-    settings = Settings(probe=hidden, terminal={"proxy_type": "none"})
+    settings = Settings(**_switches("swanlab"))
     where = {} if run.online else {"mode": "offline"}
     known = {"name": run.name, "tags": list(run.tags), "id": run.ident, "resume": "allow"}
     return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}
@@ -303,16 +281,14 @@ class TrackerKind:
 
 
 TRACKERS = {
-    "aim": TrackerKind(
-        lambda run: {"experiment": run.name, "system_tracking_interval": None, "capture_terminal_logs": False}
-    ),
+    "aim": TrackerKind(lambda run: {"experiment": run.name, **_switches("aim")}),
     "clearml": TrackerKind(_clearml),
     "comet_ml": TrackerKind(_comet_ml),
-    # DVC's experiments commit the whole repository. Elsewhere, `dvc.yaml` would name each file once more at every step.
+    # Elsewhere, `dvc.yaml` would name each file once more at every step.
     "dvclive": TrackerKind(
         lambda run: (
             {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
-            | {"resume": run.step > 0, "save_dvc_exp": False}
+            | {"resume": run.step > 0, **_switches("dvclive")}
         )
     ),
     # A tag of MLflow has a name of few characters, so one tag holds all of them.
@@ -322,9 +298,7 @@ TRACKERS = {
     "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
     # Trackio identifies runs by name alone, so the name contains the id.
-    "trackio": TrackerKind(
-        lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", "auto_log_gpu": False, "auto_log_cpu": False}
-    ),
+    "trackio": TrackerKind(lambda run: {"name": f"{run.name}-{run.ident}", "resume": "allow", **_switches("trackio")}),
     "wandb": TrackerKind(make=WandbTracker),
 }
 """The trackers that `tracking.backends` may name, beside those that a user has registered with accelerate."""

@@ -20,7 +20,7 @@ from zeromesh.pipeline.stages.build import Stub
 from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.loop.context import UserInputs
-from zeromesh.trainer.models.small_copy import deviation, whole_passes_in_float64
+from zeromesh.trainer.models.small_copy import changed_dims, deviation, whole_passes_in_float64
 from zeromesh.trainer.verification.certificate import Difference, PassRecord
 from zeromesh.trainer.verification.reference import PlainRun, tensors_of
 from zeromesh.trainer.verification.shrink import SmallRun, exact
@@ -191,17 +191,11 @@ class Verification:
 
     def run(self, config: TrainerConfig, recorder: Recorder, subject: SmallRun | None = None) -> None:
         """Train a copy of the subject's model, by default the small run's, by `config`, without output."""
-        given, subject = self.inputs, subject or self.subject
+        subject = subject or self.subject
+        given = {name: getattr(self.inputs, name) for name in ("compute_loss", "lr_scheduler")}
+        given |= {"data_collator": subject.collate, "callbacks": [recorder]}
         with recorder.cleanup, redirect_stdout(io.StringIO()):
-            trainer = self.make(
-                copy.deepcopy(subject.model),
-                config,
-                subject.samples,
-                data_collator=subject.collate,
-                compute_loss=given.compute_loss,
-                lr_scheduler=given.lr_scheduler,
-                callbacks=[recorder],
-            )
+            trainer = self.make(copy.deepcopy(subject.model), config, subject.samples, **given)
             try:
                 with trainer:
                     trainer.fit()
@@ -297,7 +291,7 @@ def _local_part(trainer: Any, name: str, whole: Tensor, local: Tensor) -> Tensor
         whole = context.share(whole, 1)
     if local.shape == whole.shape:
         return whole
-    dims = [dim for dim, sizes in enumerate(zip(local.shape, whole.shape, strict=False)) if len({*sizes}) > 1]
+    dims = changed_dims(whole, local)
     if local.dim() != whole.dim() or len(dims) != 1 or divided.tensor is None:
         return None
     dim = dims[0]

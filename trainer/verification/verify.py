@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -38,15 +38,9 @@ from zeromesh.zero.hooks import watch_outputs
 
 
 def verify(
-    make: Callable[..., Any],
-    config: TrainerConfig,
-    inputs: UserInputs,
-    mesh: Mesh,
-    *,
-    checks: Collection[str] = (),
-    out: Path | None = None,
+    make: Callable[..., Any], config: TrainerConfig, inputs: UserInputs, mesh: Mesh, checks: Collection[str], out: Path
 ) -> Certificate:
-    """Train a small run in the user's layout beside a plain process, as `Trainer.verify`. Rank 0 writes to `out`, if given."""
+    """Train a small run in the user's layout beside a plain process, as `Trainer.verify`. Rank 0 writes to `out`."""
     if unknown := [name for name in checks if name not in CHECKS]:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
     if config.parallel.sync_every > 1:
@@ -81,7 +75,7 @@ def verify(
         notes=(*subject.notes, *filter(None, [verification.plain.rounding])),
         seconds=time.perf_counter() - began,
     )
-    if out is not None and mesh.rank == 0:
+    if mesh.rank == 0:
         with refusals(out, "written"):
             out.parent.mkdir(parents=True, exist_ok=True)
             write_whole(out, certificate.to_json().encode())
@@ -274,8 +268,4 @@ def _issue(check: str, what: str, size: float = 0.0, *, name: str = "", step: in
     return Difference(kind="check", step=step, name=name, size=size, run=check, detail=f"{check}: {what}")
 
 
-CHECKS: Mapping[str, Callable[[Verification], CheckResult]] = {
-    "determinism": _check_determinism,
-    "resume": _check_resume,
-    "dropout": _check_dropout,
-}
+CHECKS = {"determinism": _check_determinism, "resume": _check_resume, "dropout": _check_dropout}

@@ -186,7 +186,7 @@ class ProcessMesh:
         if segment is None or not mapped.item():
             return None
         segment.close()  # All have mapped it, and the mapping stays.
-        return StatusBoard(shared_rows(segment), self.rank)
+        return StatusBoard(shared_rows(segment.words()), self.rank)
 
     def group(self, *names: str) -> ProcessSet:
         """Return this rank's set over these axes, or the process set of this name. `world`, `data` and the single axes exist from

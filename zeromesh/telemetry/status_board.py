@@ -21,14 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import IntEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from zeromesh.environment import process_state
 from zeromesh.errors import errors_as
 from zeromesh.files import read_whole, write_whole
-
-if TYPE_CHECKING:
-    from zeromesh.offload.memory.allocation import SharedSegment
 
 UNIT_BITS, ACTIVITY_BITS = 28, 8
 STEP_SHIFT = UNIT_BITS + ACTIVITY_BITS
@@ -125,9 +122,8 @@ def new_row() -> memoryview:
     return memoryview(bytearray(ROW_WORDS * 8)).cast("q")
 
 
-def shared_rows(segment: "SharedSegment") -> dict[int, memoryview]:
-    """Return views of all ranks' rows in a segment of shared memory, whose descriptor may be closed already."""
-    words = segment.words()
+def shared_rows(words: memoryview) -> dict[int, memoryview]:
+    """Return views of all ranks' rows in the words of a segment of shared memory, which may be closed already."""
     return {rank: words[rank * ROW_WORDS : (rank + 1) * ROW_WORDS] for rank in range(len(words) // ROW_WORDS)}
 
 

@@ -71,7 +71,7 @@ class StepRecorder:
         self._open_phases: list[StepPhase] = []
         self._interval_begin: Any = None
         self._accounts: dict[str, CommAccount] = {}
-        self._open_ranges: list[record_function] = []
+        self._open_ranges: list[AbstractContextManager[object]] = []
         self._unit_range = ExitStack()
 
     def begin_step(self, waits: WaitTime | None = None) -> None:
@@ -134,8 +134,8 @@ class StepRecorder:
 
     def begin_range(self, what: str, of: str = "") -> None:
         if self.profiling:
-            name = f"{what} {of}".rstrip()
-            self._open_ranges.append(record_function(name).__enter__())  # type: ignore[no-untyped-call]
+            self._open_ranges.append(self.range(what, of))
+            self._open_ranges[-1].__enter__()
 
     def end_range(self) -> None:
         """End the latest range of `begin_range`, if one is open."""

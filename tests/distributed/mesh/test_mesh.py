@@ -58,7 +58,7 @@ def boards() -> Boards:
     mapped = SharedSegment.attach(os.getpid(), segment.descriptor, segment.nbytes, "board")
     segment.close()
     mapped.close()
-    return StatusBoard(shared_rows(segment), 0), StatusBoard(shared_rows(mapped), 1)
+    return StatusBoard(shared_rows(segment.words()), 0), StatusBoard(shared_rows(mapped.words()), 1)
 
 
 def watch_of(board: StatusBoard, rank: int, timeout: float = 0.3, *, compare: bool = True) -> Watchdog:

@@ -152,7 +152,7 @@ def test_masks_are_digested_by_module() -> None:
 
 def test_a_check_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="bits, more cannot be checked; there are determinism, resume, dropout"):
-        verify(lambda: None, None, UserInputs(), None, checks=["bits", "resume", "more"])  # type: ignore[arg-type]
+        verify(lambda: None, None, UserInputs(), None, ["bits", "resume", "more"], Path())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

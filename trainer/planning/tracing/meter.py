@@ -1,8 +1,6 @@
 """Measures live memory and work of a run without values, by segment: the blocks, and the parts before and after them. Operators
 compute integers alone; their work is by PyTorch's FLOP formulas and by the bytes that they move."""
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,7 +56,7 @@ class Work:
     operations: int = 0  # The number of launched operators, products included.
     exchanges: list[TensorExchange] = field(default_factory=list)
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: "Work") -> "Work":
         return Work(**{each.name: getattr(self, each.name) + getattr(other, each.name) for each in fields(Work)})
 
 

@@ -18,6 +18,7 @@ from zeromesh.checkpoint.io.format import DTYPE_NAMES, MANIFEST, Manifest, Tenso
 from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore, stores_at
 from zeromesh.errors import CheckpointError, ConfigError, StorageError, counted, first_lines, ranks_text
+from zeromesh.intervals import grouped
 from zeromesh.offload import TieredTensor
 from zeromesh.trainer.checkpoints.trainer_state import state_of
 from zeromesh.trainer.formatting import human_bytes, human_count, human_seconds, table_lines
@@ -173,14 +174,12 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> lis
     reader = CheckpointReader(directory, checked=False)
     manifest = reader.manifest
     state = state_of(CheckpointReader(directory)) if manifest.part[1] == 1 else None
-    kinds: dict[str, dict[str, Any]] = {}
-    for spec in manifest.tensors:
-        kind = kinds.setdefault(spec.kind, {"tensors": 0, "parameters": 0, "bytes": 0, "dtypes": []})
-        kind["tensors"] += 1
-        kind["parameters"] += spec.numel
-        kind["bytes"] += spec.nbytes
-        if DTYPE_NAMES[spec.dtype] not in kind["dtypes"]:
-            kind["dtypes"].append(DTYPE_NAMES[spec.dtype])
+    kinds = {
+        kind: {"tensors": len(specs), "parameters": sum(each.numel for each in specs)}
+        | {"bytes": sum(each.nbytes for each in specs)}
+        | {"dtypes": list(dict.fromkeys(DTYPE_NAMES[each.dtype] for each in specs))}
+        for kind, specs in grouped((each.kind, each) for each in manifest.tensors).items()
+    }
     content: dict[str, Any] = {"path": str(directory), "date": _date(directory), "step": manifest.step}
     content |= {"state": None if state is None else asdict(state), "kinds": kinds}
     content["files"] = {name: record.nbytes for name, record in sorted(manifest.files.items())}
@@ -238,8 +237,7 @@ _ABSENT = "(absent)"
 def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Console) -> bool:
     """Show the differences, of any bit or above the tolerance; returns True for none. Raises `CheckpointError` for damage."""
     readers = CheckpointReader(one), CheckpointReader(two)
-    console.note(f"A: {one}")
-    console.note(f"B: {two}")
+    console.note(f"A: {one}", f"B: {two}")
     a, b = ({(each.kind, each.name): each for each in reader.manifest.tensors} for reader in readers)
     shared = [key for key in a if key in b and a[key].shape == b[key].shape]
     shared.sort(key=lambda key: (a[key].path, a[key].begin))

@@ -149,8 +149,7 @@ def _mesh(run: RunRecord) -> dict[str, Any] | None:
     if shape is None:
         return None
     axes = [axis for axis in AXES if getattr(shape, axis) > 1]
-    text = " x ".join(f"{axis} {getattr(shape, axis)}" for axis in AXES) + f": {counted(shape.world_size, 'rank')}"
-    text += f", beside each other along {axes[-1]}" if axes else ""
+    text = f"{shape}: {counted(shape.world_size, 'rank')}" + (f", beside each other along {axes[-1]}" if axes else "")
     states = {row["rank"]: row for row in run.ranks}
     return {"text": text, "shape": shape, "axes": axes, "states": states, "drawn": shape.world_size <= _RANKS_DRAWN}
 

@@ -60,9 +60,8 @@ class RunRecord:
         """Return the lines of a file of JSON lines; the first broken ones become remarks."""
         broken: list[str] = []
         rows: list[dict[str, Any]] = []
-        if (self.path / name).exists():
-            with self.reading(name) as path:
-                rows = read_metrics(path, broken)
+        with self.reading(name) as path:
+            rows = read_metrics(path, broken)
         self.remarks += broken[:_BROKEN_SHOWN]
         if len(broken) > _BROKEN_SHOWN:
             self.remarks.append(f"{counted(len(broken) - _BROKEN_SHOWN, 'more line')} of {name} cannot be read")
@@ -82,9 +81,8 @@ class RunRecord:
         """The mesh, from the ranks and the configuration or from the newest checkpoint; None where it is unknown."""
         try:
             if self.ranks:
-                return MeshShape.resolve(
-                    len(self.ranks), **{axis: self.config["parallel"].get(axis, 1) for axis in SIZES}
-                )
+                sizes = {axis: self.config["parallel"].get(axis, 1) for axis in SIZES}
+                return MeshShape.resolve(len(self.ranks), **sizes)
             return MeshShape(**self.checkpoints[-1]["layout"]["mesh"])
         except (LayoutError, LookupError, TypeError):
             return None
