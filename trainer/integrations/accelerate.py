@@ -89,7 +89,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._accumulation = accumulation
         self._optimizers: list[PreparedOptimizer]
         self._prepared: dict[int, PreparedOptimizer] = {}
-        self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine scales the loss.
         if problems := self._problems():
             raise ConfigError(problems, where="Accelerator")
@@ -264,9 +263,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             raise ConfigError("even_batches is False, and all ranks must call the model equally often; leave it True")
         yield
 
-    def gather(self, tensor: Any) -> Any:
-        return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
-
     def gather_of_data(self, tensor: Any) -> Any:
         """Gather tensors of all data-parallel ranks, once from those that compute a batch together."""
         ranks = self.num_processes
@@ -276,14 +272,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""
         if self.together > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers only tensors if parallel.tensor or parallel.context > 1")
-        with override(self, "_gathers_data_alone", self.together > 1):
+        with override(self, "gather", self.gather_of_data if self.together > 1 else self.gather):
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
         call it; the others get an empty dict, as with accelerate's FSDP."""
-        if self._leaves_models_alone:
-            return {}
         if not is_sharded(model):
             plain: dict[str, Tensor] = super().get_state_dict(model, unwrap)
             return plain
@@ -325,7 +319,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
         hook = self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())
-        with hook, override(self, "_optimizers", []), override(self, "_leaves_models_alone", True):
+        with hook, override(self, "_optimizers", []), override(self, "get_state_dict", lambda *_, **__: {}):
             yield
 
     def _model_folders(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:

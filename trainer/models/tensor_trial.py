@@ -19,7 +19,6 @@ from zeromesh.experts.dispatch import SpreadExperts
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
-from zeromesh.tensor.plan.layer_plan import TensorPlan
 from zeromesh.tensor.plan.planner import divides_by_shape, plan_tensor, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
@@ -58,9 +57,8 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         raise refused(found)
     for shares in dict.fromkeys((sequence, False)):
         try:
-            layers, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
-            divided = partial(_divided_by, layers, shares)
-            found = _difference_when_divided(small, divided, run, inside=inside)
+            divided = partial(Parallelized, plan=plan_tensor(small, _RANKS, rules), sequence=shares)
+            found = _difference_when_divided(small, divided, run, inside=bool(plan or rules))
         except LayoutError as error:
             found = str(error)
             continue
@@ -72,8 +70,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
 
 
 def require_equal_when_spread(model: nn.Module) -> None:
-    """Run a small copy of a model whole, and with its experts spread over two ranks; raises `ConfigError` with the module that
-    differs, or if no copy could be tried."""
+    """Run a small copy whole, and with its experts over two ranks; raises `ConfigError` with what differs, or without a copy."""
 
     def refused(reason: str) -> ConfigError:
         what = f"experts of {type(model).__name__} would be spread over ranks, and in a trial on a small copy {reason}"
@@ -86,7 +83,8 @@ def require_equal_when_spread(model: nn.Module) -> None:
         raise refused(f"nothing could be tried ({small})")
     small_copy.perturb(small)
     try:
-        found = _difference_when_divided(small, _spread, tried.run, inside=True, spread=experts_of(small))
+        spread = partial(SpreadExperts, parts={})
+        found = _difference_when_divided(small, spread, tried.run, inside=True, spread=experts_of(small))
     except LayoutError as error:
         found = str(error)
     if found:
@@ -94,8 +92,7 @@ def require_equal_when_spread(model: nn.Module) -> None:
 
 
 class _Tried:
-    """The inputs of a trial, and the outputs of a copy for them in float64. A copy must have modules of the names `required`, and
-    experts if the model has any."""
+    """The inputs of a trial, and a copy's outputs in float64; it must have modules named `required`, and experts as the model."""
 
     def __init__(self, model: nn.Module, required: AbstractSet[str] = frozenset()) -> None:
         self._required, self._given = required, dict[str, Any]()
@@ -119,14 +116,6 @@ class _Tried:
         if self._has_experts and not experts_of(model):
             raise LayoutError("it has no experts")
         return torch.cat([out.flatten() for out in outputs])
-
-
-def _divided_by(plan: TensorPlan, sequence: bool, model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
-    return Parallelized(model, exchange, plan, sequence=sequence).parts
-
-
-def _spread(model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
-    return SpreadExperts(model, exchange, {}).parts
 
 
 def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
@@ -213,14 +202,14 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 
 def _difference_when_divided(
     whole: nn.Module,
-    divide: Callable[[nn.Module, Exchange], Mapping[str, ParameterPart]],
+    divide: Callable[[nn.Module, Exchange], Parallelized | SpreadExperts],
     run: Callable[[Any], list[Tensor]],
     *,
     inside: bool,
     spread: Iterable[str] = (),
 ) -> str:
-    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided, which
-    returns their parts; empty: none. `spread` are modules of experts in which ranks see tokens of others."""
+    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided; empty:
+    none. `spread` are modules of experts in which ranks see tokens of others."""
     barrier, left = threading.Barrier(_RANKS), [torch.empty(0)] * _RANKS
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
@@ -236,7 +225,7 @@ def _difference_when_divided(
     def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
         model = copies[index]
         try:
-            parts = divide(model, _ThreadExchange(barrier, left, index))
+            parts = divide(model, _ThreadExchange(barrier, left, index)).parts
             load_parts(model, parts, values)
             return passed(model), parts
         except threading.BrokenBarrierError:

@@ -221,8 +221,7 @@ _COMPARED_ELEMENTS = 16384
 class SafetensorsSource(ParameterSource):
     """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
     `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
-    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
-    `LostValuesError` for values that neither the files nor `fallback` have."""
+    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files
@@ -237,9 +236,6 @@ class SafetensorsSource(ParameterSource):
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
         """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-        lost = fallback.unset_parameters() if isinstance(fallback, weight_sources.SeededSource) else ()
-        if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
-            raise weight_sources.LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self.kept: QuantizedFiles | None = None  # read instead, under the names here, where its form is asked for
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
