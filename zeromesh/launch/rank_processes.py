@@ -13,16 +13,8 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import (
-    COPIES,
-    LINE,
-    SNAPSHOTS,
-    STATES,
-    RankRange,
-    die_with_parent,
-    process_state,
-    worker_environment,
-)
+from zeromesh import environment
+from zeromesh.environment import RankRange, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
@@ -149,11 +141,11 @@ class RankProcesses:
                 each.place(rank, variables)
             else:
                 line, theirs = Pipe()
-                names = (STATES, SNAPSHOTS, COPIES)
+                names = (environment.STATES, environment.SNAPSHOTS, environment.COPIES)
                 new = (os.memfd_create(f"{name}-{local_rank}".lower()) for name in names)
                 memories = tuple(new if each is None else map(os.dup, each.memories))
                 with theirs:
-                    handles = dict(zip((LINE, *names), (theirs.fileno(), *memories), strict=True))
+                    handles = dict(zip((environment.LINE, *names), (theirs.fileno(), *memories), strict=True))
                     process = nursery.fork(self._arguments, variables, handles)
                 each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)
@@ -248,7 +240,7 @@ def _close(ranks: Iterable[_RankProcess]) -> None:
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:
     """Make this process a worker of `launch_workers`: it dies with its parent and records its error for it, with the exit code of
     the launching command. `whole`: errors have their tracebacks even where the message says all."""
-    die_with_parent()
+    environment.die_with_parent()
 
     def record(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, OSError) and not whole:

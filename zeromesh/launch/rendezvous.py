@@ -21,20 +21,8 @@ from dataclasses import replace
 
 from zeromesh.environment import SECRET, RankRange, export, setting, worker_environment
 from zeromesh.errors import ConfigError
-from zeromesh.launch import messages
-from zeromesh.launch.leader import (
-    ALONE,
-    LOOK_SECONDS,
-    REACH_SECONDS,
-    REST_SECONDS,
-    TICK_SECONDS,
-    Leader,
-    Nodes,
-    Notify,
-    Result,
-    Stop,
-    Stopped,
-)
+from zeromesh.launch import leader, messages
+from zeromesh.launch.leader import TICK_SECONDS, Leader, Nodes, Notify, Result, Stop, Stopped
 from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
 from zeromesh.launch.nursery import Nursery
 from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
@@ -60,7 +48,7 @@ class Follower:
         notify: Notify = lambda line: None,
     ) -> None:
         self._nodes, self._processes, self._stopped, self._attach = nodes, processes, stopped, attach
-        self.rest_seconds = REST_SECONDS if attach is None else 0
+        self.rest_seconds = leader.REST_SECONDS if attach is None else 0
         """Seconds that ranks here have to end when the run is over."""
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None
@@ -88,7 +76,7 @@ class Follower:
         nodes, heirs = self._nodes, messages.heirs(self._will or {})
         where = replace(nodes, endpoint=heirs.get(self._at, nodes.endpoint)).where
         # Ranks whose leader is lost may have to be killed meanwhile.
-        reached = socket.create_connection(where, LOOK_SECONDS if self._lost else messages.HELLO_SECONDS)
+        reached = socket.create_connection(where, leader.LOOK_SECONDS if self._lost else messages.HELLO_SECONDS)
         if self._listener is None and nodes.most > 1 and nodes.rank is None:
             own, (host, port) = reached.getsockname()[0], nodes.where
             # On the endpoint's host the port is that of the launcher which comes to lead there.
@@ -185,7 +173,7 @@ class Follower:
             self._alone_since = time.monotonic()
             self._lost = WorkersFailed(message=f"host {field(will, 'leader', '')}, which led, is gone", exit_code=1)
             self._stop = Stop(0, self._lost.message if has_ended else "")
-        is_late = time.monotonic() > self._alone_since + REACH_SECONDS
+        is_late = time.monotonic() > self._alone_since + leader.REACH_SECONDS
         if is_late or (will is None and (was_joined or self._attach is not None)):
             self._give_up(reason)
         elif will is not None and self._lost is not None:
@@ -232,7 +220,7 @@ def launch_workers(
     arguments: Sequence[str],
     *,
     processes: int,
-    nodes: Nodes = ALONE,
+    nodes: Nodes = leader.ALONE,
     notify: Notify = lambda line: sys.stderr.write(f"zeromesh: {line}\n"),
     talks: bool = False,
     passes: int = 1,
@@ -307,7 +295,7 @@ def _run(
 
     def hand_on(number: int) -> None:
         if number not in requests.only_forwarded:
-            ranks.stop(number, REST_SECONDS)
+            ranks.stop(number, leader.REST_SECONDS)
         if number in requests.only_forwarded or requests.passed_on:  # They are stopping already, and must now end soon.
             ranks.send(number)
 
