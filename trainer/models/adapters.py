@@ -91,7 +91,6 @@ def require_adapters_fit(model: Any, stages: int) -> None:
 
 _TABLES = read_texts(Path(__file__).with_suffix(".yaml"))
 _METHODS, _SHARED, _BASE_HEADS = (frozenset(_TABLES[name].split()) for name in ("methods", "shared", "heads"))
-_ADALORA = "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do"
 CHANGING = ("pissa", "olora")
 """The beginnings of initialisations that subtract the adapters from the base, of which the rest is then encoded."""
 
@@ -113,7 +112,7 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
         settings = settings_of_saved(wanted, where) if isinstance(wanted, str) else {"peft_type": "LORA", **wanted}
         method = str(settings["peft_type"]).upper()
         if method not in _METHODS or method not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
-            why = _ADALORA if method == "ADALORA" else "nothing shows that it is trained here as by PEFT alone"
+            why = _TABLES["methods refused"].get(method, "nothing shows that it is trained here as by PEFT alone")
             raise ConfigError(f"peft_type {method}: {why}; there are {', '.join(sorted(_METHODS))}", where=where)
         kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[method]
         if not isinstance(wanted, str):

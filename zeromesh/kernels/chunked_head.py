@@ -93,9 +93,8 @@ def chunked_cross_entropy(
             part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
-    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32. If no gradient is needed,
-    nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target
-    outside of the vocabulary.
+    a wider, faster one), and the weight's gradient is summed over chunks in fp32. If no gradient is needed, nothing is kept.
+    Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for other targets.
     """
     first, vocab = _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if chunk_tokens is None:
