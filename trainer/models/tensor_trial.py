@@ -28,6 +28,8 @@ from zeromesh.zero.hooks import tensors_in
 _RANKS, _TOKENS, _FIRST_ID = 2, 8, 3
 _TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
 _Value = TypeVar("_Value")
+_Divide = Callable[[nn.Module, Exchange], Parallelized | SpreadExperts]
+_Divided = tuple[small_copy.Pass, Mapping[str, ParameterPart]]  # the results of a rank, and what it has of parameters
 
 
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
@@ -201,12 +203,7 @@ def part_of(whole: Tensor, region: Region) -> Tensor:
 
 
 def _difference_when_divided(
-    whole: nn.Module,
-    divide: Callable[[nn.Module, Exchange], Parallelized | SpreadExperts],
-    run: Callable[[Any], list[Tensor]],
-    *,
-    inside: bool,
-    spread: Iterable[str] = (),
+    whole: nn.Module, divide: _Divide, run: Callable[[Any], list[Tensor]], *, inside: bool, spread: Iterable[str] = ()
 ) -> str:
     """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided; empty:
     none. `spread` are modules of experts in which ranks see tokens of others."""
@@ -222,7 +219,7 @@ def _difference_when_divided(
         kept = [each for each in outputs if not each[0] or (inside and not each[0].startswith(experts))]
         return small_copy.Pass(kept, gradients)
 
-    def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
+    def rank(index: int) -> _Divided | str:
         model = copies[index]
         try:
             parts = divide(model, _ThreadExchange(barrier, left, index)).parts
@@ -255,13 +252,7 @@ def _difference_when_divided(
     return _differing_gradient(whole, ranks, expected, spread=bool(experts))
 
 
-def _differing_gradient(
-    whole: nn.Module,
-    ranks: Sequence[tuple[small_copy.Pass, Mapping[str, ParameterPart]]],
-    expected: small_copy.Pass,
-    *,
-    spread: bool,
-) -> str:
+def _differing_gradient(whole: nn.Module, ranks: Sequence[_Divided], expected: small_copy.Pass, *, spread: bool) -> str:
     """Return the first module with another gradient in passes of ranks with these parts; empty: none. `spread`: so are experts."""
     everyone = tuple(range(_RANKS))
     for name, gradient in expected.gradients.items():
