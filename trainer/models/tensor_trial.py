@@ -127,10 +127,8 @@ def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
 
 def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
     """Describe a difference of modules or division that makes the trial of `small` invalid for `model`; empty if there is none."""
-    kinds, copied = (
-        {(*_numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()}
-        for one in (model, small)
-    )
+    modules = (one.named_modules() for one in (model, small))
+    kinds, copied = ({(*_numberless({n: ""}), type(each).__name__) for n, each in named} for named in modules)
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
     others = _numberless(recognise_styles(small))

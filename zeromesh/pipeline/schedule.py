@@ -96,11 +96,7 @@ def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, receive
     if not step or not 0 <= min(source, target) <= max(source, target) < schedule.stages:
         return None
     return Message(
-        source=source % ranks,
-        target=target % ranks,
-        stage=target,
-        microbatch=action.microbatch,
-        gradient=target < source,
+        source=source % ranks, target=target % ranks, stage=target, microbatch=action.microbatch, gradient=step < 0
     )
 
 
