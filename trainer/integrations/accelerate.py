@@ -89,9 +89,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         self._accumulation = accumulation
         self._optimizers: list[PreparedOptimizer]
         self._prepared: dict[int, PreparedOptimizer] = {}
-        self._gathers_data_alone = self._leaves_models_alone = False
         self.scaler = None  # The engine scales the loss.
-        if problems := self._problems():
+        if problems := [*self._problems()]:
             raise ConfigError(problems, where="Accelerator")
         self.layout = parallel = self._config.parallel
         self.together = parallel.model_size
@@ -102,39 +101,30 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self.state.parallelism_config = mesh
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
-    def _problems(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
         state, mixed, handler = self.state, self.state.mixed_precision, self.ddp_handler
-        kinds = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
         ranks, shape = read_environment().world_size, state.parallelism_config
-        problems = {
-            f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead": (
-                state.distributed_type not in kinds
-            ),
-            f"mixed_precision is {mixed}; allowed are no, {', '.join(_COMPUTE)}": mixed not in ("no", *_COMPUTE),
-            f"mixed_precision is {mixed}, precision.compute {self._compute}; set one alone": (
-                mixed in _COMPUTE and self._compute != _COMPUTE[mixed]
-            ),
-            'parallelism_config is accelerate\'s; give zeromesh={"parallel": {"tensor": 2, "context": 2}} '
-            "with its tp_size and cp_size or sp_size instead": (shape is not None and shape.total_size > 1),
-            f"comm_hook is {handler and handler.comm_hook.value}; leave it out: the engine sums gradients as they are": (
-                handler is not None and handler.comm_hook.value != "no"
-            ),
-            "GradScalerKwargs and AutocastKwargs have no effect on the engine, which has the loss scale and computes in "
-            'one dtype; give zeromesh={"precision": {...}} instead': (
-                self.scaler_handler is not None or self.autocast_handler is not None
-            ),
-            "torch.compile is on (dynamo); compile inner modules before prepare() instead": (
-                state.dynamo_plugin.backend.value != "NO"
-            ),
-            "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer": (
-                self._config.parallel.pipeline > 1
-            ),
-            f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, make the "
-            "Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate": (
-                ranks != self.num_processes
-            ),
-        }
-        return [problem for problem, is_there in problems.items() if is_there]
+        if state.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+            yield f"accelerate is set to {state.distributed_type.value}; zeromesh partitions the model instead"
+        if mixed not in ("no", *_COMPUTE):
+            yield f"mixed_precision is {mixed}; allowed are no, {', '.join(_COMPUTE)}"
+        if mixed in _COMPUTE and self._compute != _COMPUTE[mixed]:
+            yield f"mixed_precision is {mixed}, precision.compute {self._compute}; set one alone"
+        if shape is not None and shape.total_size > 1:
+            instead = 'zeromesh={"parallel": {"tensor": 2, "context": 2}} with its tp_size and cp_size or sp_size'
+            yield f"parallelism_config is accelerate's; give {instead} instead"
+        if handler is not None and handler.comm_hook.value != "no":
+            yield f"comm_hook is {handler.comm_hook.value}; leave it out: the engine sums gradients as they are"
+        if self.scaler_handler is not None or self.autocast_handler is not None:
+            why = "have no effect on the engine, which has the loss scale and computes in one dtype"
+            yield f'GradScalerKwargs and AutocastKwargs {why}; give zeromesh={{"precision": {{...}}}} instead'
+        if state.dynamo_plugin.backend.value != "NO":
+            yield "torch.compile is on (dynamo); compile inner modules before prepare() instead"
+        if self._config.parallel.pipeline > 1:
+            yield "parallel.pipeline is above 1: a loop of one's own calls the whole model; use zeromesh.Trainer"
+        if ranks != self.num_processes:
+            cure = "make the Accelerator with cpu=True, or TrainingArguments with use_cpu=True, before anything else of accelerate"
+            yield f"accelerate sees {self.num_processes} processes and the launch has {ranks}; without a GPU, {cure}"
 
     def prepare(self, *arguments: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Prepare models, optimizers, schedulers and loaders, in any order and number, and return them in that order. Raises
@@ -264,9 +254,6 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             raise ConfigError("even_batches is False, and all ranks must call the model equally often; leave it True")
         yield
 
-    def gather(self, tensor: Any) -> Any:
-        return self.gather_of_data(tensor) if self._gathers_data_alone else super().gather(tensor)
-
     def gather_of_data(self, tensor: Any) -> Any:
         """Gather tensors of all data-parallel ranks, once from those that compute a batch together."""
         ranks = self.num_processes
@@ -276,14 +263,12 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""
         if self.together > 1 and use_gather_object:
             raise ConfigError("gather_for_metrics gathers only tensors if parallel.tensor or parallel.context > 1")
-        with override(self, "_gathers_data_alone", self.together > 1):
+        with override(self, "gather", self.gather_of_data if self.together > 1 else self.gather):
             return super().gather_for_metrics(input_data, use_gather_object)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Return all whole parameters and buffers of a model, on the CPU, in their original dtypes, on the main process. All ranks
         call it; the others get an empty dict, as with accelerate's FSDP."""
-        if self._leaves_models_alone:
-            return {}
         if not is_sharded(model):
             plain: dict[str, Tensor] = super().get_state_dict(model, unwrap)
             return plain
@@ -325,7 +310,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _without_models(self) -> Iterator[None]:
         """Inside the block accelerate writes and reads neither weights nor states of optimizers."""
         hook = self.register_save_state_pre_hook(lambda models, weights, directory: weights.clear())
-        with hook, override(self, "_optimizers", []), override(self, "_leaves_models_alone", True):
+        with hook, override(self, "_optimizers", []), override(self, "get_state_dict", lambda *_, **__: {}):
             yield
 
     def _model_folders(self, directory: Path) -> Iterator[tuple[Path, nn.Module, ShardedOptimizer | None]]:

@@ -58,9 +58,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
     optimizer: Any
 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, **named: Any) -> None:
-        """Create a trainer with transformers' arguments, and with `zeromesh`, the configuration of `shard`: a path of a YAML or
-        JSON file, or a dict, with the sections `zero`, `parallel`, `precision`, `offload`. Raises `ConfigError` for another
-        partitioning plugin, and for a pipeline axis."""
+        """Create a trainer with transformers' arguments and `zeromesh`, the configuration of `shard`: a YAML or JSON file or a dict
+        with sections `zero`, `parallel`, `precision`, `offload`. Raises `ConfigError` for partitioning plugins and pipelines."""
         self._zeromesh = zeromesh
         super().__init__(*arguments, **named)
         if not any(each.__module__.startswith("trl.") for each in type(self).__mro__):

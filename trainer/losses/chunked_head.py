@@ -149,7 +149,7 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
 _TRIED_ROWS = 256  # hidden states of the trial
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative, of two correct results
-_KEY = "model.loss"
+_refused = partial(ConfigError, where="model.loss")
 
 
 class LigerLoss:
@@ -159,8 +159,8 @@ class LigerLoss:
 
     def __init__(self) -> None:
         if current_accelerator() is None:
-            raise ConfigError("liger's kernels run on GPUs, and there is none here; take auto", where=_KEY)
-        with library_errors(_KEY, "liger needs the package liger-kernel: pip install liger-kernel; "):
+            raise _refused("liger's kernels run on GPUs, and there is none here; take auto")
+        with library_errors("model.loss", "liger needs the package liger-kernel: pip install liger-kernel; "):
             from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
         self._fused: Callable[..., Tensor] = liger_fused_linear_cross_entropy
         self._tried = False
@@ -171,10 +171,9 @@ class LigerLoss:
         """Return the sum of the losses; arguments are those of `chunked_cross_entropy`. Raises `ConfigError` for a head that
         liger's kernels do not support, and if the trial finds another result."""
         if "exchange" in keys or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
-            raise ConfigError(
+            raise _refused(
                 f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
-                "after a bias); take auto",
-                where=_KEY,
+                "after a bias); take auto"
             )
 
         def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
@@ -194,10 +193,9 @@ class LigerLoss:
             for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
                 apart, allowed = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6)), _TOLERANCES[hidden.dtype]
                 if not apart <= allowed:
-                    raise ConfigError(
+                    raise _refused(
                         f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
-                        f"{allowed:g}); take auto",
-                        where=_KEY,
+                        f"{allowed:g}); take auto"
                     )
             self._tried = True
         return compute(hidden, weight, bias, targets)

@@ -23,6 +23,7 @@ from zeromesh.flat.codec import CODECS, Codec
 from zeromesh.options import EncodedWeights
 from zeromesh.trainer.config.sections.base import nearest_of
 from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSection
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.unread_weights import unread_weights
 from zeromesh.units.plan import encoded_names
@@ -88,42 +89,10 @@ def require_adapters_fit(model: Any, stages: int) -> None:
         raise ConfigError(f"{why}; set it to 1, or use LORA", where="parallel.pipeline")
 
 
-_TASKS: Mapping[Head, str] = {
-    "causal_lm": "CAUSAL_LM",
-    "seq2seq_lm": "SEQ_2_SEQ_LM",
-    "sequence_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "question_answering": "QUESTION_ANS",
-    "base": "FEATURE_EXTRACTION",
-}
-"""PEFT's task types, by head; PEFT also trains the heads of classification and question answering."""
-_METHODS = frozenset(
-    """
-    LORA IA3 LOHA LOKR OFT BOFT VERA LN_TUNING TRAINABLE_TOKENS HRA C3A ROAD MISS SHIRA DELORA RANDLORA VBLORA WAVEFT GRALORA
-    HIRA BEFT DEFT FROD GLORA PEANUT SUPERTUNING TINYLORA UNILORA PROMPT_TUNING PREFIX_TUNING P_TUNING
-    """.split()  # noqa: SIM905 - a table of words
-)
-"""The methods of PEFT that tests compare with PEFT alone."""
-_SHARED = frozenset("VERA RANDLORA SHIRA TINYLORA UNILORA VBLORA".split())  # noqa: SIM905 - a table of words
-"""Methods whose layers share tensors, or keep some where they are not divided among pipeline stages."""
-_ADALORA = "its ranks are chosen anew after each step (update_and_allocate), which the engine does not do"
-_BATCHES = "PEFT computes it from batches; do that in a script, save the adapter, and name its directory"
-_INITIALISATIONS = {
-    **dict.fromkeys(("eva", "corda", "lora_ga"), _BATCHES),
-    "loftq": "it encodes the base by its own rules; set model.weights: nf4, and another initialisation",
-}
-"""Values of `init_lora_weights` that are refused, and why."""
-_UNTRIED = (
-    *("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"),
-    *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
-)
-"""Fields of PEFT's LoraConfig that are refused: they change more than what is trained."""
+_TABLES = read_texts(Path(__file__).with_suffix(".yaml"))
+_METHODS, _SHARED, _BASE_HEADS = (frozenset(_TABLES[name].split()) for name in ("methods", "shared", "heads"))
 CHANGING = ("pissa", "olora")
 """The beginnings of initialisations that subtract the adapters from the base, of which the rest is then encoded."""
-
-
-_BASE_HEADS: tuple[Head, ...] = ("causal_lm", "masked_lm", "seq2seq_lm", "image_text_to_text", "speech_seq2seq", "base")
-"""Tasks whose head is pretrained, so that it is not trained whole beside the adapters."""
 
 
 def adapter_configs(section: ModelSection) -> dict[str, Any]:
@@ -143,15 +112,16 @@ def _config_of(wanted: str | Mapping[str, Any], where: str) -> Any:
         settings = settings_of_saved(wanted, where) if isinstance(wanted, str) else {"peft_type": "LORA", **wanted}
         method = str(settings["peft_type"]).upper()
         if method not in _METHODS or method not in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING:
-            why = _ADALORA if method == "ADALORA" else "nothing shows that it is trained here as by PEFT alone"
+            why = _TABLES["methods refused"].get(method, "nothing shows that it is trained here as by PEFT alone")
             raise ConfigError(f"peft_type {method}: {why}; there are {', '.join(sorted(_METHODS))}", where=where)
         kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[method]
         if not isinstance(wanted, str):
             _check_settings(kind, wanted, where)
         made = peft.PeftConfig.from_peft_type(**{**settings, "peft_type": method})
     start = getattr(made, "init_lora_weights", None)
-    refused = {f"init_lora_weights: {start}": _INITIALISATIONS[start]} if start in _INITIALISATIONS else {}
-    refused |= {each: "it changes more than is trained; leave it out" for each in _UNTRIED if getattr(made, each, None)}
+    refused = {f"init_lora_weights: {each}": why for each, why in _TABLES["initialisations"].items() if each == start}
+    untried = (each for each in _TABLES["untried"].split() if getattr(made, each, None))
+    refused |= dict.fromkeys(untried, "it changes more than is trained; leave it out")
     if refused:
         raise ConfigError([f"{name} is refused, as {why}" for name, why in refused.items()], where=where)
     return made
@@ -254,7 +224,7 @@ def _complete(configs: Mapping[str, Any], base: Any, head: Head) -> list[str]:
     heads = [name for name, each in children if not is_pretrained_model(each) and [*each.parameters()]]
     left_out: list[str] = []
     for each in configs.values():
-        each.task_type = each.task_type or _TASKS.get(head)
+        each.task_type = each.task_type or _TABLES["tasks"].get(head)
         if head not in _BASE_HEADS and getattr(each, "modules_to_save", "") is None:
             each.modules_to_save = heads
         if getattr(each, "target_modules", None) == "all-linear" and getattr(each, "exclude_modules", "") is None:

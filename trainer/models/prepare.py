@@ -245,22 +245,20 @@ _FLASH = {
 def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, device: torch.device) -> Callable[[], None]:
     """Set a transformers model's attention implementation to `name`; returns a function that restores the previous one. Raises
     `ConfigError` if the model, the device, the dtype `compute` or a missing package does not allow it."""
+    refused = partial(ConfigError, where=_ATTENTION)
     if (inside := pretrained_of(model)) is None:
-        problem = f"{type(model).__name__} is no model of transformers, and computes as it does"
-        raise ConfigError(problem, where=_ATTENTION)
+        raise refused(f"{type(model).__name__} is no model of transformers, and computes as it does")
     if name in _FLASH:
         package, available = _FLASH[name]
-        computes = str(compute).removeprefix("torch.")
-        missing = f"{name} needs {package}, or kernels (pip install kernels), which fetches it from the Hub"
-        for refused, reason in (
-            (not is_accelerator(device), f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa"),
-            (not (available() or is_kernels_available()), missing),
-            (compute.itemsize != 2, f"{name} computes in bfloat16 and float16, and precision.compute is {computes}"),
-        ):
-            if refused:
-                raise ConfigError(reason, where=_ATTENTION)
+        if not is_accelerator(device):
+            raise refused(f"{name} computes on GPUs, and this run on {device.type.upper()}; take sdpa")
+        if not (available() or is_kernels_available()):
+            raise refused(f"{name} needs {package}, or kernels (pip install kernels), which fetches it from the Hub")
+        if compute.itemsize != 2:
+            computes = str(compute).removeprefix("torch.")
+            raise refused(f"{name} computes in bfloat16 and float16, and precision.compute is {computes}")
     elif name == "flex_attention" and not is_accelerator(device):
-        raise ConfigError("flex_attention has no backward on CPUs; take sdpa", where=_ATTENTION)
+        raise refused("flex_attention has no backward on CPUs; take sdpa")
     parts = (inside, *(each for each in inside.modules() if isinstance(each, PreTrainedModel)))
     with ExitStack() as undone:
         for config in {id(each.config): each.config for each in parts}.values():
@@ -270,7 +268,7 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
         taken = inside.config._attn_implementation
         # Without the package, but with `kernels`, transformers loads the same kernel from the Hub under another name.
         if taken != name and not (name in _FLASH and "flash" in str(taken)):
-            raise ConfigError(f"{type(inside).__name__} computes by {taken}, and takes no other", where=_ATTENTION)
+            raise refused(f"{type(inside).__name__} computes by {taken}, and takes no other")
         return undone.pop_all().close
 
 

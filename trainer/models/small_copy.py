@@ -50,9 +50,7 @@ _REDUCTIONS: tuple[tuple[Mapping[str, int], int], ...] = (
     *((_NARROW, 2), (_SMALL, 2), (_NARROW, 8), ({**_NARROW, "num_key_value_heads": 4}, 2)),
     *((_WIDTHS, 2), ({}, 2), ({}, 10**6)),
 )
-_SPECIAL_IDS = (
-    "pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id",
-)  # fmt: skip
+_SPECIAL_IDS = _SIZES["special tokens"]["names"].split()
 
 
 class InFloat64(TorchFunctionMode):

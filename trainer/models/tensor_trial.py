@@ -20,7 +20,6 @@ from zeromesh.experts.dispatch import spread_experts
 from zeromesh.flat.layout import ParameterPart, part_of
 from zeromesh.telemetry.step_recorder import Collective
 from zeromesh.tensor.parallelize_module import Parallelized, replace_parameter
-from zeromesh.tensor.plan.layer_plan import TensorPlan
 from zeromesh.tensor.plan.planner import divides_by_shape, plan_tensor, recognise_styles
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.user_model import integer, positive, text_part
@@ -30,6 +29,8 @@ from zeromesh.zero.hooks import tensors_in
 _RANKS, _TOKENS, _FIRST_ID = 2, 8, 3
 _TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
 _Value = TypeVar("_Value")
+_Divide = Callable[[nn.Module, Exchange], Parallelized | Mapping[str, ParameterPart]]
+_Divided = tuple[small_copy.Pass, Mapping[str, ParameterPart]]  # the results of a rank, and what it has of parameters
 
 
 def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, sequence: bool) -> None:
@@ -59,9 +60,8 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
         raise refused(found)
     for shares in dict.fromkeys((sequence, False)):
         try:
-            layers, inside = plan_tensor(small, _RANKS, rules), bool(plan or rules)
-            divided = partial(_divided_by, layers, shares)
-            found = _difference_when_divided(small, divided, run, inside=inside)
+            divided = partial(Parallelized, plan=plan_tensor(small, _RANKS, rules), sequence=shares)
+            found = _difference_when_divided(small, divided, run, inside=bool(plan or rules))
         except LayoutError as error:
             found = str(error)
             continue
@@ -73,8 +73,7 @@ def require_equal_when_divided(model: nn.Module, rules: Mapping[str, str], *, se
 
 
 def require_equal_when_spread(model: nn.Module) -> None:
-    """Run a small copy of a model whole, and with its experts spread over two ranks; raises `ConfigError` with the module that
-    differs, or if no copy could be tried."""
+    """Run a small copy whole, and with its experts over two ranks; raises `ConfigError` with what differs, or without a copy."""
 
     def refused(reason: str) -> ConfigError:
         what = f"experts of {type(model).__name__} would be spread over ranks, and in a trial on a small copy {reason}"
@@ -87,7 +86,8 @@ def require_equal_when_spread(model: nn.Module) -> None:
         raise refused(f"nothing could be tried ({small})")
     small_copy.perturb(small)
     try:
-        found = _difference_when_divided(small, _spread, tried.run, inside=True, spread=experts_of(small))
+        spread = partial(spread_experts, parts={}, undo=ExitStack())
+        found = _difference_when_divided(small, spread, tried.run, inside=True, spread=experts_of(small))
     except LayoutError as error:
         found = str(error)
     if found:
@@ -95,8 +95,7 @@ def require_equal_when_spread(model: nn.Module) -> None:
 
 
 class _Tried:
-    """The inputs of a trial, and the outputs of a copy for them in float64. A copy must have modules of the names `required`, and
-    experts if the model has any."""
+    """The inputs of a trial, and a copy's outputs in float64; it must have modules named `required`, and experts as the model."""
 
     def __init__(self, model: nn.Module, required: AbstractSet[str] = frozenset()) -> None:
         self._required, self._given = required, dict[str, Any]()
@@ -122,14 +121,6 @@ class _Tried:
         return torch.cat([out.flatten() for out in outputs])
 
 
-def _divided_by(plan: TensorPlan, sequence: bool, model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
-    return Parallelized(model, exchange, plan, sequence=sequence).parts
-
-
-def _spread(model: nn.Module, exchange: Exchange) -> Mapping[str, ParameterPart]:
-    return spread_experts(model, exchange, {}, ExitStack())
-
-
 def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
     """Replace block numbers in the names by `*`, as a copy has fewer blocks; of equal names the last value stays."""
     return {re.sub(r"\.\d+(?=\.)", ".*", name): value for name, value in named.items()}
@@ -137,10 +128,8 @@ def _numberless(named: Mapping[str, _Value]) -> dict[str, _Value]:
 
 def _copy_difference(model: nn.Module, small: nn.Module, plan: Mapping[str, str]) -> str:
     """Describe a difference of modules or division that makes the trial of `small` invalid for `model`; empty if there is none."""
-    kinds, copied = (
-        {(*_numberless({name: ""}), type(each).__name__) for name, each in one.named_modules()}
-        for one in (model, small)
-    )
+    modules = (one.named_modules() for one in (model, small))
+    kinds, copied = ({(*_numberless({n: ""}), type(each).__name__) for n, each in named} for named in modules)
     for name, kind in sorted(copied - kinds):
         return f"its forward puts a {kind} in the place of {name}"
     others = _numberless(recognise_styles(small))
@@ -206,15 +195,10 @@ def load_parts(model: nn.Module, parts: Mapping[str, ParameterPart], whole: Mapp
 
 
 def _difference_when_divided(
-    whole: nn.Module,
-    divide: Callable[[nn.Module, Exchange], Mapping[str, ParameterPart]],
-    run: Callable[[Any], list[Tensor]],
-    *,
-    inside: bool,
-    spread: Iterable[str] = (),
+    whole: nn.Module, divide: _Divide, run: Callable[[Any], list[Tensor]], *, inside: bool, spread: Iterable[str] = ()
 ) -> str:
-    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided, which
-    returns their parts; empty: none. `spread` are modules of experts in which ranks see tokens of others."""
+    """Return the first module with other outputs (inner ones if `inside`) or gradients in copies that `divide` has divided; empty:
+    none. `spread` are modules of experts in which ranks see tokens of others."""
     barrier, left = threading.Barrier(_RANKS), [torch.empty(0)] * _RANKS
     values = {name: parameter.detach().clone() for name, parameter in whole.named_parameters()}
     # `whole` itself does not run: a model that has run with gradients may hold tensors that cannot be copied for the next trial.
@@ -227,10 +211,11 @@ def _difference_when_divided(
         kept = [each for each in outputs if not each[0] or (inside and not each[0].startswith(experts))]
         return small_copy.Pass(kept, gradients)
 
-    def rank(index: int) -> tuple[small_copy.Pass, Mapping[str, ParameterPart]] | str:
+    def rank(index: int) -> _Divided | str:
         model = copies[index]
         try:
-            parts = divide(model, _ThreadExchange(barrier, left, index))
+            divided = divide(model, _ThreadExchange(barrier, left, index))
+            parts = divided.parts if isinstance(divided, Parallelized) else divided
             load_parts(model, parts, values)
             return passed(model), parts
         except threading.BrokenBarrierError:
@@ -260,13 +245,7 @@ def _difference_when_divided(
     return _differing_gradient(whole, ranks, expected, spread=bool(experts))
 
 
-def _differing_gradient(
-    whole: nn.Module,
-    ranks: Sequence[tuple[small_copy.Pass, Mapping[str, ParameterPart]]],
-    expected: small_copy.Pass,
-    *,
-    spread: bool,
-) -> str:
+def _differing_gradient(whole: nn.Module, ranks: Sequence[_Divided], expected: small_copy.Pass, *, spread: bool) -> str:
     """Return the first module with another gradient in passes of ranks with these parts; empty: none. `spread`: so are experts."""
     everyone = tuple(range(_RANKS))
     for name, gradient in expected.gradients.items():

@@ -24,20 +24,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 from transformers.utils import logging
 
+from zeromesh import errors
 from zeromesh.checkpoint.io.format import FileRecord, Manifest, TensorSpec, read_header
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.environment import setting
-from zeromesh.errors import (
-    CheckpointError,
-    ConfigError,
-    LayoutError,
-    StorageError,
-    counted,
-    errors_as,
-    first_lines,
-    library_errors,
-    some,
-)
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, counted, library_errors, some
 from zeromesh.files import refusals, write_whole
 from zeromesh.flat.codec import Codec, EncodedParameter, EncodedPlace
 from zeromesh.flat.layout import StridedRows
@@ -132,7 +123,7 @@ def match(model: Any, entries: Mapping[str, TensorSpec], quantizer: Any = None) 
         if shape != tuple(state[name].shape):
             problems.append(f"{name} has shape {list(shape)}, the model has {list(state[name].shape)}")
     if problems:
-        raise ConfigError(first_lines(problems, _SHOWN), where=_UNFIT)
+        raise ConfigError(errors.first_lines(problems, _SHOWN), where=_UNFIT)
     shown = [name for name in unused if not _ignored(model, name)]
     return Matched(direct=direct, converted=converted, new=tuple(new), unused=tuple(shown))
 
@@ -221,8 +212,7 @@ _COMPARED_ELEMENTS = 16384
 class SafetensorsSource(ParameterSource):
     """The parameters and buffers of a Hugging Face model, on meta or not, from the `files` of a directory, closed with the source;
     `fallback` has those that no file has (a new head), `quantizer` is transformers', where it has to decode. `notes` are lines for
-    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape, and
-    `LostValuesError` for values that neither the files nor `fallback` have."""
+    the run to print. Raises `ConfigError` that lists every tensor that is missing, unexpected or of another shape."""
 
     def __init__(self, files: TensorFiles, model: Any, fallback: ParameterSource, quantizer: Any = None) -> None:
         self._files = files
@@ -237,9 +227,6 @@ class SafetensorsSource(ParameterSource):
         self._origin = {name: stored.get(first, first) for name, first in canonical.items()}
         """The name that the files have, by each of the names of a (possibly tied) parameter."""
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
-        lost = fallback.unset_parameters() if isinstance(fallback, weight_sources.SeededSource) else ()
-        if unknown := tuple(name for name in lost if not matched.provides(self._origin.get(name, name))):
-            raise weight_sources.LostValuesError(unknown, "they are in no file either")
         self._compare_tied()
         self.kept: QuantizedFiles | None = None  # read instead, under the names here, where its form is asked for
         self._converted: dict[str, dict[str, torch.Tensor]] = {}
@@ -405,7 +392,7 @@ def keep_encoded(
     records = {file: FileRecord(nbytes=(folder / file).stat().st_size, pieces=()) for file in headers}
     tensors = tuple(spec for header in headers.values() for spec in header.values())
     damaged = f"{str(folder)!r} is damaged; remove it, and the weights are encoded anew: "
-    with errors_as(StorageError, damaged, ConfigError):
+    with errors.errors_as(StorageError, damaged, ConfigError):
         source.kept = QuantizedFiles(folder, Manifest(step=0, files=records, tensors=tensors))
     size, what = human_bytes(sum(each.nbytes for each in records.values())), f"{len(names)} matrices in {codec.name}"
     return [f"{what}, {size}: {'encoded now and kept' if encoded else 'read'} in {folder}"]

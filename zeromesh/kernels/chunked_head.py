@@ -73,30 +73,28 @@ def chunked_cross_entropy(
     seed: float,
     chunk_tokens: int | None = None,
     change: LogitChange = UNCHANGED,
-    ignore_index: int = -100,
     count: int | None = None,
     sizes: Sequence[int] = (),
     exchange: Exchange | None = None,
 ) -> Tensor:
-    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over targets other than `ignore_index`.
+    """Sum the cross entropy losses of `hidden @ weight.T + bias`, changed by `change`, over targets other than -100.
 
     Args:
         hidden: [tokens, hidden], floating point; its dtype is the compute dtype.
         weight: [vocab, hidden], same dtype.
         bias: [vocab], same dtype, or None.
-        targets: [tokens], integers in [0, vocab) or `ignore_index`.
+        targets: [tokens], integers in [0, vocab) or -100.
         seed: the gradient of the result expected in backward; another one costs one more pass over the gradients.
         chunk_tokens: number of tokens per chunk, whose logits are in memory together; None: what needs the least memory.
         change: the transformation of each logit before the softmax, in the dtype of the softmax.
-        count: number of targets other than `ignore_index`, if the caller knows it and has checked that they are in the
-            vocabulary; this saves a synchronization of host and device.
+        count: number of targets other than -100, if the caller knows it and has checked that they are in the vocabulary; this
+            saves a synchronization of host and device.
         sizes: with an `exchange`, number of vocabulary tokens on each of its ranks. Then `weight` and `bias` are this rank's
             part; `hidden`, `targets`, the result and the gradient of `hidden` are equal on all ranks.
 
     Returns a scalar: fp32, or float64 for float64 inputs. The softmax runs in that dtype, matrix products in the compute dtype (or
-    a wider one where that is faster), and the weight's gradient is summed over chunks in fp32. If no gradient is needed,
-    nothing is kept. Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for a target
-    outside of the vocabulary.
+    a wider, faster one), and the weight's gradient is summed over chunks in fp32. If no gradient is needed, nothing is kept.
+    Raises `LayoutError` for shapes and dtypes that do not fit, a bad `seed` or chunk, and `DataError` for other targets.
     """
     first, vocab = _check_shapes(hidden, weight, bias, targets, sizes, exchange)
     if chunk_tokens is None:
@@ -104,9 +102,9 @@ def chunked_cross_entropy(
     if not (math.isfinite(seed) and chunk_tokens >= 1):
         raise LayoutError(f"seed must be finite and chunk_tokens at least 1; got {seed} and {chunk_tokens}")
     trained = tuple(t is not None and t.requires_grad and torch.is_grad_enabled() for t in (hidden, weight, bias))
-    counted = targets != ignore_index
+    counted = targets != -100
     if count is None or not on_accelerator(targets):
-        require_targets_in(targets, vocab, ignore_index)
+        require_targets_in(targets, vocab)
         kept = counted.nonzero().squeeze(1)
     else:
         kept = torch.sort(counted, descending=True, stable=True).indices[:count]
@@ -141,9 +139,9 @@ def _check_shapes(
     return (0, weight.shape[0]) if among is None else (sum(sizes[: among.index]), sum(sizes))
 
 
-def require_targets_in(targets: Tensor, vocab: int, ignore_index: int = -100) -> None:
-    """Raise `DataError` for a target that is neither `ignore_index` nor in [0, vocab)."""
-    bound = targets[targets != ignore_index]
+def require_targets_in(targets: Tensor, vocab: int) -> None:
+    """Raise `DataError` for a target that is neither -100 nor in [0, vocab)."""
+    bound = targets[targets != -100]
     if bound.numel() and not 0 <= int(bound.min()) <= int(bound.max()) < vocab:
         why = f"targets lie in [{int(bound.min())}, {int(bound.max())}], but the head knows ids in [0"
         raise DataError(f"{why}, {vocab}); check the tokenizer against the model's vocab_size")
@@ -175,7 +173,6 @@ class HeadPass:
     first: int
 
     def __post_init__(self) -> None:
-        self._sums: list[tuple[Tensor, Pending]] = []
         weight = self.weight
         # The constant factor of the change's derivative; the rest differs from logit to logit.
         self.seed *= self.change.scale
@@ -201,6 +198,7 @@ class HeadPass:
     def each_chunk(self, visit: Callable[[Tensor, slice], None]) -> None:
         """Call `visit(logits, rows)` with each chunk's logits and its rows of `targets`. What it leaves in place of the logits is
         taken for their gradient over `seed`, of which the gradients are computed that are needed."""
+        sums: list[tuple[Tensor, Pending]] = []
         for start in range(0, self.tokens, self.chunk):
             end = min(start + self.chunk, self.tokens)
             chunk = linear(self.hidden[start:end], self.weight, self.bias)
@@ -210,10 +208,10 @@ class HeadPass:
             del chunk  # The next one takes its memory.
             if self.exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
-                begun = (part, self.exchange.all_reduce_async(part))
-                self._finish_sums()
-                self._sums.append(begun)
-        self._finish_sums()
+                sums.append((part, self.exchange.all_reduce_async(part)))
+            while len(sums) > (end < self.tokens):  # The sum of a chunk runs while the next one is computed.
+                part, pending = sums.pop(0)
+                part.copy_(pending.wait())
         dtype = self.hidden.dtype
         if self.grad_bias is not None:
             self.grad_bias = self.grad_bias.mul_(self.seed).to(dtype)
@@ -314,11 +312,6 @@ class HeadPass:
                 self.grad_bias[block] += part.sum(dim=0, dtype=self.loss_dtype)
         if grad_hidden is not None and wide is not None and wide is not grad_hidden:
             grad_hidden.copy_(wide)
-
-    def _finish_sums(self) -> None:
-        for part, pending in self._sums:
-            part.copy_(pending.wait())
-        self._sums.clear()
 
 
 def local_columns(part: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,6 +127,7 @@ class StepDriver:
         self._channels = Channels(mesh.pipeline, mesh.device, shape=mesh.shape, ring=self._chunks > 1)
         self._executor = Executor(self._channels)
         self._queue = WeightQueue()
+        self._runner = partial(ZeroRunner, stages=stages, queue=self._queue)
         self._measured: tuple[PipelineSchedule, list[Any]] | None = None
         """The schedule of the latest step, and the moments that its run has returned."""
 
@@ -158,16 +159,8 @@ class StepDriver:
         )
 
         def run(passes: Passes) -> list[torch.Tensor]:
-            runner = ZeroRunner(
-                passes=passes,
-                stages=self._stages,
-                work=work,
-                loss=loss,
-                queue=self._queue,
-                scale=engine.loss_scale,
-                backward_follows=follows,
-                after=after if each else None,
-            )
+            given: dict[str, Any] = {"scale": engine.loss_scale, "backward_follows": follows}
+            runner = self._runner(passes=passes, work=work, loss=loss, after=after if each else None, **given)
             with torch.enable_grad():
                 self._measured = schedule, self._run(schedule, runner)
             return runner.losses
@@ -180,7 +173,7 @@ class StepDriver:
     def evaluate(self, engine: ZeroEngine, work: Sequence[MicrobatchWork], loss: LossOf) -> list[torch.Tensor]:
         """Run the forwards of microbatches without gradients; returns their losses on the last stage, zeros elsewhere."""
         with engine.evaluation() as passes:
-            runner = ZeroRunner(passes=passes, stages=self._stages, work=work, loss=loss, queue=self._queue)
+            runner = self._runner(passes=passes, work=work, loss=loss)
             self._run(self._schedule("forward", len(work)), runner)
         return runner.losses
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, product
 from operator import attrgetter, itemgetter, sub
 from statistics import fmean
 from typing import Literal, get_args
@@ -90,16 +90,13 @@ class Message:
 def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, received: bool = False) -> Message | None:
     """Return the message that an action sends, or the one that it waits for (`received`); None at the ends of the pipeline and for
     weight gradients. Sender and receiver may be one rank."""
-    stage, step = action.chunk * schedule.ranks + rank, action.kind.direction
+    ranks, step = schedule.ranks, action.kind.direction
+    stage = action.chunk * ranks + rank
     source, target = (stage - step, stage) if received else (stage, stage + step)
     if not step or not 0 <= min(source, target) <= max(source, target) < schedule.stages:
         return None
     return Message(
-        source=source % schedule.ranks,
-        target=target % schedule.ranks,
-        stage=target,
-        microbatch=action.microbatch,
-        gradient=target < source,
+        source=source % ranks, target=target % ranks, stage=target, microbatch=action.microbatch, gradient=step < 0
     )
 
 
@@ -212,12 +209,8 @@ def validate(schedule: PipelineSchedule) -> Timeline:
         kinds |= halves
         if Kind.BACKWARD in kinds:
             raise ScheduleError(f"{schedule} has backwards both whole and in halves")
-    wanted = Counter(
-        Action(kind=kind, chunk=chunk, microbatch=number)
-        for kind in kinds
-        for chunk in range(schedule.chunks)
-        for number in range(schedule.microbatches)
-    )
+    parts = product(kinds, range(schedule.chunks), range(schedule.microbatches))
+    wanted = Counter(Action(kind=kind, chunk=chunk, microbatch=number) for kind, chunk, number in parts)
     proven: list[int] = []
     for rank, actions in enumerate(schedule.actions):
         # Most schedules share the same objects on all ranks, and identities compare faster than values.

@@ -29,15 +29,6 @@ BALANCE = "load_balancing_loss_func"
 """The function of transformers' modules that balances experts by the router logits of all layers."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _ModuleSite:
-    parent: nn.Module
-    leaf: str
-    module: nn.Module
-    stub: nn.Module
-    stage: int
-
-
 def cut_by_cost(costs: Sequence[float], *, stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:
     """Return the number of blocks of each stage in the cut that minimizes the cost of the most expensive stage, and among such cuts
     the sum of squares of stage costs. `costs` are those of the blocks; `first` and `last` of the modules before and after them, in
@@ -144,7 +135,9 @@ class Stages:
             if BALANCE not in self._balance:
                 cure = "set output_router_logits to false to train without"
                 raise refusal(model, f"it is not known how it balances its experts; {cure}")
-        self._sites = [self._site(name, outside) for name in self._stages]
+        self._modules = {name: model.get_submodule(name) for name in self._stages}
+        self._parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in self._stages}
+        self._stubs = {name: self._stub(name, module, outside) for name, module in self._modules.items()}
         self._names = [tuple(names) for _, names in names_by_parameter(model)]
         self.ties: dict[tuple[str, ...], dict[int, str]] = {}
         """For the names of each parameter that several stages have, the first one being that in checkpoints: the first name in each
@@ -157,7 +150,8 @@ class Stages:
                 self.ties[names] = held
         self._install_modules(self.own)
         meta: dict[int, nn.Parameter] = {}
-        for module in (each for site in self._sites if site.stage not in self.own for each in site.module.modules()):
+        foreign = [module for name, module in self._modules.items() if self._stages[name] not in self.own]
+        for module in (each for part in foreign for each in part.modules()):
             for leaf, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) not in meta:
                     empty = torch.empty_like(parameter, device="meta")
@@ -165,16 +159,12 @@ class Stages:
                     vars(meta[id(parameter)]).update(vars(parameter))
                 module._parameters[leaf] = None if parameter is None else meta[id(parameter)]
 
-    def _site(self, name: str, outside: Mapping[str, nn.Module]) -> _ModuleSite:
-        anatomy, slot, module = self._anatomy, self._slot, self.model.get_submodule(name)
-        parent, _, leaf = name.rpartition(".")
+    def _stub(self, name: str, module: nn.Module, outside: Mapping[str, nn.Module]) -> nn.Module:
+        anatomy, slot = self._anatomy, self._slot
         if name in outside:
-            stub: nn.Module = NanStub(module, outside[name], slot, before=name in anatomy.before)
-        else:
-            shape = NanStub(module, meta_copy(module), slot, before=False) if anatomy.reshapes else None
-            stub = BlockStub(module, int(leaf), anatomy, slot, shape)
-        holder = self.model.get_submodule(parent)
-        return _ModuleSite(parent=holder, leaf=leaf, module=module, stub=stub, stage=self._stages[name])
+            return NanStub(module, outside[name], slot, before=name in anatomy.before)
+        shape = NanStub(module, meta_copy(module), slot, before=False) if anatomy.reshapes else None
+        return BlockStub(module, int(name.rpartition(".")[2]), anatomy, slot, shape)
 
     def _refuse_to_run(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         reason = f"{name} did not run for the first batch, so no stage has it; give that the fields of all batches"
@@ -213,8 +203,9 @@ class Stages:
                 self._install_modules(self.own)
 
     def _install_modules(self, stages: Collection[int]) -> None:
-        for site in self._sites:
-            site.parent._modules[site.leaf] = site.module if site.stage in stages else site.stub
+        for name, stage in self._stages.items():
+            here = self._modules if stage in stages else self._stubs
+            self._parents[name]._modules[name.rpartition(".")[2]] = here[name]
 
     def is_last(self, chunk: int) -> bool:
         """Return True if a chunk ends with the head: then the model itself is called inside `chunk`, labels included."""
@@ -269,8 +260,7 @@ class Stub(nn.Module):
         NaN         pass   inject  own own capture  pass   NaN   not run
 
     In a model that can be cut, nothing uses the result of a NaN stub; in any other model the loss is NaN instead of silently wrong.
-    If tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last block's result is
-    gathered."""
+    If tensor ranks hold shares of the sequence between blocks, inject and capture have shares; the last result is gathered."""
 
     def __init__(self, foreign: nn.Module) -> None:
         super().__init__()

@@ -30,14 +30,7 @@ from zeromesh.errors import LayoutError, some, summary
 from zeromesh.flat.layout import ParameterPart, Region
 from zeromesh.intervals import Interval, balanced, grouped
 from zeromesh.tensor.plan import attention_split, layer_plan
-from zeromesh.tensor.plan.attention_split import (
-    AttentionDivision,
-    count_heads,
-    forward_source,
-    intermediate_dims,
-    is_transposed,
-    linear_sizes,
-)
+from zeromesh.tensor.plan.attention_split import AttentionDivision, forward_source, intermediate_dims, is_transposed
 from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
 from zeromesh.units.plan import block_modules, without_adapters
 
@@ -425,7 +418,7 @@ def recognise_styles(model: nn.Module) -> dict[str, str]:
     styles = dict(chain(*(_block_styles(modules[name], name) for name in outermost)))
     attentions = {name.rpartition(".")[0] for name in styles if name.rpartition(".")[2] in _QUERIES}
     biased = [name for name in attentions if "position_bias" in inspect.signature(modules[name].forward).parameters]
-    heads = {count_heads(modules[name]) for name in biased}
+    heads = {attention_split.count_heads(modules[name]) for name in biased}
     for name, module in modules.items():
         if isinstance(module, nn.Embedding) and module.embedding_dim in heads and name not in styles:
             styles[name] = "replicated_with_grad_allreduce"  # Each rank uses the biases of its own heads alone.
@@ -434,7 +427,7 @@ def recognise_styles(model: nn.Module) -> dict[str, str]:
 
 def _block_styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     modules = dict(block.named_modules())
-    linear = {name: linear_sizes(module) for name, module in modules.items() if is_transposed(module) is not None}
+    linear = {name: attention_split.linear_sizes(m) for name, m in modules.items() if is_transposed(m) is not None}
     order, left = list(linear), dict(linear)
     width = 0
     for parent, attention in modules.items():
@@ -460,7 +453,7 @@ def _block_styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
             yield f"{prefix}.{row}", "rowwise" if rest else "rowwise_heads"
             columns = [*columns, row]
         for leaf, child in attention.named_children():
-            if isinstance(child, nn.Embedding) and child.embedding_dim == count_heads(attention):
+            if isinstance(child, nn.Embedding) and child.embedding_dim == attention_split.count_heads(attention):
                 yield f"{prefix}.{inside}{leaf}", "embedding_heads"
         for name in columns:
             left.pop(name, None)
