@@ -44,7 +44,7 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
 
 _DEEPSPEED = read_texts(Path(__file__).with_name("deepspeed.yaml"))
 WORDS: Mapping[str, Mapping[str, Any]] = _DEEPSPEED.pop("words")
-"""The names here for DeepSpeed's optimizers, curves, tiers and dtypes, by kind; an optimizer with DeepSpeed's defaults."""
+"""DeepSpeed's defaults, and the names here for its optimizers, curves, tiers and dtypes, by kind."""
 SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
 TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 

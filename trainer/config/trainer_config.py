@@ -139,8 +139,9 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     return None
 
 
-_CLAUSE = re.compile(r"(not )?([\w.]+)(?: (is not|is|<|>) (\S+))?")
-_SIGNS = {"is": operator.eq, "is not": operator.ne, "<": operator.lt, ">": operator.gt}
+_CLAUSE = re.compile(r"(not )?([\w.]+)(?: (is not|is|<|>|has) (\S+))?")
+_SIGNS: dict[str, Callable[[Any, Any], bool]] = {"is": operator.eq, "is not": operator.ne}
+_SIGNS |= {"<": operator.lt, ">": operator.gt, "has": lambda values, name: name in (values or ())}
 
 
 def _holds(clause: str, config: TrainerConfig) -> bool:
@@ -160,10 +161,6 @@ def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], bool]:
 
 _RULES: dict[str, Callable[[TrainerConfig], object]] = {
     **{row["says"]: _rule(row) for row in read_texts(Path(__file__).with_name("rules.yaml"))},
-    "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
-    "are to differ from it (num_labels), or set it to null": lambda c: (
-        c.model.source is not None and "model_type" in (c.model.config or {})
-    ),
     "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama, or a "
     "model.source": lambda c: (
         c.model.source is c.model.python is None
