@@ -102,8 +102,7 @@ class Feeds:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        parts: tuple[Any, ...] = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
-        weights = dataset.weights if isinstance(dataset, MixedDataset) else ()
+        parts, weights = (dataset.parts, dataset.weights) if isinstance(dataset, MixedDataset) else ((dataset,), ())
         mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
         order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
         for part in parts:
@@ -140,7 +139,6 @@ def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure:
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in zip(mesh.world.ranks, rows, strict=True) if row[0] == own[0] and row != own]
     if others:
-        raise DataError(
-            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
-            f"compute one batch together (parallel.tensor, parallel.context, parallel.pipeline); {cure}"
-        )
+        together = "compute one batch together (parallel.tensor, parallel.context, parallel.pipeline)"
+        who = f"{plural(len(others), 'rank')} {', '.join(others)}"
+        raise DataError(f"{who} got other data than rank {mesh.rank}, and they {together}; {cure}")

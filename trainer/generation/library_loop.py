@@ -62,17 +62,17 @@ def generate(
         on_logits(outputs.logits[:, -1])
         return outputs
 
-    mode = in_evaluation_mode(model) if seed is not None else nullcontext()
     # Tensors that modules keep between tokens belong to this text alone.
-    with mode, torch.no_grad(), cached_tensors_removed(model) as put_aside:
-        with kept_generators() if seed is not None else nullcontext(), ExitStack() as undone:
-            if seed is not None:
-                seed()
-            undone.callback(setattr, looped, "__class__", looped_class)
-            # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
-            namespace = {"__call__": called, "__module__": looped_class.__module__}
-            looped.__class__ = type(looped_class.__name__, (looped_class,), namespace)
-            tokens = type(model).generate(model, **arguments)
+    with torch.no_grad(), cached_tensors_removed(model) as put_aside, ExitStack() as undone:
+        if seed is not None:
+            undone.enter_context(in_evaluation_mode(model))
+            undone.enter_context(kept_generators())
+            seed()
+        # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
+        namespace = {"__call__": called, "__module__": looped_class.__module__}
+        undone.callback(setattr, looped, "__class__", looped_class)
+        looped.__class__ = type(looped_class.__name__, (looped_class,), namespace)
+        tokens = type(model).generate(model, **arguments)
         calls.join_remaining_calls()
     return tokens
 

@@ -254,21 +254,19 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
         return
-    where = "under parallel.pipeline"
     unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
-    if unknown or rest:
-        named = ", ".join([*unknown, *rest])
-        raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
-    if mode not in PLAIN_MODES:
-        allowed = "greedy search and sampling (num_beams: 1)"
-        raise ConfigError(f"generate: {mode.value} is not possible {where}; allowed are {allowed}")
     unstaged = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
         unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
         unstaged.append(f"cache_implementation: {settings.cache_implementation}")
-    if unstaged:
-        raise ConfigError(f"generate: {', '.join(unstaged)} is not possible {where}; leave it out")
+    for names, cure in (
+        ([*unknown, *rest], "prompts are input_ids and attention_mask"),
+        ([] if mode in PLAIN_MODES else [mode.value], "allowed are greedy search and sampling (num_beams: 1)"),
+        (unstaged, "leave it out"),
+    ):
+        if names:
+            raise ConfigError(f"generate: {', '.join(names)} is not possible under parallel.pipeline; {cure}")
 
 
 def decoder_positions(module: Any) -> int | None:

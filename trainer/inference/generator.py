@@ -246,9 +246,9 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.for_request(fields, 1)
 
-    def _why_unserved(self, fields: Mapping[str, Any], tokens: int = 1, *, trial: bool = False) -> str:
+    def _why_unserved(self, fields: Mapping[str, Any], tokens: int = 1) -> str:
         settings = self.placed.settings
-        return settings.why_unbatched(settings.for_request(fields, tokens, trial=trial))
+        return settings.why_unbatched(settings.for_request(fields, tokens))
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
@@ -258,7 +258,6 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
         if why := self._why_unserved(fields):
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
-        self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.require_bounded_template()
 
@@ -267,7 +266,7 @@ class Generator(ModelOnMesh):
         Raises `ConfigError` for invalid fields and adapters, and `DataError` for unknown tokens, for none, and for too many."""
         self.encode(tokens)
         self.placed.adapters.require(adapter, "the request")
-        if why := self._why_unserved(fields, len(tokens), trial=True):
+        if why := self._why_unserved(fields, len(tokens)):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def request_of(
@@ -373,11 +372,9 @@ def find_source(source: str | PathLike[str]) -> str:
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
         return str(checkpoint_at(path))
-    raise ConfigError(
-        f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, a model directory that "
-        "save_pretrained wrote, or the name of a model on the Hub",
-        where=str(source),
-    )
+    cure = "a model directory that save_pretrained wrote, or the name of a model on the Hub"
+    why = f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, {cure}"
+    raise ConfigError(why, where=str(source))
 
 
 def layout_of(
@@ -407,10 +404,8 @@ def layout_of(
         names = {"head", "revision", "weights"} & of_run.get("model", {}).keys()
         found = {name: of_run["model"][name] for name in names} | saved_with_base(Path(directory))
         if "source" not in found and not any(word.startswith("model.source=") for word in overrides):
-            raise ConfigError(
-                f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY, or for a run "
-                f"merge it: zeromesh checkpoint export {source} OUT --merge"
-            )
+            why = f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY"
+            raise ConfigError(f"{why}, or for a run merge it: zeromesh checkpoint export {source} OUT --merge")
     merged["model"] = found | {name: each for name, each in model.items() if name != "source"} | {"config": fields}
     # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
     own = of_run.get("data", {}).get("tokenizer")
