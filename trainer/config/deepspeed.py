@@ -74,12 +74,13 @@ class Translation:
             self.refuse(name, f"got {quote('', value)}; allowed is {takes}")
         return None
 
-    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
-        """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""
+    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> Any:
+        """Return an integer setting, which may be written 1e3; DeepSpeed's default, or None without one, if it is absent or, after
+        a refusal, invalid."""
         allowed = f"an integer >= {least}" + ("" if most == _LARGEST_COUNT else f" and <= {most}")
         whole = not isinstance(self(name), str)
         number = self.number(name, allowed, lambda number: whole and number.is_integer() and least <= number <= most)
-        return None if number is None else int(number)
+        return _DEFAULTS.get(name.rpartition(".")[2]) if number is None else int(number)
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
         """Look up a setting's value in `choices`, ignoring case; None if it is absent or, after a refusal, unknown."""
@@ -227,7 +228,7 @@ def _schedule(read: Translation) -> Pairs:
         lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
         if read(f"{prefix}cycle_momentum") is not False:
             read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
-        first = read.count(f"{prefix}cycle_first_step_size") or _DEFAULTS["cycle_first_step_size"]
+        first = read.count(f"{prefix}cycle_first_step_size")
         steps = first + (read.count(f"{prefix}cycle_second_step_size") or first)
         if lowest is None or not highest or lowest > highest:
             need = "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher"
@@ -237,8 +238,7 @@ def _schedule(read: Translation) -> Pairs:
         yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))
     else:
         if f"{prefix}warmup_num_steps" not in read.automatic:
-            rises = read.count(f"{prefix}warmup_num_steps") or _DEFAULTS["warmup_num_steps"]
-            yield "schedule.warmup_steps", max(2, rises)
+            yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps"))
             yield "schedule.warmup_ratio", None
         yield "schedule.warmup_shape", read(f"{prefix}warmup_type", "log")
     if name == "cosine_warmup_with_min_lr":
@@ -275,15 +275,8 @@ def _precision_and_zero(read: Translation) -> Pairs:
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
-        power = read.count("fp16.initial_scale_power", 0, 126)
-        yield (
-            "precision.loss_scale.initial_scale",
-            2.0 ** (_DEFAULTS["initial_scale_power"] if power is None else power),
-        )
-        yield (
-            "precision.loss_scale.growth_interval",
-            read.count("fp16.loss_scale_window") or _DEFAULTS["loss_scale_window"],
-        )
+        yield "precision.loss_scale.initial_scale", 2.0 ** read.count("fp16.initial_scale_power", 0, 126)
+        yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window")
 
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
@@ -308,9 +301,8 @@ def _offload(read: Translation) -> Pairs:
         ("zero_optimization.offload_optimizer", "offload.optimizer", "zero_optimization.cpu_offload"),
         ("zero_optimization.offload_param", "offload.parameters", "zero_optimization.cpu_offload_param"),
     ):
-        tier = read.choice(f"{name}.device", _TIERS) or (
-            "host" if read(old) and read(f"{name}.device") is None else "none"
-        )
+        tier = read.choice(f"{name}.device", _TIERS)
+        tier = tier or ("host" if read(old) and read(f"{name}.device") is None else "none")
         ratio, path = read(f"{name}.ratio", 1.0), read(f"{name}.nvme_path")
         tier = tier if ratio else "none"
         yield key, tier if ratio in (0, 1) or tier == "none" else {"tier": tier, "fraction": ratio}

@@ -242,11 +242,9 @@ def ending_children() -> Iterator[None]:
     except BaseException as error:
         if os.getpid() == parent:
             raise
-        ending = error.code if isinstance(error, SystemExit) else error
+        ending = error.code if isinstance(error, SystemExit) else traceback.format_exc().rstrip()
     if os.getpid() != parent:
-        if isinstance(ending, BaseException):
-            traceback.print_exception(ending)
-        elif not isinstance(ending, int | None):
+        if not isinstance(ending, int | None):
             sys.stderr.write(f"{ending}\n")
         sys.stdout.flush()
         sys.stderr.flush()

@@ -296,10 +296,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             elif each.exitcode is not None:
                 ends.append(f"process {each.pid} ended with status {each.exitcode}")
         if ends:
-            who = "A dataset or a library under it ended the process, or the system did"
-            return DataError(
-                f"a data worker is gone: {', '.join(ends)}. {who}; data.workers: 0 reads in the training process"
-            )
+            rest = "or the system did; data.workers: 0 reads in the training process"
+            why = f"A dataset or a library under it ended the process, {rest}"
+            return DataError(f"a data worker is gone: {', '.join(ends)}. {why}")
         limit = f"{self._workers.timeout_seconds:g} seconds"
         if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
             late = f"a data worker took more than {limit} for one microbatch (data.timeout_seconds)"

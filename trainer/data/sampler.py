@@ -66,10 +66,10 @@ class BatchPlan:
             why = f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}"
             raise ConfigError(f"{why}; lower the first or raise the second")
         if self.steps_per_epoch == 0:
-            epoch, cure = counted(self.epoch_size or 0, "sample"), "lower batch.global_size, or set batch.last: partial"
-            raise ConfigError(
-                f"an epoch of {epoch} has no whole global batch of {self.global_size} (batch.last: drop); {cure}"
+            epoch = (
+                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of {self.global_size}"
             )
+            raise ConfigError(f"{epoch} (batch.last: drop); lower batch.global_size, or set batch.last: partial")
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -218,10 +218,9 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     whole = [int(each * scale) for each in exact]
     found = tuple(each // math.gcd(*whole) for each in whole)
     if sum(found) > 1 << 20:
-        given, cure = ", ".join(map(str, weights)), f"round them, so that these numbers add up to at most {1 << 20:,}"
-        raise ConfigError(
-            f"data.mixture: the weights {given} are as {', '.join(map(str, found))} to each other; {cure}"
-        )
+        given, made = (", ".join(map(str, each)) for each in (weights, found))
+        cure = f"round them, so that these numbers add up to at most {1 << 20:,}"
+        raise ConfigError(f"data.mixture: the weights {given} are as {made} to each other; {cure}")
     return found
 
 

@@ -157,9 +157,5 @@ class ModelSection(Section):
         return all(pattern.startswith("!") for pattern in self.train or ("all",))
 
     @property
-    def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        return "native" if isinstance(self.loss, NamedFunction) else self.loss
-
-    @property
     def named(self) -> NamedFunction | None:
         return None if self.python is None else NamedFunction(python=self.python, **(self.config or {}))
