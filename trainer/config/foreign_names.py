@@ -68,8 +68,7 @@ _FILE_KEYS = {
 }
 """Typical keys of other trainers' files; two of them, or the only one, identify the trainer."""
 KEY_BY_DEEPSPEED_NAME = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
-KEY_BY_NAME = {name: key for key, names in NAMES.items() for name in names}
-"""The zeromesh key of each foreign name in lower case."""
+KEY_BY_NAME = {name: key for key, names in NAMES.items() for name in names}  # by foreign names in lower case
 
 
 def foreign_problems(data: Mapping[str, Any]) -> list[str]:

@@ -19,8 +19,7 @@ IGNORED_LABEL = -100  # The label of a position that is no target, as in `torch.
 
 Collate = Callable[[list[Any]], Any]
 
-_LABEL_NAMES = ("label", "label_ids")
-"""Field names of labels in samples, beside `labels`, which collators rename to it."""
+_LABEL_NAMES = ("label", "label_ids")  # of labels in samples, beside `labels`, which collators rename to it
 _LABELS = frozenset({"labels", *_LABEL_NAMES})
 
 

@@ -16,8 +16,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SAME_SAMPLES = "datasets and collators must give the same samples for the same index on every rank"
-_COMPARED_ELEMENTS = 65536
-"""The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
+_COMPARED_ELEMENTS = 65536  # of each tensor that ranks compare, which covers text and the beginning of an image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +26,12 @@ class RunData:
     train: Any
     eval: Any = None  # a map-style dataset, a mapping of names to such datasets, or None
     tokenizer: Tokenizer | None = None
-    byte_pair_entropy: float | None = None
-    """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
+    byte_pair_entropy: float | None = None  # Of the training text, in nats per token; the byte tokenizer's only.
     answer_ends: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     processor: Any = None
     notes: tuple[str, ...] = ()
-    limited: bool = False
-    """True if `data.eval_samples` limits an evaluation set."""
+    limited: bool = False  # True if `data.eval_samples` limits an evaluation set.
 
     def evaluation_sets(self) -> dict[str, MapDataset]:
         """Return each evaluation set by its name in error messages."""

@@ -48,8 +48,7 @@ _GRACE_SECONDS = 2.0  # in which workers may end before they are killed
 _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
 
-_SEARCHED_BATCHES = 100
-"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
+_SEARCHED_BATCHES = 100  # global batches, for a target before the run; later ones without targets are skipped
 
 _TOKEN_FIELDS = ("input_ids", "labels", "decoder_input_ids")  # `[batch, sequence]` in text, limited by `batch.tokens`
 
@@ -161,8 +160,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     ) -> None:
         self.feed = feed
         self._last = last
-        self._state = state
-        """The stream state after the last complete step."""
+        self._state = state  # The stream state after the last complete step.
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
@@ -175,8 +173,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._results: Iterator[_Result] | None = None
         self._processes: list[BaseProcess] = []
         self._report = -1  # the file descriptor to which a worker writes its stack
-        self._next_position: tuple[int, int] = (0, 0)
-        """The step of the next prefetched microbatch, and its index within the step."""
+        self._next_position = (0, 0)  # The step of the next prefetched microbatch, and its index within the step.
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from zeromesh.errors import ConfigError, counted
 
-Blocks = tuple[tuple[int, ...], ...]
-"""The global sample indices of each block of a step."""
+Blocks = tuple[tuple[int, ...], ...]  # The global sample indices of each block of a step.
 
 _MASK_64 = (1 << 64) - 1
 # From 12 rounds on, all 720 orders of 6 samples are equally likely; longer orders need only 4 to look random.
@@ -197,8 +196,7 @@ class SampleOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         if self.parts:
-            lengths = [length for length, _ in self.parts]
-            weights = tuple(weight for _, weight in self.parts)
+            lengths, weights = zip(*self.parts, strict=True)
             cycle, position = divmod(sample, sum(weights))
             parts, numbers = _mixture_table(weights)
             part = int(parts[position])

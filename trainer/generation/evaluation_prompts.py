@@ -15,8 +15,7 @@ from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments, decoder_positions, ends_of, settings_with
 from zeromesh.trainer.model_on_mesh import PlacedModel
 
-_NEW_TOKENS = 64
-"""The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
+_NEW_TOKENS = 64  # `max_new_tokens` where the caller, the configuration and `generation_config.json` give none
 _REFUSED = {"num_return_sequences": "a sample has one prediction", "return_dict_in_generate": "predictions are tokens"}
 _TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
 """Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""

@@ -38,8 +38,7 @@ class Progress:
 
 
 Deliver = Callable[[Sequence[Progress]], object]
-OnProgress = Callable[[Progress], object]
-"""Receives progress on the generator's thread; it must return at once and raise nothing."""
+OnProgress = Callable[[Progress], object]  # Called on the generator's thread: returns at once, and raises nothing.
 
 
 @dataclass(kw_only=True, slots=True)

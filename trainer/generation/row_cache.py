@@ -44,8 +44,7 @@ def token_bytes(config: PreTrainedConfig, tensor_ranks: int, stages: int, dtype:
 class Columns:
     """The columns of the buffers that rows use, which all layers share."""
 
-    lengths: list[int] = field(default_factory=list)
-    """The number of tokens of each row, and in prefill of its columns, padding included."""
+    lengths: list[int] = field(default_factory=list)  # The tokens of each row; in prefill its columns, with padding.
     width: int = 0  # The number of columns of the longest row.
     end: int = 0
     capacity: int = _FEWEST_COLUMNS

@@ -24,8 +24,7 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
-_NEW_TOKENS = 128
-"""The default of `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one."""
+_NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
 _ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
     "num_return_sequences": "give a prompt several times",
     "max_time": "give max_new_tokens",

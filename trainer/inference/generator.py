@@ -331,8 +331,7 @@ class _Results:
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
         self._partial: dict[int, tuple[list[int], list[float]]] = {}
-        self.complete: dict[int, Generated] = {}
-        """The results by request number, without those whose logits are not finite."""
+        self.complete: dict[int, Generated] = {}  # By request number, without those whose logits are not finite.
         self._began, self._tokens = time.monotonic(), 0
 
     @property

@@ -39,9 +39,8 @@ def _number_from_text(value: object) -> object:
 
 def bytes_from_text(value: object) -> object:
     """Convert text such as `256MiB` to a number of bytes."""
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGT])(i?))?B", value.strip())
-    ):
+    pattern = r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGT])(i?))?B"
+    if isinstance(value, str) and (match := re.fullmatch(pattern, value.strip())):
         number, prefix, binary = match.groups("")
         return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
     return value

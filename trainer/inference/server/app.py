@@ -56,8 +56,7 @@ class ServerOptions:
     """The bearer token of `Authorization: Bearer TOKEN`. None: no authentication, which is allowed on loopback alone."""
     new_tokens: int = NEW_TOKENS
     body_bytes: int = 1 << 20
-    receive_seconds: float = 30.0
-    """The seconds that a client may take to send the head of a request, and again for its body."""
+    receive_seconds: float = 30.0  # in which a client sends the head of a request, and again its body
     grace_seconds: float = 10.0
 
 

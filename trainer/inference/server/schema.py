@@ -52,8 +52,7 @@ class Piece:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Tool calls in the form of OpenAI's streamed deltas."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # As OpenAI's streamed deltas.
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None  # The finish reason on the last piece: `stop`, `length` or `tool_calls`.
