@@ -300,10 +300,7 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     sets: dict[str, PictureDataset] = {}
     if len(found) == 1 and section.eval_fraction:
         held = {each for each in listed if is_held_out("/".join(each.parts[-2:]), section.eval_fraction)}
-        found = {
-            "data.train": [each for each in listed if each not in held],
-            EVAL: [each for each in listed if each in held],
-        }
+        found = {key: [each for each in listed if (each in held) == (key == EVAL)] for key in ("data.train", EVAL)}
     for key, files in found.items():
         if unknown := {path.parent.name for path in files} - set(classes):
             raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")

@@ -99,8 +99,8 @@ class Feeds:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        parts, weights = (dataset.parts, dataset.weights) if isinstance(dataset, MixedDataset) else ((dataset,), ())
-        mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
+        parts: Any = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+        mixed = tuple(zip(map(len, parts), dataset.weights, strict=True)) if isinstance(dataset, MixedDataset) else ()
         order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
         for part in parts:
             if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:

@@ -196,7 +196,7 @@ class SampleOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         if self.parts:
-            lengths, weights = zip(*self.parts, strict=True)
+            lengths, weights = list[tuple[int, ...]](zip(*self.parts, strict=True))
             cycle, position = divmod(sample, sum(weights))
             parts, numbers = _mixture_table(weights)
             part = int(parts[position])

@@ -76,8 +76,10 @@ class PretrainedTokenizer:
             cure = "give a tokenizer, such as AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration"
             raise DataError(f"processing_class is a {type(self.tokenizer).__name__}; {cure}: data.tokenizer")
         if self.end_of_text is None:
-            cure = "documents are joined with an end-of-text token: set tokenizer.eos_token and save it again"
-            raise DataError(f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; {cure}")
+            raise DataError(
+                f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
+                "are joined with an end-of-text token: set tokenizer.eos_token and save it again"
+            )
 
     @property
     def vocab_size(self) -> int:
