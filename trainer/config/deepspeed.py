@@ -75,8 +75,7 @@ class Translation:
         return None
 
     def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> Any:
-        """Return an integer setting, which may be written 1e3; DeepSpeed's default, or None without one, if it is absent or, after
-        a refusal, invalid."""
+        """Return an integer setting, also one written 1e3; DeepSpeed's default, or None, if absent or, after a refusal, invalid."""
         allowed = f"an integer >= {least}" + ("" if most == _LARGEST_COUNT else f" and <= {most}")
         whole = not isinstance(self(name), str)
         number = self.number(name, allowed, lambda number: whole and number.is_integer() and least <= number <= most)

@@ -80,8 +80,7 @@ class _DatasetLoader:
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
     answer_ends: set[int] = field(default_factory=set)
-    classes: list[str] = field(default_factory=list)
-    """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
+    classes: list[str] = field(default_factory=list)  # By number, those of the first labelled text that is loaded.
 
     def load(self) -> RunData:
         section = self.section

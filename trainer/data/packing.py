@@ -30,8 +30,7 @@ class TokenDataset:
     begins: Sequence[int] | NDArray[np.int64]
     """The first token of each piece (a document, or a sequence of joined text), ordered by sequence; a range costs no memory."""
     ends: Sequence[int] | NDArray[np.int64]
-    cuts: Sequence[int] | NDArray[np.int64]
-    """Cumulative counts of pieces: sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1."""
+    cuts: Sequence[int] | NDArray[np.int64]  # Sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1.
     marked: bool
     separate: bool  # True if position ids restart with each document, which tells transformers where it begins.
     masked: bool  # True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding.

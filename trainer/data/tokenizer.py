@@ -184,8 +184,7 @@ class PretrainedTokenizer:
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
-_BOUNDED_TEMPLATES: set[str] = set()
-"""Chat templates that this process has rendered within the limits of time and memory, and does not try again."""
+_BOUNDED_TEMPLATES: set[str] = set()  # that this process has rendered within the limits, and does not try again
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -255,8 +254,9 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
 
 
 _UNFINISHED = "�"  # Decoders give the replacement character for an incomplete one.
-_CONTEXT_TOKENS = 12
-"""The number of last tokens that are decoded again before new ones, divisible by 1 to 4, the bytes of a UTF-8 character."""
+_CONTEXT_TOKENS = (
+    12  # the last ones, decoded again before new ones; divisible by 1 to 4, the bytes of a UTF-8 character
+)
 
 
 class TextStream:

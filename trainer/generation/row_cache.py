@@ -56,8 +56,7 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, columns: Columns) -> None:
         super().__init__()
         self._columns = columns
-        self.buffers: list[Tensor] = []
-        """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
+        self.buffers: list[Tensor] = []  # Of keys and of values; none before the first forward and in other stages.
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[rows, heads, new columns, width]`; returns those of all columns."""

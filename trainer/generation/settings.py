@@ -34,8 +34,7 @@ _ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to 
     **dict.fromkeys(("output_attentions", "output_hidden_states"), "results have none"),
 }
 _REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _ALTERNATIVES.items()}
-PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Decoding methods that continue a prompt by one text, a token at a time."""
+PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one text of a prompt, a token at a time
 _LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
 """Fields that affect only transformers' own decoding loop."""
 _RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
@@ -75,14 +74,13 @@ class ModelSettings:
         if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
             settings.pad_token_id = 0  # Unused, but models look it up.
         longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
-        positions = decoder_positions(self._module)
+        positions = decoder_positions(self._module) or sys.maxsize
         if settings.max_new_tokens is None and settings.max_length is None:
-            most = sys.maxsize if positions is None else max(1, positions - longest)
-            settings.max_new_tokens = min(_NEW_TOKENS, most)
-        if positions is not None and settings.max_length is not None and "max_length" not in fields:
+            settings.max_new_tokens = min(_NEW_TOKENS, max(1, positions - longest))
+        if settings.max_length is not None and "max_length" not in fields:
             settings.max_length = min(settings.max_length, positions)
         total = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-        if positions is not None and total > positions:
+        if total > positions:
             has = f"{longest} tokens, which with the new ones become {total}, and the model has {positions} positions"
             limit = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
             raise DataError(f"the prompt has {has}; shorten it, or lower {limit}")

@@ -116,8 +116,7 @@ class Generator(ModelOnMesh):
         except BaseException as error:
             self.mesh.publish_failed_start(error)
             raise
-        self.computed = 0
-        """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""
+        self.computed = 0  # Tokens of this rank in the latest `generate` whose prompts joined a running batch.
         self._calls = 0
 
     def _try_adapters(self) -> None:

@@ -133,8 +133,7 @@ class ParallelOptions(TransportKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSettings:
-    """The outer optimizer of local steps, whose gradient is the way that the replicas' weights went since the last sync, in the
-    mean."""
+    """The outer optimizer of local steps, whose gradient is the replicas' mean change of the weights since the last sync."""
 
     lr: Positive = 1.0
     """Learning rate. With 1.0 and no momentum, the new weights are the mean of the replicas'."""

@@ -11,8 +11,7 @@ from pydantic_core import from_json
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this decode greedily: dividing logits by a lower one may overflow, and the best token is drawn in any case."""
+_GREEDY_BELOW = 1e-5  # dividing logits by a lower temperature may overflow, and the best token is drawn in any case
 
 
 class RequestError(ZeromeshError):
