@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.generation import GenerationMode
 
 from zeromesh.errors import ConfigError, DataError, summary
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.row_cache import layers_of
@@ -25,26 +27,11 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
 _NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
-_ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
-    "num_return_sequences": "give a prompt several times",
-    "max_time": "give max_new_tokens",
-    "stop_strings": "give eos_token_id, or cut the text",
-    "return_dict_in_generate": "results have tokens and logprobs",
-    **dict.fromkeys(("output_scores", "output_logits"), "results have logprobs"),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), "results have none"),
-}
-_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _ALTERNATIVES.items()}
+_FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _FIELDS["refused"].items()}
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one text of a prompt, a token at a time
-_LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
-"""Fields that affect only transformers' own decoding loop."""
 _RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
 _CACHE_WINDOWS = ("moshi",)  # Models whose sliding window is implemented by dropping cache entries, not by a mask.
-_STAGED_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
-) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}
-"""Arguments of `generate` beside fields of `GenerationConfig` that a pipeline accepts."""
-_UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
-"""Fields of `GenerationConfig` that a pipeline does not support."""
 _ON_THE_HUB = (
     *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
     *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
@@ -120,7 +107,7 @@ class ModelSettings:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        for field in _LIBRARY_LOOP_ONLY:
+        for field in _FIELDS["library_loop_only"]:
             if getattr(settings, field, None):
                 return f"{field} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
@@ -141,11 +128,6 @@ class ModelSettings:
 
 
 _ORIGIN = " (the model's generation_config.json says so)"
-_COUNT_FIELDS = ("num_beams", "num_beam_groups", "num_return_sequences")
-_RATIOS = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_TOKEN_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
-_MODEL_TOKEN_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
-"""Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
 def _wrong_values(
@@ -153,22 +135,23 @@ def _wrong_values(
 ) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     problems: dict[str, str] = {}
+    counts, ratios, token_ids = (_FIELDS[name] for name in ("counts", "ratios", "token_ids"))
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
-    for name, kind in {**kinds, **dict.fromkeys(_RATIOS, float), "max_new_tokens": int, "min_new_tokens": int}.items():
+    for name, kind in {**kinds, **dict.fromkeys(ratios, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least = 1 if name in _COUNT_FIELDS else 0 if kind is int or name in _RATIOS else -math.inf
-        most = 1 if name in _RATIOS else sys.maxsize if kind is int else math.inf
+        least = 1 if name in counts else 0 if kind is int or name in ratios else -math.inf
+        most = 1 if name in ratios else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             problems[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
-    for name in (*_TOKEN_IDS, *_MODEL_TOKEN_IDS):
+    for name in (*token_ids, *_FIELDS["model_token_ids"]):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        most = vocabulary if name in fields or (name in _TOKEN_IDS and name not in beyond) else sys.maxsize
-        least = 0 if name in _TOKEN_IDS else -sys.maxsize
+        most = vocabulary if name in fields or (name in token_ids and name not in beyond) else sys.maxsize
+        least = 0 if name in token_ids else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             problems[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
     return [f"{name} is {text}{'' if name in fields else _ORIGIN}" for name, text in problems.items()]
@@ -251,8 +234,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
         return
-    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
-    unstaged = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
+    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _FIELDS["staged_arguments"]]
+    unstaged = [name for name in _FIELDS["unstaged"] if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
         unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
