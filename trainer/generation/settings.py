@@ -27,16 +27,11 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
 _NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
-_FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))
-_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _FIELDS["refused"].items()}
+FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in FIELDS["refused"].items()}
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one text of a prompt, a token at a time
 _RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
 _CACHE_WINDOWS = ("moshi",)  # Models whose sliding window is implemented by dropping cache entries, not by a mask.
-_ON_THE_HUB = (
-    *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
-    *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
-)
-"""Generation modes whose code transformers loads from the Hub."""
 
 
 class ModelSettings:
@@ -107,7 +102,7 @@ class ModelSettings:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        for field in _FIELDS["library_loop_only"]:
+        for field in FIELDS["library_loop_only"]:
             if getattr(settings, field, None):
                 return f"{field} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
@@ -135,7 +130,7 @@ def _wrong_values(
 ) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     problems: dict[str, str] = {}
-    counts, ratios, token_ids = (_FIELDS[name] for name in ("counts", "ratios", "token_ids"))
+    counts, ratios, token_ids = (FIELDS[name] for name in ("counts", "ratios", "token_ids"))
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
     for name, kind in {**kinds, **dict.fromkeys(ratios, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
@@ -147,7 +142,7 @@ def _wrong_values(
             problems[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
-    for name in (*token_ids, *_FIELDS["model_token_ids"]):
+    for name in (*token_ids, *FIELDS["model_token_ids"]):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
         most = vocabulary if name in fields or (name in token_ids and name not in beyond) else sys.maxsize
@@ -225,7 +220,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError(f"generate: generation_config is a {type(settings).__name__}, not a GenerationConfig")
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
     mode = settings.get_generation_mode()
-    if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
+    if mode.value in FIELDS["modes_on_the_hub"] and not (
+        arguments.get("trust_remote_code") or arguments.get("custom_generate")
+    ):
         cure = "use beams or sampling, or load it: trainer.generate(trust_remote_code=True)"
         raise ConfigError(f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; {cure}")
     if not shared:
@@ -234,8 +231,8 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
         return
-    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _FIELDS["staged_arguments"]]
-    unstaged = [name for name in _FIELDS["unstaged"] if getattr(settings, name, None)]
+    unknown = [name for name in arguments if not hasattr(settings, name) and name not in FIELDS["staged_arguments"]]
+    unstaged = [name for name in FIELDS["unstaged"] if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
         unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
