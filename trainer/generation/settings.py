@@ -27,7 +27,7 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
 _NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
-FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))
+FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))  # of `GenerationConfig`, and what they are here
 _REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in FIELDS["refused"].items()}
 PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one text of a prompt, a token at a time
 _RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
