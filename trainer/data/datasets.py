@@ -269,8 +269,7 @@ _ROW_NOTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PictureDataset:
-    files: Sequence[Path]  # in folders named by their classes
-    classes: Sequence[str]
+    files: Sequence[tuple[Path, int]]
     processor: Any
     mode: str  # Pillow's, such as RGB
 
@@ -281,11 +280,11 @@ class PictureDataset:
         """Return `pixel_values`, float `[channels, height, width]`, and `labels`. Raises `DataError` for a broken file."""
         from datasets import Image
 
-        path = self.files[index]
+        path, label = self.files[index]
         with library_errors(before=f"{str(path)!r} cannot be read as a picture: ", kind=DataError):
             picture = Image().decode_example({"path": str(path), "bytes": None}).convert(self.mode)
         pixels = self.processor(images=picture, return_tensors="pt")["pixel_values"][0]
-        return {"pixel_values": pixels, "labels": torch.tensor(self.classes.index(path.parent.name))}
+        return {"pixel_values": pixels, "labels": torch.tensor(label)}
 
 
 def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
@@ -303,8 +302,8 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     for key, files in found.items():
         if unknown := {path.parent.name for path in files} - set(classes):
             raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")
-        made = PictureDataset(files=files, classes=classes, processor=processor, mode=mode)
-        sets[key.removeprefix(f"{EVAL}.")] = made
+        numbered = [(path, classes.index(path.parent.name)) for path in files]
+        sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
     evaluated: Any = sets.get(EVAL, sets) or None

@@ -20,7 +20,7 @@ from zeromesh.offload import tensor_bytes
 from zeromesh.rng import kept_generators, seed_all, seed_of
 
 _LOG = logging.getLogger(__name__)
-_ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
+_ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+>")
 _REASONS = (
     "",
     "the stream is read again from its beginning",

@@ -245,9 +245,9 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for fields of `GenerationConfig` that are invalid for every prompt."""
         self.placed.settings.for_request(fields, 1)
 
-    def _why_unserved(self, fields: Mapping[str, Any], tokens: int = 1) -> str:
+    def _why_unserved(self, fields: Mapping[str, Any], tokens: int = 1, *, trial: bool = False) -> str:
         settings = self.placed.settings
-        return settings.why_unbatched(settings.for_request(fields, tokens))
+        return settings.why_unbatched(settings.for_request(fields, tokens, trial=trial))
 
     def can_serve(self, fields: Mapping[str, Any]) -> bool:
         """Return True if requests with these fields may join a running batch of this model, so that `serve` takes them."""
@@ -257,6 +257,7 @@ class Generator(ModelOnMesh):
         """Raise `ConfigError` for a model whose requests with these fields cannot join a running batch."""
         if why := self._why_unserved(fields):
             raise ConfigError(f"serve: requests cannot join a running batch: {why}; use generate")
+        self.check_fields(fields)
         if isinstance(self.tokenizer, PretrainedTokenizer):
             self.tokenizer.require_bounded_template()
 
@@ -265,7 +266,7 @@ class Generator(ModelOnMesh):
         Raises `ConfigError` for invalid fields and adapters, and `DataError` for unknown tokens, for none, and for too many."""
         self.encode(tokens)
         self.placed.adapters.require(adapter, "the request")
-        if why := self._why_unserved(fields, len(tokens)):
+        if why := self._why_unserved(fields, len(tokens), trial=True):
             raise ConfigError(f"{why}, which requests that join a running batch cannot")
 
     def request_of(

@@ -1,13 +1,11 @@
 """The section `model`, and the class of transformers that builds a model for each task."""
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
 from zeromesh.settings.keys import Allowed, CodecName, ConvertedBy, Count, Fraction, Names, Positive, Text
 from zeromesh.trainer.config.sections.base import Named, NamedFunction, PythonName, Section, Texts
-from zeromesh.trainer.config.yaml_reader import read_texts
 
 Head = Literal[
     "causal_lm",
@@ -37,7 +35,16 @@ AUTO_CLASSES: dict[Head, str] = {
 } | {"base": "AutoModel"}
 """The class of transformers for each head, such as AutoModelForCausalLM."""
 
-DEFAULT_MODEL: dict[str, JsonValue] = read_texts(Path(__file__).parents[1] / "default_model.yaml")
+DEFAULT_MODEL: dict[str, JsonValue] = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 688,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
 
 
 class LoraSection(Section):
