@@ -27,19 +27,11 @@ from zeromesh.trainer.config.sections.optimizer import optimizer_problems
 from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.config.sections.training import EVAL, Column, MixturePart, paths_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
-from zeromesh.trainer.config.yaml_reader import (
-    parse_yaml,
-    plain_scalar,
-    plain_value,
-    read_texts,
-    read_yaml,
-    with_variables,
-)
+from zeromesh.trainer.config.yaml_reader import parse_yaml, plain_scalar, plain_value, read_yaml, with_variables
 from zeromesh.trainer.trackers.backends import TRACKERS
 
 ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | TrainerConfig | None
 """A path of YAML or JSON or a mapping, of ours or DeepSpeed's, a `TrainerConfig`, or None for the defaults."""
-_ADVICE = read_texts(Path(__file__).with_name("advice.yaml"))
 OUR_KEY = "zeromesh"  # The key in a DeepSpeed configuration that holds zeromesh's sections, which DeepSpeed ignores.
 ARGUMENTS_ADVICE = "TrainingArguments: use zeromesh.transformers.Trainer, the same constructor as transformers' own"
 
@@ -155,7 +147,7 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
 
 
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
-    for key, row in _ADVICE["paths"].items():
+    for key, row in messages.ADVICE["paths"].items():
         section, _, name = key.partition(".")
         given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
         for path in (each for each in given if each not in row.get("words", ())):
@@ -395,7 +387,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         what = "are text, finite numbers, true, false, null and lists"
     else:
         what = f"is {messages.allowed(field)}"
-        if isinstance(value, str) and (reason := _ADVICE["words"].get(path, {}).get(value.lower())):
+        if isinstance(value, str) and (reason := messages.ADVICE["words"].get(path, {}).get(value.lower())):
             return f"{path}: {value} is not available: {reason}; allowed {what}"
         near, every = None, messages.known_paths().values()
         if isinstance(value, str) and not any(value in messages.choices(other) for other in every):

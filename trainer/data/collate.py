@@ -136,7 +136,7 @@ class BatchRules:
     unused: bool | None = None
     """True if collators get only what forward takes, False if they get all. None drops text beside the model's inputs, which cannot
     become a tensor, and before collators of transformers, which make tensors of all fields, what forward does not take."""
-    length_multiple: int | None = None  # of tokens, to which padding at the end of text batches is cut; None: to none
+    length_multiple: int | None = None  # of tokens, to which padding at the end of texts is cut; None keeps all padding
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Return the checked batch of these dataset indices, with all fields. Raises `DataError` for one that cannot be trained on;

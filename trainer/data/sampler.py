@@ -65,10 +65,9 @@ class BatchPlan:
             why = f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}"
             raise ConfigError(f"{why}; lower the first or raise the second")
         if self.steps_per_epoch == 0:
-            epoch = (
-                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of {self.global_size}"
-            )
-            raise ConfigError(f"{epoch} (batch.last: drop); lower batch.global_size, or set batch.last: partial")
+            why = f"has no whole global batch of {self.global_size} (batch.last: drop)"
+            epoch, cure = counted(self.epoch_size or 0, "sample"), "lower batch.global_size, or set batch.last: partial"
+            raise ConfigError(f"an epoch of {epoch} {why}; {cure}")
 
     @property
     def steps_per_epoch(self) -> int | None:

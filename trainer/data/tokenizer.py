@@ -247,9 +247,7 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
 
 
 _UNFINISHED = "�"  # Decoders give the replacement character for an incomplete one.
-_CONTEXT_TOKENS = (
-    12  # the last ones, decoded again before new ones; divisible by 1 to 4, the bytes of a UTF-8 character
-)
+_CONTEXT_TOKENS = 12  # decoded again before new ones; divisible by 1 to 4, the bytes of a UTF-8 character
 
 
 class TextStream:
