@@ -3,6 +3,7 @@ default. The learning rate follows DeepSpeed's curve without its first step, whi
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -29,12 +30,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 _TREE = nested({row.name: row for row in TABLE})
 _PATHS = dict.fromkeys(part for row in TABLE for part in accumulate(row.name.split("."), "{}.{}".format))
 _SHARED_SECTIONS = frozenset(_TREE) & frozenset(TrainerConfig.model_fields)
-
-# DeepSpeed's defaults.
-_GRADIENT_CLIPPING = 1.0
-_WARMUP_STEPS, _WARMUP_DECAY_LR, _COSINE_END, _CYCLE_STEPS = 1000, 1e-3, 1e-4, 2000
-_SCALE_POWER, _SCALE_WINDOW = 16, 1000
-_TORCH_ADAMW_DECAY = 0.01
+_DEFAULTS = WORDS["defaults"]
 _OPTIMIZERS, _CURVES, _TIERS, _DTYPES = (WORDS[kind] for kind in ("optimizers", "curves", "tiers", "dtypes"))
 _SHAPE_KEYS = ScheduleSection.model_fields.keys() - {"name", "warmup_steps", "warmup_ratio"}
 _BATCH_NAMES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -71,22 +67,19 @@ class Translation:
     def number(self, name: str, takes: str = "a number", ok: Callable[[float], bool] = lambda _: True) -> float | None:
         """Return a numeric setting; None if it is absent or, after a refusal, not `takes`."""
         value = self(name)
-        try:
-            number = math.nan if value is None or isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if math.isfinite(number) and ok(number):
-            return number
+        with suppress(TypeError, ValueError):
+            if not isinstance(value, bool) and math.isfinite(number := float(value)) and ok(number):
+                return number
         if value is not None:
             self.refuse(name, f"got {quote('', value)}; allowed is {takes}")
         return None
 
-    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> int | None:
-        """Return an integer setting, which may be written 1e3; None if it is absent or, after a refusal, invalid."""
+    def count(self, name: str, least: int = 1, most: int = _LARGEST_COUNT) -> Any:
+        """Return an integer setting, also one written 1e3; DeepSpeed's default, or None, if absent or, after a refusal, invalid."""
         allowed = f"an integer >= {least}" + ("" if most == _LARGEST_COUNT else f" and <= {most}")
         whole = not isinstance(self(name), str)
         number = self.number(name, allowed, lambda number: whole and number.is_integer() and least <= number <= most)
-        return None if number is None else int(number)
+        return _DEFAULTS.get(name.rpartition(".")[2]) if number is None else int(number)
 
     def choice(self, name: str, choices: Mapping[str, Any], *, required: bool = False) -> Any:
         """Look up a setting's value in `choices`, ignoring case; None if it is absent or, after a refusal, unknown."""
@@ -166,7 +159,7 @@ def _flatten(data: Mapping[str, Any], tree: Mapping[str, Any], prefix: str, foun
 
 def _batch(read: Translation) -> Pairs:
     if not read.has("gradient_clipping"):
-        yield "run.clip_norm", _GRADIENT_CLIPPING
+        yield "run.clip_norm", _DEFAULTS["gradient_clipping"]
     if read("dataloader_drop_last") is not None:
         yield "batch.last", "drop" if read("dataloader_drop_last") else "carry"
     known = len(read.problems)
@@ -209,7 +202,7 @@ def _optimizer(read: Translation) -> Pairs:
         return
     if options["name"] == "adamw":
         if read("optimizer.params.torch_adam"):
-            options = options | {"weight_decay": _TORCH_ADAMW_DECAY}
+            options = options | {"weight_decay": _DEFAULTS["weight_decay"]}
         if str(read("optimizer.type")).lower() == "adam" and read("optimizer.params.adam_w_mode") is False:
             options = options | {"name": "adam", "weight_decay": 0.0}
     yield "optimizer.name", options["name"]
@@ -234,7 +227,7 @@ def _schedule(read: Translation) -> Pairs:
         lowest, highest = read.number(f"{prefix}cycle_min_lr"), read.number(f"{prefix}cycle_max_lr")
         if read(f"{prefix}cycle_momentum") is not False:
             read.refuse(f"{prefix}cycle_momentum", "momentum does not cycle; set it to false")
-        first = read.count(f"{prefix}cycle_first_step_size") or _CYCLE_STEPS
+        first = read.count(f"{prefix}cycle_first_step_size")
         steps = first + (read.count(f"{prefix}cycle_second_step_size") or first)
         if lowest is None or not highest or lowest > highest:
             need = "OneCycle needs cycle_min_lr and cycle_max_lr, of which it is the higher"
@@ -244,16 +237,16 @@ def _schedule(read: Translation) -> Pairs:
         yield from ((f"schedule.{key}", lowest / highest) for key in ("min_ratio", "start_ratio"))
     else:
         if f"{prefix}warmup_num_steps" not in read.automatic:
-            yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps") or _WARMUP_STEPS)
+            yield "schedule.warmup_steps", max(2, read.count(f"{prefix}warmup_num_steps"))
             yield "schedule.warmup_ratio", None
         yield "schedule.warmup_shape", read(f"{prefix}warmup_type", "log")
     if name == "cosine_warmup_with_min_lr":
-        yield "schedule.min_ratio", read(f"{prefix}cos_min_ratio", _COSINE_END)
+        yield "schedule.min_ratio", read(f"{prefix}cos_min_ratio", _DEFAULTS["cos_min_ratio"])
         yield "schedule.start_ratio", read(f"{prefix}warmup_min_ratio")
     elif name != "polynomial":
         highest, lowest = read.number(f"{prefix}warmup_max_lr"), read.number(f"{prefix}warmup_min_lr")
         if highest is None and name == "linear" and f"{prefix}warmup_max_lr" not in read.automatic:
-            highest = _WARMUP_DECAY_LR
+            highest = _DEFAULTS["warmup_max_lr"]
         if highest is not None:
             yield "optimizer.lr", highest
         lr = read.number("optimizer.params.lr") or read.values.get("optimizer.lr") or OptimizerSection().lr
@@ -281,9 +274,8 @@ def _precision_and_zero(read: Translation) -> Pairs:
         compute = "float32"
         yield "precision.compute", compute
     if compute == "float16":
-        power = read.count("fp16.initial_scale_power", 0, 126)
-        yield "precision.loss_scale.initial_scale", 2.0 ** (_SCALE_POWER if power is None else power)
-        yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window") or _SCALE_WINDOW
+        yield "precision.loss_scale.initial_scale", 2.0 ** read.count("fp16.initial_scale_power", 0, 126)
+        yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window")
 
     stage = read.count("zero_optimization.stage", 0)
     if "zero_optimization.stage" not in read.automatic:
@@ -308,9 +300,8 @@ def _offload(read: Translation) -> Pairs:
         ("zero_optimization.offload_optimizer", "offload.optimizer", "zero_optimization.cpu_offload"),
         ("zero_optimization.offload_param", "offload.parameters", "zero_optimization.cpu_offload_param"),
     ):
-        tier = read.choice(f"{name}.device", _TIERS) or (
-            "host" if read(old) and read(f"{name}.device") is None else "none"
-        )
+        tier = read.choice(f"{name}.device", _TIERS)
+        tier = tier or ("host" if read(old) and read(f"{name}.device") is None else "none")
         ratio, path = read(f"{name}.ratio", 1.0), read(f"{name}.nvme_path")
         tier = tier if ratio else "none"
         yield key, tier if ratio in (0, 1) or tier == "none" else {"tier": tier, "fraction": ratio}
@@ -338,6 +329,5 @@ def _other_settings(read: Translation) -> Pairs:
         yield "tracking.backends", [backends[name] for name in asked]
     if "wandb" in asked:
         yield "tracking.mode", "online"
-    for name in ("comet", "wandb"):
-        if name in asked and read(f"{name}.project"):
-            yield "tracking.project", read(f"{name}.project")
+    for project in filter(None, (read(f"{name}.project") for name in sorted(asked))):
+        yield "tracking.project", project

@@ -44,12 +44,14 @@ def _rows_of(row: Mapping[str, Any]) -> list[SettingRow]:
 
 _DEEPSPEED = read_texts(Path(__file__).with_name("deepspeed.yaml"))
 WORDS: Mapping[str, Mapping[str, Any]] = _DEEPSPEED.pop("words")
-"""The names here for DeepSpeed's optimizers, curves, tiers and dtypes, by kind; an optimizer with DeepSpeed's defaults."""
+"""DeepSpeed's defaults, and the names here for its optimizers, curves, tiers and dtypes, by kind."""
 SECTIONS = {title: tuple(chain.from_iterable(map(_rows_of, rows))) for title, rows in _DEEPSPEED.items()}
 TABLE = tuple(chain.from_iterable(SECTIONS.values()))
 
 NO_KEY = "no key"  # The prefix of explanations for settings without a key here.
-_ROWS = [(key, names.split()) for key, names in read_texts(Path(__file__).with_name("foreign_names.yaml")).items()]
+_FOREIGN = read_texts(Path(__file__).with_name("foreign_names.yaml"))
+_FILE_KEYS: Mapping[str, list[str]] = _FOREIGN.pop("files")
+_ROWS = [(key, names.split()) for key, names in _FOREIGN.items()]
 NAMES: Mapping[str, tuple[str, ...]] = {
     key: others
     for key, names in _ROWS
@@ -61,20 +63,13 @@ ARGUMENTS = {key: name[1:] for key, names in _ROWS for name in names if name.sta
 ARGUMENTS |= {"schedule.warmup_ratio": ARGUMENTS["schedule.warmup_steps"], "tracking.name": "run_name"}
 STEP_INTERVALS = {"run.log_every": "logging", "run.eval_every": "eval", "checkpoint.every_steps": "save"}
 """`ARGUMENTS` maps keys to arguments of transformers and TRL, and `STEP_INTERVALS` to the NAME in `NAME_strategy`, `NAME_steps`."""
-_FILE_KEYS = {
-    "axolotl": {"base_model"},
-    "LLaMA-Factory": {"model_name_or_path", "template", "finetuning_type", "cutoff_len"},
-    "transformers or TRL": {"model_name_or_path", "per_device_train_batch_size", "learning_rate", "num_train_epochs"},
-}
-"""Typical keys of other trainers' files; two of them, or the only one, identify the trainer."""
 KEY_BY_DEEPSPEED_NAME = {row.name.rpartition(".")[2].lower(): row.keys[0] for row in TABLE if row.keys}
-KEY_BY_NAME = {name: key for key, names in NAMES.items() for name in names}
-"""The zeromesh key of each foreign name in lower case."""
+KEY_BY_NAME = {name: key for key, names in NAMES.items() for name in names}  # by foreign names in lower case
 
 
 def foreign_problems(data: Mapping[str, Any]) -> list[str]:
     """Return the equivalent of each key of another trainer's configuration; an empty list for any other mapping."""
-    trainer = next((name for name, keys in _FILE_KEYS.items() if len(keys & data.keys()) >= min(2, len(keys))), None)
+    trainer = next((name for name, keys in _FILE_KEYS.items() if len(data.keys() & keys) >= min(2, len(keys))), None)
     if trainer is None:
         return []
     named = [f"{key}: here {KEY_BY_NAME[key.lower()]}" for key in data if key.lower() in KEY_BY_NAME]

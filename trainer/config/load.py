@@ -146,36 +146,24 @@ def _read(source: Any, chain: tuple[Path, ...] = ()) -> _Source:
     return given if base is None else _merge_base(given, base, chain)
 
 
-_ON_THE_HUB = "the name of a model on the Hub"
-_DATASET = "hub:OWNER/NAME for a dataset of the Hub"
-_PATHS = {
-    "model.source": ((), f"give a local directory with config.json and *.safetensors, or {_ON_THE_HUB}"),
-    "data.train": (("stdlib",), f"give stdlib, files and directories of this machine, or {_DATASET}"),
-    "data.eval": (("stdlib",), f"give null, files and directories of this machine, or {_DATASET}"),
-    "data.tokenizer": (("bytes",), f"give bytes, a local directory that save_pretrained wrote, or {_ON_THE_HUB}"),
-    "checkpoint.resume": (("auto", "never"), "give auto, never, or the directory of a run or of a checkpoint"),
-}
-"""Keys of paths, with their words that are no paths, and the advice for a missing path."""
-
-
 def _missing_paths(config: TrainerConfig, wrong: frozenset[str]) -> Iterator[str]:
-    for key, (words, cure) in _PATHS.items():
+    for key, row in messages.ADVICE["paths"].items():
         section, _, name = key.partition(".")
         given = () if key in wrong else paths_of(getattr(getattr(config, section), name))
-        for path in (each for each in given if each not in words):
+        for path in (each for each in given if each not in row.get("words", ())):
             try:
                 there = Path(path).expanduser()
                 exists = there.exists()
             except (OSError, RuntimeError) as error:  # No such user's home directory.
-                yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {cure}"
+                yield f"{key}: {path!r} cannot be reached: {getattr(error, 'strerror', None) or error}; {row['advice']}"
                 continue
-            if _DATASET in cure:
+            if row.get("hub") == "dataset":
                 exists = exists or path.startswith("hub:") or bool(glob(str(there), recursive=True))
-            if exists or (_ON_THE_HUB in cure and REPOSITORY.fullmatch(path)):
+            if exists or (row.get("hub") == "model" and REPOSITORY.fullmatch(path)):
                 continue
             place = "" if there.is_absolute() else f" in {Path.cwd()}"
             several = f", and several paths are a list: [{path}]" if "," in path else ""
-            yield f"{key}: {path!r} does not exist{place}{several}; {cure}"
+            yield f"{key}: {path!r} does not exist{place}{several}; {row['advice']}"
 
 
 def tracker_problems(names: Sequence[str]) -> Iterator[str]:
@@ -193,14 +181,6 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
             hint = f"; did you mean {near}?" if near else ""
             what = f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}"
             yield f"{what}, and names of trackers that were given to accelerate.tracking.register_tracker_class{hint}"
-
-
-_OFFLOADED = ("optimizer", "gradients", "parameters", "activations")
-_REASONS = {
-    ("precision.master", "bfloat16"): "none and kahan keep weights in bfloat16",
-    **{(f"offload.{what}", "cpu"): "the CPU's memory is called host" for what in _OFFLOADED},
-    **{(f"offload.{what}", "nvme"): "a disk is called file, and offload.directory says which" for what in _OFFLOADED},
-}
 
 
 def suggestion(path: str) -> str | None:
@@ -407,7 +387,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
         what = "are text, finite numbers, true, false, null and lists"
     else:
         what = f"is {messages.allowed(field)}"
-        if isinstance(value, str) and (reason := _REASONS.get((path, value.lower()))):
+        if isinstance(value, str) and (reason := messages.ADVICE["words"].get(path, {}).get(value.lower())):
             return f"{path}: {value} is not available: {reason}; allowed {what}"
         near, every = None, messages.known_paths().values()
         if isinstance(value, str) and not any(value in messages.choices(other) for other in every):

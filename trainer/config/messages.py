@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,6 +15,9 @@ from zeromesh.errors import counted
 from zeromesh.settings.keys import Allowed
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.yaml_reader import read_texts
+
+ADVICE = read_texts(Path(__file__).with_name("advice.yaml"))  # about values of keys: paths, and words of other programs
 
 
 @cache

@@ -139,8 +139,9 @@ def _positions(config: TrainerConfig) -> tuple[str, int] | None:
     return None
 
 
-_CLAUSE = re.compile(r"(not )?([\w.]+)(?: (is not|is|<|>) (\S+))?")
-_SIGNS = {"is": operator.eq, "is not": operator.ne, "<": operator.lt, ">": operator.gt}
+_CLAUSE = re.compile(r"(not )?([\w.]+)(?: (is not|is|<|>|has) (\S+))?")
+_SIGNS: dict[str, Callable[[Any, Any], bool]] = {"is": operator.eq, "is not": operator.ne}
+_SIGNS |= {"<": operator.lt, ">": operator.gt, "has": lambda values, name: name in (values or ())}
 
 
 def _holds(clause: str, config: TrainerConfig) -> bool:
@@ -153,70 +154,58 @@ def _holds(clause: str, config: TrainerConfig) -> bool:
     return bool(_SIGNS[sign](found, other))
 
 
-def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], bool]:
-    either = [row[key] for key in ("when", "or") if key in row]
-    return lambda config: any(all(_holds(clause, config) for clause in clauses) for clauses in either)
-
-
-_RULES: dict[str, Callable[[TrainerConfig], object]] = {
-    **{row["says"]: _rule(row) for row in read_texts(Path(__file__).with_name("rules.yaml"))},
-    "model.config: given beside model.source {c.model.source!r}, which brings its own; name only the fields that "
-    "are to differ from it (num_labels), or set it to null": lambda c: (
-        c.model.source is not None and "model_type" in (c.model.config or {})
-    ),
-    "model.config.model_type: missing; give the name of a Hugging Face architecture, such as llama, or a "
-    "model.source": lambda c: (
+_FINDINGS: dict[str, Callable[[TrainerConfig], object]] = {
+    "no_model_type": lambda c: (
         c.model.source is c.model.python is None
         and c.model.config is not None
         and type(c.model.config.get("model_type")) is not str
     ),
-    "model.lora.options: {0} are keys of model.lora: rank, alpha, dropout and targets; give them there": lambda c: (
+    "keys_of_lora": lambda c: (
         c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
     ),
-    "model.adapters: {0} are no names; give letters, digits, _ and -, but not __base__": lambda c: (
+    "unfit_adapter_names": lambda c: (
         [name for name in c.model.adapters or {} if not re.fullmatch(r"(?!__base__$)[\w-]+", name)]
     ),
-    "model.adapters.default is not the adapter that is trained, whose place in a directory it would have; rename it": lambda c: (
+    "misplaced_default": lambda c: (
         "default" in c.model.wanted_adapters
         and (c.model.trained_adapter or next(iter(c.model.wanted_adapters))) != "default"
     ),
-    "model.trained_adapter is {c.model.trained_adapter!r}, and the adapters are {0}": lambda c: (
+    "other_adapters": lambda c: (
         c.model.trained_adapter not in (None, *c.model.wanted_adapters) and [*c.model.wanted_adapters]
     ),
-    "data.sequence_length: {c.data.sequence_length} is more than model.config.{0[0]} {0[1]}; lower the one or "
-    "raise the other": _positions,
-    "parallel.stages has {0[0]} numbers of blocks for {0[1]} stages (parallel.pipeline x parallel.chunks)": lambda c: (
+    "positions": _positions,
+    "stages_given_and_wanted": lambda c: (
         c.parallel.stages
         and c.parallel.pipeline > 1
         and len(c.parallel.stages) != c.parallel.pipeline * c.parallel.chunks
         and (len(c.parallel.stages), c.parallel.pipeline * c.parallel.chunks)
     ),
-    "data.packing: true puts several conversations into a sequence, and with data.separate_documents: false each sees those before "
-    "it; leave the one out, or set the other to false": lambda c: (
+    "shared_sequences": lambda c: (
         c.data.separate_documents is False and c.data.packing and any(each.has_answers for each in c.data.formats)
     ),
-    "batch.tokens: {c.batch.tokens} is in place of batch.micro_size, which is {0}; leave one of them out": lambda c: (
+    "micro_size_beside_tokens": lambda c: (
         c.batch.tokens is not None
         and ("auto" if "batch.micro_size" in c.parallel.auto else c.batch.micro_size > 1 and c.batch.micro_size)
     ),
-    "data.format: pictures is for all data, and no part of data.mixture": lambda c: (
-        c.data.mixture is not None and any(each.holds == "pictures" for each in c.data.formats)
+    "pictures_in_a_mixture": lambda c: c.data.mixture and any(each.holds == "pictures" for each in c.data.formats),
+    "code_beside_files": lambda c: (
+        {isinstance(each, NamedFunction) for each in c.data.eval_sets().values()}
+        - {isinstance(c.data.train, NamedFunction)}
     ),
-    "data.train and data.eval: one is Python code and the other text of files; give both as code, or both as files": lambda c: (
-        any(
-            isinstance(each, NamedFunction) != isinstance(c.data.train, NamedFunction)
-            for each in c.data.eval_sets().values()
-        )
-    ),
-    "schedule.warmup_steps: {c.schedule.warmup_steps} is more than run.max_steps {c.run.max_steps}, so "
-    "optimizer.lr would never be reached; lower the one, raise the other, or set schedule.warmup_ratio or "
-    "run.epochs": lambda c: c.run.most_steps is not None and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
-    "profile.steps: {0} ends before it begins; give the first and the last step that are recorded": lambda c: (
-        c.profile.steps is not None and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps)
-    ),
+    "endless_warmup": lambda c: c.run.most_steps and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
+    "reversed_steps": lambda c: c.profile.steps and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps),
 }
-"""Conditions of conflicts between the valid keys of a configuration `c`, by message. A rule is skipped if a key in its text is
-invalid, so the text names all keys whose defaults would break it."""
+"""What breaks a rule in a configuration `c`, by the rule's name in `rules.yaml`; false if nothing does."""
+
+
+def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], object]:
+    if "by" in row:
+        return _FINDINGS[row["by"]]
+    either = [row[key] for key in ("when", "or") if key in row]
+    return lambda config: any(all(_holds(clause, config) for clause in clauses) for clauses in either)
+
+
+_RULES = {row["says"]: _rule(row) for row in read_texts(Path(__file__).with_name("rules.yaml"))}
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

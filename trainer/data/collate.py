@@ -19,8 +19,7 @@ IGNORED_LABEL = -100  # The label of a position that is no target, as in `torch.
 
 Collate = Callable[[list[Any]], Any]
 
-_LABEL_NAMES = ("label", "label_ids")
-"""Field names of labels in samples, beside `labels`, which collators rename to it."""
+_LABEL_NAMES = ("label", "label_ids")  # of labels in samples, beside `labels`, which collators rename to it
 _LABELS = frozenset({"labels", *_LABEL_NAMES})
 
 
@@ -137,8 +136,7 @@ class BatchRules:
     unused: bool | None = None
     """True if collators get only what forward takes, False if they get all. None drops text beside the model's inputs, which cannot
     become a tensor, and before collators of transformers, which make tensors of all fields, what forward does not take."""
-    length_multiple: int | None = None
-    """Padding at the end of text batches is cut off to a multiple of this many tokens; None keeps all padding."""
+    length_multiple: int | None = None  # of tokens, to which padding at the end of texts is cut; None keeps all padding
 
     def make_batch(self, dataset: Any, indices: Sequence[int]) -> dict[str, Any]:
         """Return the checked batch of these dataset indices, with all fields. Raises `DataError` for one that cannot be trained on;
@@ -242,11 +240,9 @@ def ending_children() -> Iterator[None]:
     except BaseException as error:
         if os.getpid() == parent:
             raise
-        ending = error.code if isinstance(error, SystemExit) else error
+        ending = error.code if isinstance(error, SystemExit) else traceback.format_exc().rstrip()
     if os.getpid() != parent:
-        if isinstance(ending, BaseException):
-            traceback.print_exception(ending)
-        elif not isinstance(ending, int | None):
+        if not isinstance(ending, int | None):
             sys.stderr.write(f"{ending}\n")
         sys.stdout.flush()
         sys.stderr.flush()

@@ -29,6 +29,7 @@ from zeromesh.trainer.data.tokenizer import Encoded, TokenArray, Tokenizer, requ
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ENDING_SHARE = 0.9  # of answers, which have to end with the token that `Renderer.answer_end_token` returns
+Spans = list[tuple[int, int]]  # of characters, `[begin, end)`
 
 
 class RenderedRow(NamedTuple):
@@ -171,7 +172,7 @@ class Renderer:
 
     def _apply(
         self, row: Row, messages: Messages, *, marked: bool = False, prompting: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
+    ) -> tuple[str, Spans]:
         """Render messages; return the text and, if `marked`, its {% generation %} spans. `prompting` adds the generation prompt."""
         more = row.values.get(*self._named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}

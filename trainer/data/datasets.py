@@ -80,8 +80,7 @@ class _DatasetLoader:
     tell: Callable[[str], None]
     notes: list[str] = field(default_factory=list)
     answer_ends: set[int] = field(default_factory=set)
-    classes: list[str] = field(default_factory=list)
-    """Class names in the order of their numbers, taken from the first labelled text that is loaded."""
+    classes: list[str] = field(default_factory=list)  # By number, those of the first labelled text that is loaded.
 
     def load(self) -> RunData:
         section = self.section
@@ -294,16 +293,16 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     with library_errors(before="data.format: pictures need Pillow: pip install Pillow; ", kind=DataError):
         import PIL.Image  # noqa: F401
     found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.eval_sets()}.items()}
-    listed = found.pop("data.train")
-    classes = sorted({label for _, label, _ in listed})
+    listed = found["data.train"]
+    classes = sorted({path.parent.name for path in listed})
     sets: dict[str, PictureDataset] = {}
-    if not found and section.eval_fraction:
-        found[EVAL] = [each for each in listed if is_held_out(each[2], section.eval_fraction)]
-        listed = [each for each in listed if not is_held_out(each[2], section.eval_fraction)]
-    for key, files in {"data.train": listed, **found}.items():
-        if unknown := {label for _, label, _ in files} - set(classes):
+    if len(found) == 1 and section.eval_fraction:
+        held = {each for each in listed if is_held_out("/".join(each.parts[-2:]), section.eval_fraction)}
+        found = {key: [each for each in listed if (each in held) == (key == EVAL)] for key in ("data.train", EVAL)}
+    for key, files in found.items():
+        if unknown := {path.parent.name for path in files} - set(classes):
             raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")
-        numbered = [(path, classes.index(label)) for path, label, _ in files]
+        numbered = [(path, classes.index(path.parent.name)) for path in files]
         sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)
@@ -311,11 +310,11 @@ def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
     return RunData(train=train, eval=evaluated, classes=tuple(classes), processor=processor, notes=notes)
 
 
-def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
-    """Return the path, label and name of each picture, sorted by name, after checking the file headers."""
+def _listed(source: Any, where: str) -> list[Path]:
+    """Return the paths of the pictures, sorted in each folder, after checking the file headers."""
     import PIL.Image
 
-    kinds, broken, found = picture_suffixes(), list[str](), list[tuple[Path, str, str]]()
+    kinds, broken, found = picture_suffixes(), list[str](), list[Path]()
     for root in map(Path, paths_of(source)):
         if not (folder := root.expanduser()).is_dir():
             raise DataError(f"{where}: {str(root)!r} is no folder; give one whose sub-folders of pictures are labels")
@@ -323,8 +322,8 @@ def _listed(source: Any, where: str) -> list[tuple[Path, str, str]]:
         if wrong := [name for name in names if name.count("/") != 1]:
             why = f"{where}: {str(folder / wrong[0])!r} does not lie in a sub-folder of {str(root)!r} that is its label"
             raise DataError(f"{why}; a folder of splits is given split by split (data.train, data.eval)")
-        found += [(folder / name, name.partition("/")[0], name) for name in names]
-    for path, _, _ in found:
+        found += [folder / name for name in names]
+    for path in found:
         try:
             with PIL.Image.open(path):
                 pass

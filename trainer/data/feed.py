@@ -16,8 +16,7 @@ from zeromesh.trainer.data.streaming import StreamedDataset, digest
 from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 
 _SAME_SAMPLES = "datasets and collators must give the same samples for the same index on every rank"
-_COMPARED_ELEMENTS = 65536
-"""The number of elements of each tensor that ranks compare, which covers text and the beginning of an image."""
+_COMPARED_ELEMENTS = 65536  # of each tensor that ranks compare, which covers text and the beginning of an image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,14 +26,12 @@ class RunData:
     train: Any
     eval: Any = None  # a map-style dataset, a mapping of names to such datasets, or None
     tokenizer: Tokenizer | None = None
-    byte_pair_entropy: float | None = None
-    """The conditional entropy of the training text in nats per token, for the byte tokenizer only."""
+    byte_pair_entropy: float | None = None  # Of the training text, in nats per token; the byte tokenizer's only.
     answer_ends: tuple[int, ...] = ()
     classes: tuple[str, ...] = ()
     processor: Any = None
     notes: tuple[str, ...] = ()
-    limited: bool = False
-    """True if `data.eval_samples` limits an evaluation set."""
+    limited: bool = False  # True if `data.eval_samples` limits an evaluation set.
 
     def evaluation_sets(self) -> dict[str, MapDataset]:
         """Return each evaluation set by its name in error messages."""
@@ -102,9 +99,8 @@ class Feeds:
         seed = self.config.run.seed if self.config.data.seed is None else self.config.data.seed
         endless = isinstance(dataset, StreamedDataset)
         length = dataset.block if isinstance(dataset, StreamedDataset) else len(dataset)
-        parts: tuple[Any, ...] = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
-        weights = dataset.weights if isinstance(dataset, MixedDataset) else ()
-        mixed = tuple((len(part), weight) for weight, part in zip(weights, parts, strict=False))
+        parts: Any = dataset.parts if isinstance(dataset, MixedDataset) else (dataset,)
+        mixed = tuple(zip(map(len, parts), dataset.weights, strict=True)) if isinstance(dataset, MixedDataset) else ()
         order = SampleOrder(length=length, seed=seed, shuffle=shuffle, endless=endless, parts=mixed)
         for part in parts:
             if isinstance(part, TokenDataset) and self.rules.vocab_size is not None:
@@ -140,7 +136,6 @@ def require_same_batches(batches: Sequence[Mapping[str, Any]], mesh: Mesh, cure:
     rows = mesh.world.gather_integers(own)
     others = [str(rank) for rank, row in zip(mesh.world.ranks, rows, strict=True) if row[0] == own[0] and row != own]
     if others:
-        raise DataError(
-            f"{plural(len(others), 'rank')} {', '.join(others)} got other data than rank {mesh.rank}, and they "
-            f"compute one batch together (parallel.tensor, parallel.context, parallel.pipeline); {cure}"
-        )
+        together = "compute one batch together (parallel.tensor, parallel.context, parallel.pipeline)"
+        who = f"{plural(len(others), 'rank')} {', '.join(others)}"
+        raise DataError(f"{who} got other data than rank {mesh.rank}, and they {together}; {cure}")

@@ -48,8 +48,7 @@ _GRACE_SECONDS = 2.0  # in which workers may end before they are killed
 _STACK_SIGNAL = signal.SIGRTMAX  # Schedulers do not send it.
 _SIGNALS = {"SIGKILL": ", as where memory runs out", "SIGBUS": ", as where /dev/shm is full (docker run --shm-size)"}
 
-_SEARCHED_BATCHES = 100
-"""The number of global batches that are searched for a target before the run; later ones without targets are skipped."""
+_SEARCHED_BATCHES = 100  # global batches, for a target before the run; later ones without targets are skipped
 
 _TOKEN_FIELDS = ("input_ids", "labels", "decoder_input_ids")  # `[batch, sequence]` in text, limited by `batch.tokens`
 
@@ -101,10 +100,9 @@ class Feed:
             labels = batch.get("labels")
             if not isinstance(labels, Tensor) or count_targets(labels, causal=self.rules.causal):
                 return batch
-        raise DataError(
-            f"every label of the first {counted(plan.samples_of(steps - 1).stop, 'sample')} is {IGNORED_LABEL}: their loss is the "
-            "mean of nothing; check how the dataset or the data_collator masks labels"
-        )
+        cure = "their loss is the mean of nothing; check how the dataset or the data_collator masks labels"
+        first = counted(plan.samples_of(steps - 1).stop, "sample")
+        raise DataError(f"every label of the first {first} is {IGNORED_LABEL}: {cure}")
 
 
 def _tokens_of(batch: Batch) -> int:
@@ -126,10 +124,8 @@ class Workers:
         childless = bool(multiprocessing.current_process().daemon)
         automatic = min(_MOST_WORKERS, available_cores() // local_ranks) if on_device and not childless else 0
         if (count := automatic if data.workers == "auto" else data.workers) and childless:
-            raise ConfigError(
-                f"data.workers: {count}, but this process is a daemon of multiprocessing, which may have no children; set it to 0, "
-                "or start the process with daemon=False"
-            )
+            why = "but this process is a daemon of multiprocessing, which may have no children"
+            raise ConfigError(f"data.workers: {count}, {why}; set it to 0, or start the process with daemon=False")
         return cls(count=count, timeout_seconds=data.timeout_seconds, pinned=on_device)
 
     def notes(self, dataset: Any) -> list[str]:
@@ -164,8 +160,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     ) -> None:
         self.feed = feed
         self._last = last
-        self._state = state
-        """The stream state after the last complete step."""
+        self._state = state  # The stream state after the last complete step.
         self._waiting = waiting
         self._stream = feed.dataset if isinstance(feed.dataset, StreamedDataset) else None
         if self._stream is not None and not workers.count:
@@ -178,8 +173,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         self._results: Iterator[_Result] | None = None
         self._processes: list[BaseProcess] = []
         self._report = -1  # the file descriptor to which a worker writes its stack
-        self._next_position: tuple[int, int] = (0, 0)
-        """The step of the next prefetched microbatch, and its index within the step."""
+        self._next_position = (0, 0)  # The step of the next prefetched microbatch, and its index within the step.
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -299,16 +293,13 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             elif each.exitcode is not None:
                 ends.append(f"process {each.pid} ended with status {each.exitcode}")
         if ends:
-            return DataError(
-                f"a data worker is gone: {', '.join(ends)}. A dataset or a library under it ended the process, or the system did; "
-                "data.workers: 0 reads in the training process"
-            )
+            rest = "or the system did; data.workers: 0 reads in the training process"
+            why = f"A dataset or a library under it ended the process, {rest}"
+            return DataError(f"a data worker is gone: {', '.join(ends)}. {why}")
         limit = f"{self._workers.timeout_seconds:g} seconds"
         if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
-            return DataError(
-                f"a data worker took more than {limit} for one microbatch (data.timeout_seconds), and was ended while it was "
-                "here:\n" + "\n".join(stacks)
-            )
+            late = f"a data worker took more than {limit} for one microbatch (data.timeout_seconds)"
+            return DataError("\n".join([f"{late}, and was ended while it was here:", *stacks]))
         return DataError(f"data workers gave nothing for {limit} (data.timeout_seconds): {summary(error)}")
 
     def _stack(self, process: BaseProcess) -> str:
@@ -366,17 +357,14 @@ def _require_sendable(batch: Batch, microbatch: Microbatch) -> None:
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, Tensor) and (leaf.device.type != "cpu" or leaf.requires_grad):
                 why = "needs gradients" if leaf.device.type == "cpu" else f"lies on {leaf.device}"
-                raise DataError(
-                    f"{name} of global samples {some(microbatch.samples, 8)} {why}, and a data worker cannot hand that over; "
-                    "return plain tensors on the CPU, or set data.workers: 0"
-                )
+                what = f"{name} of global samples {some(microbatch.samples, 8)} {why}"
+                cure = "return plain tensors on the CPU, or set data.workers: 0"
+                raise DataError(f"{what}, and a data worker cannot hand that over; {cure}")
         try:
             ForkingPickler.dumps(pytree.tree_map_only(Tensor, lambda _: None, value))
         except Exception as error:
-            raise DataError(
-                f"{name} is a {type(value).__name__}, which a data worker cannot hand over ({summary(error)}); leave it out of the "
-                "batch, or set data.workers: 0"
-            ) from error
+            why = f"{name} is a {type(value).__name__}, which a data worker cannot hand over ({summary(error)})"
+            raise DataError(f"{why}; leave it out of the batch, or set data.workers: 0") from error
 
 
 def _kill_processes(processes: Sequence[BaseProcess]) -> None:

@@ -30,15 +30,12 @@ class TokenDataset:
     begins: Sequence[int] | NDArray[np.int64]
     """The first token of each piece (a document, or a sequence of joined text), ordered by sequence; a range costs no memory."""
     ends: Sequence[int] | NDArray[np.int64]
-    cuts: Sequence[int] | NDArray[np.int64]
-    """Cumulative counts of pieces: sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1."""
+    cuts: Sequence[int] | NDArray[np.int64]  # Sequence i holds the pieces from cuts[i] to cuts[i + 1] - 1.
     marked: bool
-    separate: bool
-    """True if position ids restart with each document, from which transformers derives document boundaries."""
+    separate: bool  # True if position ids restart with each document, which tells transformers where it begins.
     masked: bool  # True if samples of documents that are not separate have an `attention_mask`, which is 0 for padding.
     separator: int  # The token that ends a document of joined text, and that fills sequences of whole documents.
-    labels: NDArray[np.int64] | None = None
-    """Class of each document for sequence classification, where each has its own sequence."""
+    labels: NDArray[np.int64] | None = None  # Classes of documents, each of which has its own sequence then.
 
     @classmethod
     def join(cls, text: StoredText, first: int, amount: TextAmount, sequence_length: int, **keys: Any) -> Self:

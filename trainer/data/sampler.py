@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from zeromesh.errors import ConfigError, counted
 
-Blocks = tuple[tuple[int, ...], ...]
-"""The global sample indices of each block of a step."""
+Blocks = tuple[tuple[int, ...], ...]  # The global sample indices of each block of a step.
 
 _MASK_64 = (1 << 64) - 1
 # From 12 rounds on, all 720 orders of 6 samples are equally likely; longer orders need only 4 to look random.
@@ -63,15 +62,12 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.micro_size > self.global_size:
-            raise ConfigError(
-                f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}; "
-                "lower the first or raise the second"
-            )
+            why = f"batch.micro_size {self.micro_size} is larger than batch.global_size {self.global_size}"
+            raise ConfigError(f"{why}; lower the first or raise the second")
         if self.steps_per_epoch == 0:
-            raise ConfigError(
-                f"an epoch of {counted(self.epoch_size or 0, 'sample')} has no whole global batch of {self.global_size} "
-                "(batch.last: drop); lower batch.global_size, or set batch.last: partial"
-            )
+            why = f"has no whole global batch of {self.global_size} (batch.last: drop)"
+            epoch, cure = counted(self.epoch_size or 0, "sample"), "lower batch.global_size, or set batch.last: partial"
+            raise ConfigError(f"an epoch of {epoch} {why}; {cure}")
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -199,8 +195,7 @@ class SampleOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         if self.parts:
-            lengths = [length for length, _ in self.parts]
-            weights = tuple(weight for _, weight in self.parts)
+            lengths, weights = list[tuple[int, ...]](zip(*self.parts, strict=True))
             cycle, position = divmod(sample, sum(weights))
             parts, numbers = _mixture_table(weights)
             part = int(parts[position])
@@ -220,10 +215,9 @@ def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
     whole = [int(each * scale) for each in exact]
     found = tuple(each // math.gcd(*whole) for each in whole)
     if sum(found) > 1 << 20:
-        raise ConfigError(
-            f"data.mixture: the weights {', '.join(map(str, weights))} are as {', '.join(map(str, found))} to each other; round "
-            f"them, so that these numbers add up to at most {1 << 20:,}"
-        )
+        given, made = (", ".join(map(str, each)) for each in (weights, found))
+        cure = f"round them, so that these numbers add up to at most {1 << 20:,}"
+        raise ConfigError(f"data.mixture: the weights {given} are as {made} to each other; {cure}")
     return found
 
 

@@ -20,7 +20,7 @@ from zeromesh.offload import tensor_bytes
 from zeromesh.rng import kept_generators, seed_all, seed_of
 
 _LOG = logging.getLogger(__name__)
-_ADDRESS = re.compile(rb"<[^<>]+ at 0x[0-9a-fA-F]+>")
+_ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+>")
 _REASONS = (
     "",
     "the stream is read again from its beginning",
@@ -45,15 +45,13 @@ class StreamedDataset:
         self.block = block
         self.reading = memoryview(mmap.mmap(-1, 24)).cast("q")
         """Progress of re-reading, shared with forked processes: an index of `_REASONS`, samples read, and samples to read."""
-        self.waiting: Callable[[], None] = lambda: None
-        """A function that is called after each block that is re-read, to show progress."""
+        self.waiting: Callable[[], None] = lambda: None  # called after each block that is re-read, to show progress
         self._shown = 0
         self._seed, self._resume, self._proof = seed, resume, proof
         self._iterator: Iterator[Any] | None = None
         self._next = self._crc = self._epoch = self._epoch_start = 0
         """The index of the next sample, the CRC-32 of all samples before it, the epoch, and the index of its first sample."""
-        self._digested = True
-        """False once a sample had a value without a digest, such as an object whose repr is an address."""
+        self._digested = True  # False once a sample had a value without a digest: an object whose repr is an address.
         self._recent: dict[int, Any] = {}
         self._saved_states: dict[int, dict[str, Any]] = {}
         """States of the source by the index of the next sample: those of the latest blocks, and some that are older."""

@@ -77,6 +77,10 @@ class SourceFile:
         form = Path(name).suffix.lower().removeprefix(".")
         return form if form in _READERS else "text"
 
+    def is_text(self) -> bool:
+        with _text(self.path, self.encoding) as opened:
+            return "\0" not in bytes(opened.buffer.read(_PROBE_BYTES)).decode(opened.encoding, "ignore")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSource:
@@ -93,20 +97,16 @@ class TextSource:
         a text file is a row of the first column. Raises `DataError` for unreadable files and absent columns, and without rows."""
         read = found = False
         for file in self.files:
-            is_text = whole
-            if file.form == "text" and whole:
-                with _text(file.path, file.encoding) as opened:
-                    is_text = "\0" not in bytes(opened.buffer.read(_PROBE_BYTES)).decode(opened.encoding, "ignore")
-            if file.form == "text" and not is_text:
-                if file.named:
+            if file.form == "text":
+                if whole and file.is_text():
+                    read, text = True, read_text(file.path, file.encoding)
+                    yield Row(key=file.key, where=repr(str(file.path)), values={required[0]: text})
+                elif file.named:
                     raise DataError(f"{str(file.path)!r} {_NO_TEXT if whole else _NO_ROWS}")
-                skipped.append(file.key)
+                else:
+                    skipped.append(file.key)
                 continue
             read = True
-            if file.form == "text":
-                text = read_text(file.path, file.encoding)
-                yield Row(key=file.key, where=repr(str(file.path)), values={required[0]: text})
-                continue
             for number, values in enumerate(_records(file)):
                 where = f"{str(file.path)!r} row {number}"
                 if missing := [name for name in required if name not in values]:

@@ -21,6 +21,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from zeromesh.errors import DataError, errors_as, library_errors
+from zeromesh.trainer.config.yaml_reader import read_texts
 
 BYTES = "bytes"
 _FILE_NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -184,20 +185,10 @@ class PretrainedTokenizer:
 
 
 Tokenizer = ByteTokenizer | PretrainedTokenizer
-_BOUNDED_TEMPLATES: set[str] = set()
-"""Chat templates that this process has rendered within the limits of time and memory, and does not try again."""
+_BOUNDED_TEMPLATES: set[str] = set()  # that this process has rendered within the limits, and does not try again
 _TEMPLATE_SECONDS = 10.0
 _TEMPLATE_BYTES, _TEMPLATE_CHARACTERS = 512 << 20, 1 << 24
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-_TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
-_TOOL_CALL = {"type": "function", "function": {"name": "now", "arguments": {}}}
-_QUESTION, _ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-_SAMPLE_CONVERSATIONS: tuple[list[dict[str, Any]], ...] = (
-    [_QUESTION],
-    [{"role": "system", "content": "Be brief."}, _QUESTION, _ANSWER],
-    [_QUESTION, _ANSWER] * 20,
-    [_QUESTION, {**_ANSWER, "tool_calls": [_TOOL_CALL]}, {"role": "tool", "name": "now", "content": "12"}, _ANSWER],
-)
 
 
 def require_bounded(template: str, render: Callable[..., object], *conversations: list[dict[str, Any]]) -> None:
@@ -205,6 +196,7 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
     `DataError` if that takes too much time, memory or text; a `template` that has passed once is not rendered again."""
     if template in _BOUNDED_TEMPLATES:
         return
+    samples = read_texts(Path(__file__).with_name("sample_conversations.yaml"))
     # Python warns of a fork beside threads; the child uses none of them.
     with warnings.catch_warnings(action="ignore"):
         child = os.fork()
@@ -215,7 +207,7 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
             signal.setitimer(signal.ITIMER_REAL, _TEMPLATE_SECONDS)
             most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _TEMPLATE_BYTES
             resource.setrlimit(resource.RLIMIT_AS, (most, most))
-            for messages, tools in product((*conversations, *_SAMPLE_CONVERSATIONS), (None, [_TOOL])):
+            for messages, tools in product((*conversations, *samples["conversations"]), (None, [samples["tool"]])):
                 with suppress(*_TEMPLATE_ERRORS):
                     code |= not code and len(str(render(messages, tools))) > _TEMPLATE_CHARACTERS
         except MemoryError:
@@ -255,8 +247,7 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
 
 
 _UNFINISHED = "�"  # Decoders give the replacement character for an incomplete one.
-_CONTEXT_TOKENS = 12
-"""The number of last tokens that are decoded again before new ones, divisible by 1 to 4, the bytes of a UTF-8 character."""
+_CONTEXT_TOKENS = 12  # decoded again before new ones; divisible by 1 to 4, the bytes of a UTF-8 character
 
 
 class TextStream:

@@ -35,10 +35,8 @@ class AdapterRows:
 
     def __init__(self, model: nn.Module) -> None:
         settings: Mapping[str, Any] = getattr(model, "peft_config", {})
-        self.names = (*settings, BASE) if settings else ()
-        """The names of the adapters, the active one first, and of the model without one."""
-        self.why_alone = why_alone(settings)
-        """The reason why all rows have the active adapter; empty where each has its own."""
+        self.names = (*settings, BASE) if settings else ()  # Of the adapters, the active one first, and of the base.
+        self.why_alone = why_alone(settings)  # Why all rows have the active adapter; empty where each has its own.
         self.unknown: set[str] = set()
         """Layers that `enter` has found to have no dims of rows and columns, so that nothing says which adapter is for what."""
         self._rows: dict[str, list[int]] = {}

@@ -12,16 +12,10 @@ from zeromesh.errors import ConfigError, DataError, some
 from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.generation.library_loop import generate
-from zeromesh.trainer.generation.settings import check_arguments, decoder_positions, ends_of, settings_with
+from zeromesh.trainer.generation.settings import FIELDS, check_arguments, decoder_positions, ends_of, settings_with
 from zeromesh.trainer.model_on_mesh import PlacedModel
 
-_NEW_TOKENS = 64
-"""The default of `max_new_tokens` where neither the caller, the configuration nor `generation_config.json` gives one."""
-_REFUSED = {"num_return_sequences": "a sample has one prediction", "return_dict_in_generate": "predictions are tokens"}
-_TOTAL_LENGTH_FIELDS = {"max_length": "max_new_tokens", "min_length": "min_new_tokens"}
-"""Fields that count the padding of decoder prompts, which depends on the batch, and their replacements."""
-_SUPPRESSED_TOKEN_FIELDS = ("suppress_tokens", "begin_suppress_tokens")
-"""Fields whose token ids may be outside the vocabulary, without effect, as the defaults of a small copy of Whisper are."""
+_NEW_TOKENS = 64  # `max_new_tokens` where the caller, the configuration and `generation_config.json` give none
 
 
 class BatchGeneration:
@@ -35,10 +29,11 @@ class BatchGeneration:
         model, tokenizer = placed.module, placed.processing_class
         if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
             raise ConfigError(f"{where}: {type(model).__name__} does not generate; use a Hugging Face model that does")
-        refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in _REFUSED.items()}
-        for name in () if model.config.is_encoder_decoder else _TOTAL_LENGTH_FIELDS.keys() & fields.keys():
-            refused[name] = f"{name} counts the padding of prompts; give {_TOTAL_LENGTH_FIELDS[name]}"
-        self.settings = settings = settings_with(model, fields, refused, where, beyond=_SUPPRESSED_TOKEN_FIELDS)
+        rules, lengths = FIELDS["evaluation"], FIELDS["evaluation"]["total_lengths"]
+        refused = {name: f"{name}: {fields.get(name)}: {why}; leave it out" for name, why in rules["refused"].items()}
+        for name in () if model.config.is_encoder_decoder else lengths.keys() & fields.keys():
+            refused[name] = f"{name} counts the padding of prompts; give {lengths[name]}"
+        self.settings = settings = settings_with(model, fields, refused, where, beyond=rules["beyond"])
         if settings.stop_strings and tokenizer is None:
             raise ConfigError(f"{where}: stop_strings needs a tokenizer; pass processing_class")
         if settings.pad_token_id is None:

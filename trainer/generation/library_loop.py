@@ -62,17 +62,17 @@ def generate(
         on_logits(outputs.logits[:, -1])
         return outputs
 
-    mode = in_evaluation_mode(model) if seed is not None else nullcontext()
     # Tensors that modules keep between tokens belong to this text alone.
-    with mode, torch.no_grad(), cached_tensors_removed(model) as put_aside:
-        with kept_generators() if seed is not None else nullcontext(), ExitStack() as undone:
-            if seed is not None:
-                seed()
-            undone.callback(setattr, looped, "__class__", looped_class)
-            # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
-            namespace = {"__call__": called, "__module__": looped_class.__module__}
-            looped.__class__ = type(looped_class.__name__, (looped_class,), namespace)
-            tokens = type(model).generate(model, **arguments)
+    with torch.no_grad(), cached_tensors_removed(model) as put_aside, ExitStack() as undone:
+        if seed is not None:
+            undone.enter_context(in_evaluation_mode(model))
+            undone.enter_context(kept_generators())
+            seed()
+        # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
+        namespace = {"__call__": called, "__module__": looped_class.__module__}
+        undone.callback(setattr, looped, "__class__", looped_class)
+        looped.__class__ = type(looped_class.__name__, (looped_class,), namespace)
+        tokens = type(model).generate(model, **arguments)
         calls.join_remaining_calls()
     return tokens
 
@@ -166,14 +166,26 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         more = (0, int(longest[0]) - ids.shape[1])
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
-    recorder, seeds = _LogprobRecorder(), [each.seed for each in requests]
+    recorded = list[torch.Tensor]()  # Log-probabilities of the new tokens, one tensor `[rows]` per position.
+    logits = torch.empty(0)  # Those of the latest position.
+
+    def on_logits(latest: torch.Tensor) -> None:
+        nonlocal logits
+        logits = at_least_float32(latest)
+
+    def record(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        """Record the log-probabilities of the latest tokens, as a stopping criterion that never stops."""
+        recorded.append(logprobs_of(logits, input_ids[:, -1].to(logits.device)))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
     guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
     if not guided and settings.get_generation_mode() in PLAIN_MODES:
-        arguments["stopping_criteria"] = [recorder]
+        arguments["stopping_criteria"] = [record]
+    seeds = [each.seed for each in requests]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=recorder.on_logits)
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=on_logits)
     begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
-    probabilities = torch.stack(recorder.logprobs, dim=1).tolist() if recorder.logprobs else [None] * len(requests)
+    probabilities = torch.stack(recorded, dim=1).tolist() if recorded else [None] * len(requests)
     for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):
         # A row is cut after its end token, or before the first token with logits that are not finite.
         count = next((index for index, token in enumerate(row, start=1) if token in ends), 0)
@@ -185,21 +197,6 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         logprobs = logprobs and logprobs[:kept]
         results.append(Progress(number=request.number, tokens=row[:kept], logprobs=logprobs, finish=finish))
     return results
-
-
-class _LogprobRecorder:
-    """A stopping criterion that never stops, but records log-probabilities, with the logits of a single position in memory."""
-
-    def __init__(self) -> None:
-        self.logprobs: list[torch.Tensor] = []  # Log-probabilities of the new tokens, one tensor `[rows]` per position.
-        self._logits = torch.empty(0)
-
-    def on_logits(self, logits: torch.Tensor) -> None:
-        self._logits = at_least_float32(logits)
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        self.logprobs.append(logprobs_of(self._logits, input_ids[:, -1].to(self._logits.device)))
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def partition_prompts(

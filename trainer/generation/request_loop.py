@@ -96,11 +96,8 @@ class RequestLoop:
         """Assign queued requests in order to the replica with the fewest open tokens. With several replicas, none gets
         many more than it can run, since the load of the others is known only at the next exchange."""
         most = self._rows + -(-self._rows // 4) if len(self._open) > 1 else sys.maxsize
-        while self._queue:
-            takers = [index for index, costs in enumerate(self._open) if len(costs) < most]
-            if not takers:
-                return
-            taker = min(takers, key=lambda index: (sum(self._open[index].values()), index))
+        while self._queue and (takers := [index for index, costs in enumerate(self._open) if len(costs) < most]):
+            taker = min(takers, key=lambda index: sum(self._open[index].values()))
             cost, request, settings = self._queue.pop(0)
             self._open[taker][request.number] = cost
             if taker == self._mesh.data_index:
@@ -110,26 +107,17 @@ class RequestLoop:
         """Run up to `most` forwards of each batch, equally many on replicas that gather each other's parameters."""
         for batch in self._batches:
             batch.plan(eager=eager)
-        busy = [batch for batch in self._batches if batch.busy]
-        if self._pipeline is None:
-            count = min(most, max((batch.most_forwards() for batch in busy), default=0))
-        else:
-            count = min([most, *(batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in busy)]) if busy else 0
-        if self._together:
-            # All replicas run the largest count, or in a pipeline the smallest count of those with requests; idle ones take part.
-            agreed = torch.tensor([most + 1 - count if self._pipeline is not None and count > 0 else count])
-            count = int(self._mesh.data.all_reduce_max(agreed, "forwards")[0])
-            if self._pipeline is not None and count:
-                count = most + 1 - count
         if self._pipeline is not None:
-            if count:
+            steady = [batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in self._batches if batch.busy]
+            # All replicas run the smallest count of those with requests, the one that falls short of `most` by the most.
+            if rest := self._largest(most + 1 - min([most, *steady]) if steady else 0):
                 with self._engine.evaluation():
-                    self._pipeline.run_token_forwards(self._batches, count, self._placed.module)
+                    self._pipeline.run_token_forwards(self._batches, most + 1 - rest, self._placed.module)
             for batch in self._batches:
                 batch.remove_ended()
             return
         (batch,) = self._batches
-        for _ in range(count):
+        for _ in range(self._largest(min(most, batch.most_forwards()))):
             if batch.plan(eager=eager) is ForwardKind.IDLE and not self._together:
                 return
             inputs = batch.inputs()
@@ -138,3 +126,9 @@ class RequestLoop:
                 logits = self._placed.module(**inputs).logits[:, -1]
             batch.append(batch.choose(logits))
             batch.remove_ended()
+
+    def _largest(self, number: int) -> int:
+        """Return the largest number of the replicas that gather each other's parameters, where idle ones take part."""
+        if not self._together:
+            return number
+        return int(self._mesh.data.all_reduce_max(torch.tensor([number]), "forwards")[0])

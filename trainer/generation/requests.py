@@ -23,8 +23,7 @@ class Request:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of transformers' `GenerationConfig` that override the model's own, as JSON values."""
     seed: int = 0  # The seed of this request's sampling, which does not depend on the other requests of the batch.
-    adapter: str | None = None
-    """The name of its adapter in the model, `__base__` for the model without one; None: the active one, if any."""
+    adapter: str | None = None  # Its name in the model, or `__base__` for the model without one; None: the active one.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +37,7 @@ class Progress:
 
 
 Deliver = Callable[[Sequence[Progress]], object]
-OnProgress = Callable[[Progress], object]
-"""Receives progress on the generator's thread; it must return at once and raise nothing."""
+OnProgress = Callable[[Progress], object]  # Called on the generator's thread: returns at once, and raises nothing.
 
 
 @dataclass(kw_only=True, slots=True)

@@ -44,8 +44,7 @@ def token_bytes(config: PreTrainedConfig, tensor_ranks: int, stages: int, dtype:
 class Columns:
     """The columns of the buffers that rows use, which all layers share."""
 
-    lengths: list[int] = field(default_factory=list)
-    """The number of tokens of each row, and in prefill of its columns, padding included."""
+    lengths: list[int] = field(default_factory=list)  # The tokens of each row; in prefill its columns, with padding.
     width: int = 0  # The number of columns of the longest row.
     end: int = 0
     capacity: int = _FEWEST_COLUMNS
@@ -57,8 +56,7 @@ class RowLayer(DynamicLayer):  # type: ignore[misc]
     def __init__(self, columns: Columns) -> None:
         super().__init__()
         self._columns = columns
-        self.buffers: list[Tensor] = []
-        """The key buffer and the value buffer; none before the first forward, and in layers of other stages."""
+        self.buffers: list[Tensor] = []  # Of keys and of values; none before the first forward and in other stages.
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append keys and values `[rows, heads, new columns, width]`; returns those of all columns."""

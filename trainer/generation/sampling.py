@@ -23,8 +23,7 @@ class RowSampler:
         lengths = {"input_ids_seq_length": size, "encoder_input_ids": ids}
         self._processors = model._get_logits_processor(settings, **lengths, device=str(device))
         self._generator = torch.Generator(device).manual_seed(seed) if settings.do_sample else None
-        self.is_plain = self._generator is None and not self._processors
-        """True for greedy decoding without logits processors."""
+        self.is_plain = self._generator is None and not self._processors  # True for greedy decoding without processors.
 
     def choose(self, logits: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Return the next token after `tokens`, from the logits `[vocabulary]` of the last position."""

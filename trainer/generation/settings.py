@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from transformers.generation import GenerationMode
 
 from zeromesh.errors import ConfigError, DataError, summary
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.data.tokenizer import Tokenizer
 from zeromesh.trainer.generation.adapter_rows import AdapterRows
 from zeromesh.trainer.generation.row_cache import layers_of
@@ -24,34 +26,12 @@ from zeromesh.trainer.model_on_mesh import PlacedModel
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.user_model import positive
 
-_NEW_TOKENS = 128
-"""The default of `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one."""
-_ALTERNATIVES = {  # Fields of `GenerationConfig` that are refused, and what to use instead.
-    "num_return_sequences": "give a prompt several times",
-    "max_time": "give max_new_tokens",
-    "stop_strings": "give eos_token_id, or cut the text",
-    "return_dict_in_generate": "results have tokens and logprobs",
-    **dict.fromkeys(("output_scores", "output_logits"), "results have logprobs"),
-    **dict.fromkeys(("output_attentions", "output_hidden_states"), "results have none"),
-}
-_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in _ALTERNATIVES.items()}
-PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-"""Decoding methods that continue a prompt by one text, a token at a time."""
-_LIBRARY_LOOP_ONLY = ("cache_implementation", "cache_config", "guidance_scale", "token_healing", "prefill_chunk_size")
-"""Fields that affect only transformers' own decoding loop."""
+_NEW_TOKENS = 128  # `max_new_tokens` where neither the caller nor the model's `generation_config.json` gives one
+FIELDS = read_texts(Path(__file__).with_name("fields.yaml"))  # of `GenerationConfig`, and what they are here
+_REFUSED = {name: f"{name} is not taken; {cure}" for name, cure in FIELDS["refused"].items()}
+PLAIN_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)  # one text of a prompt, a token at a time
 _RELATIVE_POSITIONS = ("bloom", "mpt")  # Models with relative positions only, which left padding does not shift.
 _CACHE_WINDOWS = ("moshi",)  # Models whose sliding window is implemented by dropping cache entries, not by a mask.
-_STAGED_ARGUMENTS = frozenset(
-    {"input_ids", "attention_mask", "token_type_ids", "generation_config", "logits_processor", "stopping_criteria"}
-) | {"prefix_allowed_tokens_fn", "streamer", "tokenizer"}
-"""Arguments of `generate` beside fields of `GenerationConfig` that a pipeline accepts."""
-_UNSTAGED_SETTINGS = ("output_attentions", "output_hidden_states", "prefill_chunk_size")
-"""Fields of `GenerationConfig` that a pipeline does not support."""
-_ON_THE_HUB = (
-    *(GenerationMode.GROUP_BEAM_SEARCH, GenerationMode.CONSTRAINED_BEAM_SEARCH),
-    *(GenerationMode.CONTRASTIVE_SEARCH, GenerationMode.DOLA_GENERATION),
-)
-"""Generation modes whose code transformers loads from the Hub."""
 
 
 class ModelSettings:
@@ -76,14 +56,13 @@ class ModelSettings:
         if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
             settings.pad_token_id = 0  # Unused, but models look it up.
         longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
-        positions = decoder_positions(self._module)
+        positions = decoder_positions(self._module) or sys.maxsize
         if settings.max_new_tokens is None and settings.max_length is None:
-            most = sys.maxsize if positions is None else max(1, positions - longest)
-            settings.max_new_tokens = min(_NEW_TOKENS, most)
-        if positions is not None and settings.max_length is not None and "max_length" not in fields:
+            settings.max_new_tokens = min(_NEW_TOKENS, max(1, positions - longest))
+        if settings.max_length is not None and "max_length" not in fields:
             settings.max_length = min(settings.max_length, positions)
         total = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-        if positions is not None and total > positions:
+        if total > positions:
             has = f"{longest} tokens, which with the new ones become {total}, and the model has {positions} positions"
             limit = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
             raise DataError(f"the prompt has {has}; shorten it, or lower {limit}")
@@ -123,7 +102,7 @@ class ModelSettings:
             return f"{mode.value} goes on with several texts of a prompt"
         if not settings.use_cache:
             return "use_cache is false"
-        for field in _LIBRARY_LOOP_ONLY:
+        for field in FIELDS["library_loop_only"]:
             if getattr(settings, field, None):
                 return f"{field} is a matter of the library's own loop"
         if module.config.is_encoder_decoder:
@@ -144,11 +123,6 @@ class ModelSettings:
 
 
 _ORIGIN = " (the model's generation_config.json says so)"
-_COUNT_FIELDS = ("num_beams", "num_beam_groups", "num_return_sequences")
-_RATIOS = ("top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
-_TOKEN_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id")
-_MODEL_TOKEN_IDS = ("eos_token_id", "pad_token_id", "bos_token_id", "decoder_start_token_id")
-"""Token ids of small model copies are often beyond the vocabulary, where they have no effect; a negative one stands for none."""
 
 
 def _wrong_values(
@@ -156,22 +130,23 @@ def _wrong_values(
 ) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     problems: dict[str, str] = {}
+    counts, ratios, token_ids = (FIELDS[name] for name in ("counts", "ratios", "token_ids"))
     kinds = {name: type(default) for name, default in settings._get_default_generation_params().items()}
-    for name, kind in {**kinds, **dict.fromkeys(_RATIOS, float), "max_new_tokens": int, "min_new_tokens": int}.items():
+    for name, kind in {**kinds, **dict.fromkeys(ratios, float), "max_new_tokens": int, "min_new_tokens": int}.items():
         value = getattr(settings, name, None)
         if value is None or kind not in (int, float):
             continue
-        least = 1 if name in _COUNT_FIELDS else 0 if kind is int or name in _RATIOS else -math.inf
-        most = 1 if name in _RATIOS else sys.maxsize if kind is int else math.inf
+        least = 1 if name in counts else 0 if kind is int or name in ratios else -math.inf
+        most = 1 if name in ratios else sys.maxsize if kind is int else math.inf
         if type(value) not in (int, kind) or not (least <= value <= most and math.isfinite(value)):
             problems[name] = f"{value!r}; give a {'whole ' * (kind is int)}number from {least} to {most}"
         else:
             setattr(settings, name, kind(value))
-    for name in (*_TOKEN_IDS, *_MODEL_TOKEN_IDS):
+    for name in (*token_ids, *FIELDS["model_token_ids"]):
         value = getattr(settings, name, None)
         ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
-        most = vocabulary if name in fields or (name in _TOKEN_IDS and name not in beyond) else sys.maxsize
-        least = 0 if name in _TOKEN_IDS else -sys.maxsize
+        most = vocabulary if name in fields or (name in token_ids and name not in beyond) else sys.maxsize
+        least = 0 if name in token_ids else -sys.maxsize
         if not all(type(each) is int and least <= each < most for each in ids):
             problems[name] = f"{value!r}; give ids of tokens, from 0 to {vocabulary - 1}"
     return [f"{name} is {text}{'' if name in fields else _ORIGIN}" for name, text in problems.items()]
@@ -245,7 +220,9 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError(f"generate: generation_config is a {type(settings).__name__}, not a GenerationConfig")
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
     mode = settings.get_generation_mode()
-    if mode in _ON_THE_HUB and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
+    if mode.value in FIELDS["modes_on_the_hub"] and not (
+        arguments.get("trust_remote_code") or arguments.get("custom_generate")
+    ):
         cure = "use beams or sampling, or load it: trainer.generate(trust_remote_code=True)"
         raise ConfigError(f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; {cure}")
     if not shared:
@@ -254,21 +231,19 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
         return
-    where = "under parallel.pipeline"
-    unknown = [name for name in arguments if not hasattr(settings, name) and name not in _STAGED_ARGUMENTS]
-    if unknown or rest:
-        named = ", ".join([*unknown, *rest])
-        raise ConfigError(f"generate: {named} is not possible {where}; prompts are input_ids and attention_mask")
-    if mode not in PLAIN_MODES:
-        allowed = "greedy search and sampling (num_beams: 1)"
-        raise ConfigError(f"generate: {mode.value} is not possible {where}; allowed are {allowed}")
-    unstaged = [name for name in _UNSTAGED_SETTINGS if getattr(settings, name, None)]
+    unknown = [name for name in arguments if not hasattr(settings, name) and name not in FIELDS["staged_arguments"]]
+    unstaged = [name for name in FIELDS["unstaged"] if getattr(settings, name, None)]
     if settings.guidance_scale not in (None, 1):
         unstaged.append("guidance_scale")  # Guidance needs a second cache, and pipeline stages keep a single one.
     if settings.cache_implementation not in (None, "dynamic"):
         unstaged.append(f"cache_implementation: {settings.cache_implementation}")
-    if unstaged:
-        raise ConfigError(f"generate: {', '.join(unstaged)} is not possible {where}; leave it out")
+    for names, cure in (
+        ([*unknown, *rest], "prompts are input_ids and attention_mask"),
+        ([] if mode in PLAIN_MODES else [mode.value], "allowed are greedy search and sampling (num_beams: 1)"),
+        (unstaged, "leave it out"),
+    ):
+        if names:
+            raise ConfigError(f"generate: {', '.join(names)} is not possible under parallel.pipeline; {cure}")
 
 
 def decoder_positions(module: Any) -> int | None:

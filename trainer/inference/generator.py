@@ -116,8 +116,7 @@ class Generator(ModelOnMesh):
         except BaseException as error:
             self.mesh.publish_failed_start(error)
             raise
-        self.computed = 0
-        """The number of tokens that this rank computed in the latest `generate` whose prompts joined a running batch."""
+        self.computed = 0  # Tokens of this rank in the latest `generate` whose prompts joined a running batch.
         self._calls = 0
 
     def _try_adapters(self) -> None:
@@ -332,8 +331,7 @@ class _Results:
     ) -> None:
         self._requests, self._placed, self._on_results = requests, placed, on_results
         self._partial: dict[int, tuple[list[int], list[float]]] = {}
-        self.complete: dict[int, Generated] = {}
-        """The results by request number, without those whose logits are not finite."""
+        self.complete: dict[int, Generated] = {}  # By request number, without those whose logits are not finite.
         self._began, self._tokens = time.monotonic(), 0
 
     @property
@@ -373,11 +371,9 @@ def find_source(source: str | PathLike[str]) -> str:
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
         return str(checkpoint_at(path))
-    raise ConfigError(
-        f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, a model directory that "
-        "save_pretrained wrote, or the name of a model on the Hub",
-        where=str(source),
-    )
+    cure = "a model directory that save_pretrained wrote, or the name of a model on the Hub"
+    why = f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, {cure}"
+    raise ConfigError(why, where=str(source))
 
 
 def layout_of(
@@ -407,10 +403,8 @@ def layout_of(
         names = {"head", "revision", "weights"} & of_run.get("model", {}).keys()
         found = {name: of_run["model"][name] for name in names} | saved_with_base(Path(directory))
         if "source" not in found and not any(word.startswith("model.source=") for word in overrides):
-            raise ConfigError(
-                f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY, or for a run "
-                f"merge it: zeromesh checkpoint export {source} OUT --merge"
-            )
+            why = f"{directory} is an adapter that names no directory of its base; give it as model.source=DIRECTORY"
+            raise ConfigError(f"{why}, or for a run merge it: zeromesh checkpoint export {source} OUT --merge")
     merged["model"] = found | {name: each for name, each in model.items() if name != "source"} | {"config": fields}
     # Generation reads no data, only the tokenizer, which a checkpoint may not have itself.
     own = of_run.get("data", {}).get("tokenizer")

@@ -32,8 +32,7 @@ class ResultJournal:
         self.path, self._done = out.with_name(out.name + SUFFIX), out.with_name(f".{out.name}.done")
         self.rows: dict[int, dict[str, Any]] = {}  # The results so far, by the index of the prompt.
         self._head = {"generates": content, "prompts": count}
-        self.finished = out.exists() and bool(out.stat().st_size) and not self.path.exists()
-        """True if all results were there at the start."""
+        self.finished = out.exists() and bool(out.stat().st_size) and not self.path.exists()  # All results were there.
         if self.finished:
             with refusals(out, "read"):
                 content_there, done = read_whole(out), read_whole(self._done) if self._done.is_file() else b""

@@ -33,12 +33,12 @@ def prompt_samples(run: RunContext) -> Callable[[RunContext], list[dict[str, Any
     fields, batches = section.generation or {}, list[tuple[str, dict[str, torch.Tensor]]]()
     generation = BatchGeneration(run.model, fields, seed="", where=_KEY)
     with library_errors(_KEY):
-        prompts: list[Any] = list(section.prompts)
         if isinstance(section.prompts, str):
             path = Path(section.prompts).expanduser()
             prompts = [split_prompt(each.prompt, each.where) for each in parse_prompts(read_whole(path), str(path))]
-        for number, prompt in enumerate(prompts):
-            given, options = prompt if isinstance(prompt, tuple) else (prompt, {})
+        else:
+            prompts = [(text, {}) for text in section.prompts]
+        for number, (given, options) in enumerate(prompts):
             if options:
                 raise ConfigError(f"prompt {number} has {', '.join(options)}; run.generation says how, for all prompts")
             ids = torch.tensor([tokens_of(given, tokenizer, f"prompt {number}")])

@@ -173,8 +173,8 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
 
 def loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], Loss]:
     """Return the function that makes the loss of a model, by the configuration or by the user's own."""
-    mode, smoothing = config.model.loss_mode, config.run.label_smoothing
-    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=smoothing)
+    mode = config.model.loss if isinstance(config.model.loss, str) else "native"
+    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
 
 
 def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, list[str]]:

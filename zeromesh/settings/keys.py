@@ -39,9 +39,8 @@ def _number_from_text(value: object) -> object:
 
 def bytes_from_text(value: object) -> object:
     """Convert text such as `256MiB` to a number of bytes."""
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGT])(i?))?B", value.strip())
-    ):
+    pattern = r"(\d{1,15}(?:\.\d{1,6})?)\s*(?:([KMGT])(i?))?B"
+    if isinstance(value, str) and (match := re.fullmatch(pattern, value.strip())):
         number, prefix, binary = match.groups("")
         return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix or " "))
     return value
@@ -134,8 +133,7 @@ class ParallelOptions(TransportKeys):
 
 @dataclass(frozen=True, kw_only=True)
 class OuterSettings:
-    """The outer optimizer of local steps, whose gradient is the way that the replicas' weights went since the last sync, in the
-    mean."""
+    """The outer optimizer of local steps, whose gradient is the replicas' mean change of the weights since the last sync."""
 
     lr: Positive = 1.0
     """Learning rate. With 1.0 and no momentum, the new weights are the mean of the replicas'."""

@@ -260,6 +260,7 @@ def test_contents_tell_samples_apart() -> None:
     ]
     assert len({digest(each) for each in different}) == len(different)
     assert digest({"x": object(), "y": 1}) == digest({"x": object(), "y": 1}) == digest({"y": 1})
+    assert digest({"x": lambda: 1, "y": 1}) == digest({"y": 1}), "a local function has an address too"
     equal = [np.array(["".join(["a", "b"])], object) for _ in range(2)]  # of other addresses
     assert digest({"x": equal[0]}) == digest({"x": equal[1]})
     later = numbers.clone()

@@ -68,10 +68,8 @@ def find_object(name: str, where: str, folders: Sequence[str] = ()) -> Any:
         if not hasattr(found, part):
             file = getattr(sys.modules[module], "__file__", "built in")
             own = [each for each in vars(found) if not each.startswith("_")] if hasattr(found, "__dict__") else []
-            raise ConfigError(
-                f"{name}: {module} ({file}) has no {part}{nearest_of(part, own, sorted(own)[:8], cutoff=0.5)}",
-                where=where,
-            )
+            near = nearest_of(part, own, sorted(own)[:8], cutoff=0.5)
+            raise ConfigError(f"{name}: {module} ({file}) has no {part}{near}", where=where)
         found = getattr(found, part)
     return found
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, JsonValue, model_validator
 
-from zeromesh.settings.keys import Allowed, CodecName, Count, Fraction, Names, Positive, Text
+from zeromesh.settings.keys import Allowed, CodecName, ConvertedBy, Count, Fraction, Names, Positive, Text
 from zeromesh.trainer.config.sections.base import Named, NamedFunction, PythonName, Section, Texts
 
 Head = Literal[
@@ -86,11 +86,6 @@ class WeightsSection(Section):
     cache: Text | None = None
     """Directory of the cache of encoded weights of a `model.source`; null: `zeromesh/weights` in the user's cache folder."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _parse_codec_name(cls, data: Any) -> Any:
-        return {"codec": data} if isinstance(data, str) else data
-
 
 class ModelSection(Section):
     """The model to train. A model that is given to `Trainer` itself replaces `source` and `config`."""
@@ -123,7 +118,9 @@ class ModelSection(Section):
     """Patterns of the names of the parameters that are trained, such as `["*.layers.3.*", "!*norm*"]`, of which a later one counts
     more and ! freezes; null: all, or the adapters."""
     weights: Annotated[
-        WeightsSection | None, Allowed("null, nf4, fp4, int8, fp8, or a mapping such as {codec: nf4}")
+        WeightsSection | None,
+        ConvertedBy(lambda value: {"codec": value} if isinstance(value, str) else value),
+        Allowed("null, nf4, fp4, int8, fp8, or a mapping such as {codec: nf4}"),
     ] = None
     """Keep frozen matrices encoded, as for QLoRA: nf4, fp4, int8 or fp8, or a mapping; null: in the compute dtype."""
     attention: Attention | None = None
@@ -158,10 +155,6 @@ class ModelSection(Section):
     def trains_nothing(self) -> bool:
         """True if `train` freezes all parameters, so that the model can be evaluated alone."""
         return all(pattern.startswith("!") for pattern in self.train or ("all",))
-
-    @property
-    def loss_mode(self) -> Literal["auto", "native", "liger"]:
-        return "native" if isinstance(self.loss, NamedFunction) else self.loss
 
     @property
     def named(self) -> NamedFunction | None:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch.optim import Optimizer
 
 
-_EIGHT_BITS = ("adamw", "adam", "lion")
-"""The optimizers whose moments may rest in 8 bits."""
 OPTIMIZERS = {
     **{name.lower(): f"torch.optim:{name}" for name in ("AdamW", "Adam", "SGD", "Adagrad", "NAdam", "RAdam")},
     **{name.lower(): f"torch.optim:{name}" for name in ("Adamax", "Adadelta")},
@@ -87,9 +85,6 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
 
 def optimizer_problems(section: OptimizerSection) -> Iterator[str]:
     """Yield what is wrong with a section that no run could use, before there is a model. Classes of the user's are not imported."""
-    if section.states == "int8" and section.name not in _EIGHT_BITS:
-        cure = "set it to float32, or take an optimizer whose states have 8 bits by themselves, such as adamw_8bit"
-        yield f"optimizer.states: int8 is for {', '.join(_EIGHT_BITS)}, not for {section.name}; {cure}"
     torchs = OPTIMIZERS.get(section.name, "").startswith("torch.")
     if ":" not in section.name and (not torchs or section.options):
         try:
@@ -237,12 +232,9 @@ def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any
     name, names = section.name, [each.value for each in OptimizerNames]
     if name not in names:
         near = get_close_matches(name.lower(), [*OPTIMIZERS, *names], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(
-            f"got {name[:40]!r}; allowed are {', '.join(OPTIMIZERS)}, a name of transformers' optim such as adafactor, or a class "
-            f"such as package.module:Class{hint}",
-            where="optimizer.name",
-        )
+        rest = "a name of transformers' optim such as adafactor, or a class such as package.module:Class"
+        rest += f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"got {name[:40]!r}; allowed are {', '.join(OPTIMIZERS)}, {rest}", where="optimizer.name")
     if reason := next((why for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)), ""):
         raise ConfigError(f"{name} is not available: {reason}", where="optimizer.name")
     defaults = {each: field.default for each, field in TrainingArguments.__dataclass_fields__.items()}

@@ -75,9 +75,7 @@ class RecoverySection(Section):
     on devices there are snapshots: two copies in the host's memory, written in turn; off: only checkpoints."""
     copies: Literal[0, 1] = 0
     """1: each host also has copies of the snapshots of another one, so that a run goes on from them when a host is lost."""
-    every_steps: Annotated[
-        Literal["auto"] | Annotated[keys.Count, Field(ge=1)], keys.Allowed("auto, or a number of steps")
-    ] = "auto"
+    every_steps: Annotated[Literal["auto"] | keys.Count, keys.Allowed("auto, or a number of steps")] = "auto"
     """Steps between snapshots. auto: the fewest for which they take less than 2 % of the time."""
     spike_factor: keys.NotNegative = 0.0
     """Times the median of accepted steps, above which a step's loss or gradient norm is a spike. Spikes, and steps that are not

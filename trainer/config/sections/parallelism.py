@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from zeromesh.mesh.mesh_shape import MODEL_AXES
 from zeromesh.settings import keys
@@ -20,11 +20,6 @@ class TierShare(Section):
     fraction: Annotated[keys.Number, Field(gt=0.0, le=1.0)] = 1.0
     """The fraction that the tier holds."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _parse_tier_name(cls, data: Any) -> Any:
-        return {"tier": data} if isinstance(data, str) else data
-
     @model_serializer(mode="wrap")
     def _serialize_tier(self, plain: SerializerFunctionWrapHandler) -> Any:
         return self.tier if self.fraction == 1 else plain(self)
@@ -38,18 +33,19 @@ class GradientShare(TierShare):
 
 
 _TIERS = "none, host or file, or a mapping such as {tier: file, fraction: 0.7}"
+_NAMED = keys.ConvertedBy(lambda value: {"tier": value} if isinstance(value, str) else value)
 
 
 class OffloadSection(Section, keys.OffloadKeys):  # type: ignore[misc]  # pydantic freezes it too
     """The states that are kept outside the device's memory until they are needed. Results do not change."""
 
-    optimizer: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
+    optimizer: Annotated[TierShare, _NAMED, keys.Allowed(_TIERS)] = TierShare()
     """Master weights and moments, at any stage."""
-    gradients: Annotated[GradientShare, keys.Allowed(f"auto, {_TIERS}")] = GradientShare()
+    gradients: Annotated[GradientShare, _NAMED, keys.Allowed(f"auto, {_TIERS}")] = GradientShare()
     """Gradient shards between reduction and update; auto: as the optimizer state."""
-    parameters: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
+    parameters: Annotated[TierShare, _NAMED, keys.Allowed(_TIERS)] = TierShare()
     """Parameters between their uses, at stage 3."""
-    activations: Annotated[TierShare, keys.Allowed(_TIERS)] = TierShare()
+    activations: Annotated[TierShare, _NAMED, keys.Allowed(_TIERS)] = TierShare()
     """Inputs of recomputed blocks until backward; a fraction counts the first blocks."""
     directory: keys.Text | Texts | None = None
     """Directory of the file tier, best on local NVMe; several hold stripes in turn. null: `offload` in the run's directory."""

@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 
 _Body = TypeVar("_Body", CompletionRequest, ChatRequest)
 NEW_TOKENS = 1024  # The default of `max_new_tokens` where neither the request nor the command gives one.
-_CONNECTIONS = 1024
-"""The limit of open connections. Further ones are answered 503; while `_REFUSED` wait for that answer, new ones are closed."""
-_REFUSED = 64
+_CONNECTIONS = 1024  # The limit of open connections; further ones are answered 503.
+_REFUSED = 64  # connections that wait for that answer; more are closed
 _BACKLOG = 128  # connections that the system holds until they are accepted
 _DESCRIPTORS = 1 << 16  # to which the limit of open files is raised
 _RETRY_SECONDS = 1  # after which a refused client may try again
@@ -52,12 +51,10 @@ _RETRY_SECONDS = 1  # after which a refused client may try again
 class ServerOptions:
     host: str = "127.0.0.1"
     port: int = 8000
-    token: str | None = None
-    """The bearer token of `Authorization: Bearer TOKEN`. None: no authentication, which is allowed on loopback alone."""
+    token: str | None = None  # The bearer token of `Authorization`. None: no authentication, on loopback alone.
     new_tokens: int = NEW_TOKENS
     body_bytes: int = 1 << 20
-    receive_seconds: float = 30.0
-    """The seconds that a client may take to send the head of a request, and again for its body."""
+    receive_seconds: float = 30.0  # in which a client sends the head of a request, and again its body
     grace_seconds: float = 10.0
 
 

@@ -11,8 +11,7 @@ from pydantic_core import from_json
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
-_GREEDY_BELOW = 1e-5
-"""Temperatures below this decode greedily: dividing logits by a lower one may overflow, and the best token is drawn in any case."""
+_GREEDY_BELOW = 1e-5  # dividing logits by a lower temperature may overflow, and the best token is drawn in any case
 
 
 class RequestError(ZeromeshError):
@@ -52,8 +51,7 @@ class Piece:
 
     text: str = ""
     reasoning: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    """Tool calls in the form of OpenAI's streamed deltas."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)  # As OpenAI's streamed deltas.
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: str | None = None  # The finish reason on the last piece: `stop`, `length` or `tool_calls`.
