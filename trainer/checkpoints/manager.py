@@ -76,16 +76,12 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             steps = [step for step in steps if step <= most]
         elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
-        if (
-            most is None and self._section.resume == "never" and steps and not is_later_start()
-        ):  # Else they are the run's own.
-            why = (
-                f"{self.store.root} holds checkpoints of an earlier run"
-                if record is None
-                else "files hold states of an earlier run"
-            )
+        never = most is None and self._section.resume == "never"
+        if never and steps and not is_later_start():  # Else they are the run's own.
+            there = f"{self.store.root} holds checkpoints" if record is None else "files hold states"
+            why = f"{there} of an earlier run, up to step {steps[0]}, and checkpoint.resume is never"
             cure = "give this run another run.name, move them away, or set checkpoint.resume: auto"
-            raise ConfigError(f"{why}, up to step {steps[0]}, and checkpoint.resume is never; {cure}")
+            raise ConfigError(f"{why}; {cure}")
         if record is not None:
             self._note(f"states of step {record['step']} are on files (offload.durable): no checkpoint is read")
             return self._go_on_from(json.loads(record["content"]), settings)

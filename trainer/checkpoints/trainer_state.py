@@ -157,19 +157,14 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that determine a step's weights, by configuration key. `model` and `data` are described without paths."""
-    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
-    schedule = config.schedule.model_dump(mode="json")
-    ema = config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {}
-    local = config.parallel.model_dump(
-        mode="json", include={"sync_every", "outer"} if config.parallel.sync_every > 1 else set()
-    )
+    local = {"sync_every", "outer"} if config.parallel.sync_every > 1 else set[str]()
     sections = {
         "model": model,
         "data": data,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "ema": ema,
-        "parallel": local,
+        "optimizer": config.optimizer.model_dump(mode="json", exclude={"in_backward"}),
+        "schedule": config.schedule.model_dump(mode="json"),
+        "ema": config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {},
+        "parallel": config.parallel.model_dump(mode="json", include=local),
     }
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     flat |= {key: attrgetter(key)(config) for key in _KEYS}

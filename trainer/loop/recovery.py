@@ -55,6 +55,7 @@ from zeromesh.zero.full_state import persistent_buffers
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
 _MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
+_memory = cache(StateMemory)  # one object for each descriptor
 
 
 @dataclass
@@ -251,24 +252,22 @@ class Recovery:
                 kept.shared = _shared_buffers(engine)
             world.barrier("end of the recovery's copies")
             outcome = step.finish_recorded(record, self._position)
+        known = [each for each in self._states if each is not None]
         if kept is not None:
             state = kept.state
-            values = {each.name: copy(getattr(kept.progress, each.name)) for each in fields(RunProgress)}
+            for each in fields(RunProgress):
+                setattr(progress, each.name, copy(getattr(kept.progress, each.name)))
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
-            values["resumed"] = replace(values["resumed"], **now)
-            for name, value in values.items():
-                setattr(progress, name, value)
+            progress.resumed = replace(progress.resumed, **now)
         else:
-            state = max((each for each in self._states if each is not None), key=lambda each: each.step)
+            state = max(known, key=lambda each: each.step)
             progress.resume(state)
         result = StepResult(**record["note"], outcome=outcome)
         if progress.step < record["step"]:
             progress.add(result)
         # A rank 0 that is lost may not have written the step's line.
-        behind = self._states[0] is None or any(
-            each is not None and each.step < record["step"] for each in self._states
-        )
+        behind = self._states[0] is None or any(each.step < record["step"] for each in known)
         unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
         if progress.unfinished is None and any(row[0] for row in unfinished):
             progress.unfinished = result
@@ -410,11 +409,6 @@ def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
-@cache
-def _memory(descriptor: int) -> StateMemory:
-    return StateMemory(descriptor)
-
-
 def _step_of(row: Mapping[str, Any]) -> int:
     return row["record"]["step"] if row["record"] else 0
 
@@ -448,17 +442,12 @@ def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
     rows = {each.ranks.name: each.ranks.gather_integers([int(kept is not None)]) for each in engine.groups}
     for bucket in _shared_buckets(engine):
         group = bucket.group.ranks
-        stays = [bool(row[0]) for row in rows[group.name]]
-        shared = None if kept is None else kept.shared[bucket.name]
-        length, own = bucket.length, bucket.buffer.own()
-        for index, stayed in enumerate(stays):
-            part = None if shared is None else shared[index * length : (index + 1) * length]
-            if stayed:
-                if index == group.index and part is not None:
-                    own.copy_(part)
-                continue
-            giver = stays.index(True)
-            given = part if group.index == giver and part is not None else own[:0]
+        stays, length, own = [row[0] for row in rows[group.name]], bucket.length, bucket.buffer.own()
+        giver, shared = stays.index(1), () if kept is None else torch.split(kept.shared[bucket.name], length)
+        if shared:
+            own.copy_(shared[group.index])
+        for index in [index for index, stayed in enumerate(stays) if not stayed]:
+            given = shared[index] if group.index == giver else own[:0]
             layouts = on_one_rank(length, group.size, giver), replicated(length, group.size)
             found = redistribute(given, *layouts, group, "weights of a lost rank")
             if index == group.index:

@@ -191,19 +191,13 @@ class Snapshots:
         if not self._own.slots or step < self._due:
             return
         (before, since), began, mesh = self._since, time.perf_counter(), self._mesh
-        start, number = self._identity = (self._identity[0], self._identity[1] + 1)
+        start, number = self._identity = (self._identity[0], self.number + 1)
         shards, slot = self._shards(engine), self._own.slots[number % 2]
         for shard, part in _parts(shards, slot):
             shard.values.copy_to(part)
-        facts: dict[str, Any] = {
-            "step": step,
-            "start": start,
-            "number": number,
-            "rank": mesh.rank,
-            "world": mesh.world_size,
-        }
-        facts |= {"mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank], "rows": self._rows(shards)}
-        facts["state"] = json.loads(state().to_json())
+        facts: dict[str, Any] = {"step": step, "start": start, "number": number, "rank": mesh.rank}
+        facts |= {"world": mesh.world_size, "mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank]}
+        facts |= {"rows": self._rows(shards), "state": json.loads(state().to_json())}
         self._own.commit(number, [facts])
         if self._others is not None:
             self._copy_to_other_hosts(slot, self._others.slots[number % 2])
@@ -244,14 +238,13 @@ class Snapshots:
     def _rows(self, shards: Sequence[TensorShard]) -> list[list[Any]]:
         """Describe the shards of an image: kind, name, dtype, shape, and runs, as pairs of the first element and their number. Runs
         are null where nobody of another layout reads them."""
-        described = [(each.spec, DTYPE_NAMES[each.values.dtype]) for each in shards]
         runs: list[Any] = [None] * len(shards)
         if self._others is not None:
-            runs = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]
-        known = self._others is not None and sum(map(len, runs)) <= _MOST_RUNS
+            found = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]
+            runs = found if sum(map(len, found)) <= _MOST_RUNS else runs
         return [
-            [spec.kind, spec.name, dtype, list(spec.shape), own if known else None]
-            for (spec, dtype), own in zip(described, runs, strict=True)
+            [each.spec.kind, each.spec.name, DTYPE_NAMES[each.values.dtype], list(each.spec.shape), own]
+            for each, own in zip(shards, runs, strict=True)
         ]
 
 
@@ -323,17 +316,9 @@ def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
                 piece = ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum="", rank=rank)
                 pieces[rank][path].append(piece)
             done = max(done, end)
-    parts = [
-        Manifest(
-            step=0,
-            files={path: FileRecord(nbytes=spec.nbytes, pieces=tuple(pieces[rank][path])) for path, spec in tensors.items()},
-            tensors=tuple(tensors.values()),
-        )
-        for rank in mesh.world.ranks
-    ]  # fmt: skip
-    return PartsReader(
-        Path("snapshots"),
-        _Served(parts[mesh.rank], data),
-        [(each, [rank]) for rank, each in enumerate(parts)],
-        mesh.world,
-    )
+    parts = []
+    for rank in mesh.world.ranks:
+        sizes = {path: spec.nbytes for path, spec in tensors.items()}
+        files = {path: FileRecord(nbytes=size, pieces=tuple(pieces[rank][path])) for path, size in sizes.items()}
+        parts.append((Manifest(step=0, files=files, tensors=tuple(tensors.values())), [rank]))
+    return PartsReader(Path("snapshots"), _Served(parts[mesh.rank][0], data), parts, mesh.world)

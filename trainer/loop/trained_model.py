@@ -14,12 +14,10 @@ from zeromesh.errors import PhaseError, StorageError, ZeromeshError, counted, su
 from zeromesh.files import write_whole
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, write_allocations
-from zeromesh.options import OptimizerSettings
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.loop.train_step import Stepper
-from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.model_on_mesh import PlacedModel, least_free_bytes
 from zeromesh.trainer.models.flops import ModelFlops
 
@@ -48,7 +46,6 @@ class TrainedModel(PlacedModel):
     steps_made: Callable[[], int]
     description: Mapping[str, Any]
     """The model's class and configuration, by `description_of`, before a forward has written into it."""
-    loss: Loss
     restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
     feeds: Feeds
@@ -57,7 +54,6 @@ class TrainedModel(PlacedModel):
     """The number of parameters of the whole model, embeddings included; tied ones count once."""
     flop_parameters: int
     """The number of parameters in transformers' estimate of operations, without embeddings."""
-    optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
 
@@ -147,7 +143,7 @@ class TrainedModel(PlacedModel):
         engine.close()
         self.engine = None
         self.restore_modules()
-        self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
+        self.stepper = Stepper(self.module, self.stepper.loss, self.mesh, master, None)
 
     def close(self) -> None:
         self.restore_modules()

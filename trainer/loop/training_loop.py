@@ -258,7 +258,7 @@ class TrainingLoop:
                 self._loader,
                 position,
                 number - 1,
-                hyperparameters(run.model.optimizer, factor, momentum),
+                hyperparameters(run.model.require_engine().options.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._asked,

@@ -98,11 +98,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         description=described,
-        loss=loss,
         divided=divided,
         restore_modules=changes.close,
         feeds=feeds,
-        optimizer=options.optimizer,
         engine=engine,
         stepper=Stepper(
             model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
@@ -228,11 +226,8 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
     here = " on this rank" if trained.divided.pipeline is not None else ""
     fetched = sum(unit.is_fetched for unit in engine.units)
     units = f"{counted(len(engine.units), 'unit')}{f', {fetched} of experts by need' if fetched else ''}{here}"
-    reduced = (
-        f", gradients reduced {_TRANSPORT_TEXTS[engine.groups[0].reduction.name]}"
-        if trained.mesh.shard.size > 1
-        else ""
-    )
+    kind = engine.groups[0].reduction.name
+    reduced = f", gradients reduced {_TRANSPORT_TEXTS[kind]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"

@@ -273,27 +273,17 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Serialize the manifest with its own hash."""
-        tensors: dict[str, dict[str, list[Any]]] = {}
+        files, tensors = dict[str, Any](), dict[str, dict[str, list[Any]]]()
+        for path, record in sorted(self.files.items()):
+            pieces = [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces]
+            files[path] = {"bytes": record.nbytes, "pieces": pieces}
         for each in self.tensors:
             row = [each.path, each.begin, DTYPE_NAMES[each.dtype], list(each.shape)]
             tensors.setdefault(each.kind, {})[each.name] = row
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "schema": 2 if self.source else 1,
-            "step": self.step,
-            "files": {
-                path: {
-                    "bytes": record.nbytes,
-                    "pieces": [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces],
-                }
-                for path, record in sorted(self.files.items())
-            },
-            "tensors": tensors,
-            "aliases": dict(self.aliases),
-            "layout": dict(self.layout),
-            "part": list(self.part),
-            **({"source": self.source} if self.source else {}),
-        }
+        schema = 2 if self.source else 1
+        content: dict[str, Any] = {"format": FORMAT, "schema": schema, "step": self.step, "files": files}
+        content |= {"tensors": tensors, "aliases": dict(self.aliases), "layout": dict(self.layout)}
+        content |= {"part": list(self.part), **({"source": self.source} if self.source else {})}
         return _signed(content)[1]
 
 
