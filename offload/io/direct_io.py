@@ -81,10 +81,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._identity = found
         # If only the status time differs, the file was renamed or its modification time was set back; its bytes are the same.
         if found[:-1] != before[:-1] or (os.path.exists(self.path) and os.stat(self.path).st_ino == found[0]):
-            raise StorageError(
-                f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
-                "leave it alone (write a new file and rename it), and start again"
-            )
+            why = f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs"
+            raise StorageError(f"{why}; leave it alone (write a new file and rename it), and start again")
 
     @property
     def direct(self) -> bool:
@@ -125,9 +123,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         while at < end:
             count = move(self._buffered, pieces, at)
             if count == 0:
-                raise StorageError(
-                    f"{self.path!r} ends after {at:,} bytes; {end - begin:,} were to be {done_to} at {begin:,}"
-                )
+                wanted = f"{end - begin:,} were to be {done_to} at {begin:,}"
+                raise StorageError(f"{self.path!r} ends after {at:,} bytes; {wanted}")
             at += count
             while at < end and count >= len(pieces[0]):
                 count -= len(pieces.pop(0))

@@ -110,9 +110,8 @@ class DurableTier(FileTier):
             slot = self.allocate(nbytes, label)
             slot.place, slot.kept = place, True
             if slot.parts([length for length, _ in parts]) != [*map(tuple, parts)]:
-                raise StorageError(
-                    f"file tier, {label}: not the bytes of step {record['step']} ({', '.join(self.paths)})"
-                )
+                files = ", ".join(self.paths)
+                raise StorageError(f"file tier, {label}: not the bytes of step {record['step']} ({files})")
         self._number, self.resumed = record["number"], record
 
     def clear(self) -> None:

@@ -5,8 +5,7 @@
     undo      the elements that are being updated, as they were
     states    tensors, in the order in which the engine allocates them
 
-A process that takes the place of a lost rank, or that goes on itself, allocates the same states in the same order, and so finds
-them where they are."""
+A process that takes a lost rank's place, or goes on itself, allocates the same states in the same order, and so finds them."""
 
 import mmap
 import os

@@ -139,10 +139,10 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         step = self.store.step_of(path)
         reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
-            raise CheckpointError(
-                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {trainer_state.NAME}; "
-                "give it the name that it had, or move it away"
+            other = (
+                f"and of step {state.step} by its {trainer_state.NAME}; give it the name that it had, or move it away"
             )
+            raise CheckpointError(f"{path} is of step {reader.manifest.step} by its manifest, {other}")
         differ = differences(state.settings, settings, state.written)
         if differ and strict:
             raise ConfigError(_of_another_run(path, differ))
@@ -201,8 +201,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 self.save(state, wait=True)
 
     def record(self, state: TrainerState) -> None:
-        """Write the state anew in the checkpoint of its step, if that is there already, as after an evaluation, and remove newer
-        ones, which the run has gone back from."""
+        """Write the state anew in its step's checkpoint, if there is one, and remove newer ones, which the run went back from."""
         if self.latest != state.step:
             return
         self._keep_metric(state)
@@ -347,18 +346,15 @@ def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, Traine
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     lines = "\n".join(f"  - {line}" for line in differ)
-    return (
-        f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
-        f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
-    )
+    cure = f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
+    why = f"{path.parent} is of a run with other settings:\n{lines}\n"
+    return f"{why}undo these changes, give this run another run.name, {cure}"
 
 
 def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine, or only progress, where it has the tensors. All ranks call it; raises as
-    `fill_shards` does."""
-    engine.load_progress(
-        updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-    )
+    """Load a whole checkpoint into an engine, or only progress, where it has the tensors; all ranks call it. Raises as `_fill`."""
+    progress = {name: getattr(state, name) for name in ("updates", "trained", "loss_scale", "good_steps")}
+    engine.load_progress(**progress)
     if reader is not None:
         _fill(reader, engine, state.averages, state.callbacks, whole=True)
     elif (averages := engine.optimizer_step.averages) is not None:
@@ -374,7 +370,8 @@ def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:
 
 
 def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mapping[str, Any], *, whole: bool) -> None:
-    """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any."""
+    """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any.
+    Raises as `fill_shards`, and `LayoutError` for states of another optimizer, and for other weights than those encoded here."""
     averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
     absent = calls.get(LOOP, {}).get("without", ())
 

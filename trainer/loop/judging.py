@@ -147,8 +147,7 @@ class Judge:
 
 
 def _odd_ones(votes: Mapping[Any, Sequence[tuple[int, _Value]]]) -> tuple[set[int], bool]:
-    """Return the data ranks with another value of a microbatch than the one on which several agree, and if there is a microbatch
-    without such a value."""
+    """Return the data ranks with another value of a microbatch than several agree on, and if a microbatch has no such value."""
     odd, unclear = set[int](), False
     for found in votes.values():
         holders = defaultdict[_Value, set[int]](set)

@@ -180,9 +180,8 @@ class Recovery:
             some = next(iter(latest.values()))
             alike = not any(each["missing"] or each["steps"] for each in latest.values())
             known = [each for each in self._states if each is not None]
-            together = (
-                mesh.shape.groups(*axes_of("states")) if any(row.get("shares") for row in rows) else [mesh.world.ranks]
-            )
+            shared = any(row.get("shares") for row in rows)
+            together = mesh.shape.groups(*axes_of("states")) if shared else [mesh.world.ranks]
             memory.warm = (
                 (alike or latest.keys() == {*stages})
                 and len({each.passed_over for each in known}) == 1  # Some may know of data that others judge still.
@@ -310,8 +309,7 @@ class Recovery:
             self.snapshots.after_step(run.progress.step, run.model.require_engine(), state)
 
     def require_values(self) -> None:
-        """Raise `CollectiveError` where neither memory nor a checkpoint has the values of the model that the user has given: all
-        ranks have to start again, and make it anew."""
+        """Raise `CollectiveError` where nothing has the values of the user's model: all ranks have to start again, and make it."""
         if self._is_empty:
             raise CollectiveError("a rank was lost before the first step, and with it weights of the model")
 

@@ -31,6 +31,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, available_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
+from zeromesh.trainer.checkpoints.manager import load_engine
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import MODEL
@@ -138,19 +139,16 @@ class Snapshots:
         return self._identity[1]
 
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
-        """Fill a new engine from the newest one, whose `state` is given. Returns False, on all ranks, where it does not have the
-        states of this model."""
+        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states."""
         world = self._mesh.world
-        engine.load_progress(
-            updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-        )
+        load_engine(None, engine, state)
         shards = self._shards(engine)
         fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
         if not all(world.gather_json(fits, "tensors of snapshots")):
             return False
         try:
             reader = _reader(self._served, self._mesh) if self._image is None else None
-            with engine.loading(averaged_updates=state.averages):
+            with engine.loading():
                 if self._image is not None:
                     for shard, part in _parts(shards, self._image.data):
                         shard.values.copy_from(part)
@@ -296,13 +294,11 @@ def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
                 data[f"{kind}/{name}"].append((where, image.data[at : at + where.length]))
                 at += where.length
             at = round_up(at, _ALIGNMENT)
-    rows = (
-        [[row[:4] for row in image.facts["rows"]] for image in served],
-        {path: [[where.start, where.end] for where, _ in parts] for path, parts in data.items()},
-    )
+    own = [[row[:4] for row in image.facts["rows"]] for image in served]
+    places = {path: [[where.start, where.end] for where, _ in parts] for path, parts in data.items()}
     tensors: dict[str, TensorSpec] = {}
     extents: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for rank, (described, intervals) in enumerate(mesh.world.gather_json(rows, "tensors of the snapshots")):
+    for rank, (described, intervals) in enumerate(mesh.world.gather_json([own, places], "tensors of the snapshots")):
         for kind, name, code, shape in (row for rows_of in described for row in rows_of):
             path = f"{kind}/{name}"
             tensors[path] = TensorSpec(kind=kind, name=name, dtype=DTYPES[code], shape=tuple(shape), path=path)

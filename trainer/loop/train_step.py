@@ -52,8 +52,7 @@ _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 
 
 class _Dealt(NamedTuple):
-    """The microbatches of a data rank in a step, their batches, targets, and weights of summed losses; and the `total` of targets
-    of all. None: only forward counts."""
+    """A data rank's microbatches of a step, batches, targets (None: forward counts) and weights of losses; `total`: all targets."""
 
     microbatches: Sequence[Microbatch]
     batches: Sequence[Mapping[str, Any]]
@@ -262,9 +261,8 @@ class Stepper:
         )
 
     def _over_replicas(self, engine: ZeroEngine, sums: Tensor, *, syncs: bool) -> Tensor:
-        """Return the sums that the result of a step shows, of which `sums` has those of this replica. At a sync they are of all
-        replicas, with the inputs since the last sync that no result has shown. Before, other replicas count as many inputs each,
-        and nobody stops."""
+        """Return the sums that the result of a step shows, of which `sums` has those of this replica. At a sync they are of all,
+        with the inputs since the last sync that no result has shown. Before, others count as many inputs each, and nobody stops."""
         shown = sums.clone()
         self._own_inputs += float(sums[2])
         if syncs:
@@ -360,10 +358,8 @@ class Stepper:
                     plain = collector is not None and generation is None
                     results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
-                    tokens = [
-                        generation.tokens(batch, list(map(feed.order.dataset_index, each.samples)), self.compute)
-                        for each, batch in zip(group, fetched, strict=True)
-                    ]
+                    numbers = [list(map(feed.order.dataset_index, each.samples)) for each in group]
+                    tokens = [generation.tokens(*each, self.compute) for each in zip(fetched, numbers, strict=True)]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
                 for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
                     counted = bool(each.weight) and self._counts_loss and not (whole and share)
@@ -428,10 +424,8 @@ class Stepper:
         }
         self._computed.append((loss.detach(), count, logged))
         if not loss.requires_grad and count:
-            raise ConfigError(
-                "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
-                "number and back"
-            )
+            how = "it was computed under no_grad, detached, or made into a number and back"
+            raise ConfigError(f"the loss does not depend on any trained parameter: {how}")
         return loss
 
     def _count_targets(
@@ -449,10 +443,8 @@ class Stepper:
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.
-        shares = [
-            len(each.samples) / samples * targets / max(1, count)
-            for count, each in zip(known, microbatches, strict=True)
-        ]
+        counted = zip(known, microbatches, strict=True)
+        shares = [len(each.samples) / samples * targets / max(1, count) for count, each in counted]
         return int(targets), shares
 
     def _to_device(

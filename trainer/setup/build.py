@@ -103,11 +103,8 @@ def use_deterministic_kernels() -> None:
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
         if accelerator.is_initialized():
-            raise ConfigError(
-                f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
-                f"run; {cure}",
-                where="run.deterministic",
-            )
+            why = f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ"
+            raise ConfigError(f"{why} from run to run; {cure}", where="run.deterministic")
         export({_WORKSPACE: _DETERMINISTIC_WORKSPACES[0]})
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

@@ -75,7 +75,8 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
-        tiers.checkpoint = _newest_checkpoint(mesh, config) if options.offload.durable else -1
+        if options.offload.durable:
+            tiers.checkpoint = max(candidates(mesh, CheckpointStore(config.run.directory / FOLDER)), default=-1)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
@@ -114,12 +115,6 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
     return trained
 
 
-def _newest_checkpoint(mesh: Mesh, config: TrainerConfig) -> int:
-    """Return the step of the run's newest checkpoint that any rank sees; -1 without one."""
-    store = CheckpointStore(config.run.directory / FOLDER)
-    return max(candidates(mesh, store), default=-1)
-
-
 def _judge_of(run: RunContext, engine: ZeroEngine) -> Judge | None:
     settings = run.config.recovery
     if not (settings.spike_factor or settings.audit_steps):
@@ -148,19 +143,14 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
-        raise ConfigError(
-            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
-            where="data.tokenizer",
-        )
+        why = f"null means bytes for a model that a callable builds, and this one comes from {name!r}"
+        raise ConfigError(f"{why}; give its tokenizer", where="data.tokenizer")
     inside, text = pretrained_of(model), data.tokenizer is not None
     if data.classes:
         what, head = ("labels", "sequence") if text else ("pictures", "image")
         if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
-            raise ConfigError(
-                f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: "
-                f"{head}_classification",
-                where="data.format",
-            )
+            why = f"{what} are for a model that has classes, and {type(model).__name__} has none"
+            raise ConfigError(f"{why}; set model.head: {head}_classification", where="data.format")
         if (count := inside.config.num_labels) < len(data.classes):
             problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
             raise ConfigError(problem, where="model.config")
@@ -184,11 +174,8 @@ def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, lis
     loss = loss_of(config, inputs)(model)
     normed = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
     if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or normed):
-        raise ConfigError(
-            "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm); set it "
-            "to even",
-            where="batch.balance",
-        )
+        why = "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm)"
+        raise ConfigError(f"{why}; set it to even", where="batch.balance")
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -286,9 +273,8 @@ def divide_model(
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
     loss_of: Callable[[nn.Module], Loss] = make_loss,
 ) -> Divided:
-    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `ConfigError` for a model
-    that would compute something else under tensor parallelism or on shares of sequences, whose loss `loss_of` makes, and
-    `LayoutError` for one that cannot be divided."""
+    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `LayoutError` for a model
+    that cannot be divided, and `ConfigError` for one that would then compute something else, by the loss that `loss_of` makes."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         require_equal_when_divided(pretrained_of(model) or model, parallel.plan or {}, sequence=parallel.sequence)
@@ -324,10 +310,9 @@ def fill_engine(
     norms = [(name, each) for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.training]
     local = [name or type(model).__name__ for name, each in norms if not isinstance(each, nn.SyncBatchNorm)]
     if local and feeds is not None:
-        console.note(
-            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
-            "every rank keeps running statistics of its own, and rank 0's are saved"
-        )
+        means = "means and variances are those of each rank's own microbatch, not of the global batch"
+        kept = "every rank keeps running statistics of its own, and rank 0's are saved"
+        console.note(f"BatchNorm ({some(local)}): {means}; {kept}")
     console.note(*notes)
     # The inputs of recomputed blocks that are offloaded, where their size is known.
     sizes = getattr(model, "config", None)
@@ -434,7 +419,5 @@ def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> No
     if parallel.context > 1:  # Its ranks pad sequences.
         return
     if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
-        raise DataError(
-            f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks "
-            f"(parallel.sequence); pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false"
-        )
+        why = f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks (parallel.sequence)"
+        raise DataError(f"{why}; pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false")

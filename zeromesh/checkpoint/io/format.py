@@ -321,9 +321,9 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
         lambda part: isinstance(part, list) and len(part) == 2 and are_valid_sizes(*part) and part[0] < part[1],
         "an index and a count that is larger, two whole numbers",
     )
+    names = ("files", "layout", "tensors", "aliases")
     files, layout, tensors, aliases = (
-        checked(name, lambda value: isinstance(value, dict), "an object")
-        for name in ("files", "layout", "tensors", "aliases")
+        checked(each, lambda value: isinstance(value, dict), "an object") for each in names
     )
     if not all(isinstance(each, str) for each in aliases.values()):
         raise CheckpointError(f"{path}: aliases should be an object of texts")
@@ -389,10 +389,8 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
     for tensor in sorted(found, key=attrgetter("path", "begin", "end")):
         nbytes = files[tensor.path].nbytes
         if tensor.begin % tensor.dtype.itemsize or tensor.end > nbytes:
-            raise CheckpointError(
-                f"{path}: {tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin} does not fit {tensor.path} of "
-                f"{nbytes} bytes"
-            )
+            what = f"{tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin}"
+            raise CheckpointError(f"{path}: {what} does not fit {tensor.path} of {nbytes} bytes")
         if tensor.path == last and tensor.begin < end:
             raise CheckpointError(f"{path}: {tensor.name} overlaps another tensor in {tensor.path}")
         last, end = tensor.path, tensor.end
