@@ -396,11 +396,10 @@ def require_updates(run: RunContext, why: str = "") -> None:
     progress = run.progress
     if progress.too_many_skipped:
         what = "data were suspicious" if run.config.recovery.spike_factor else "gradients were not finite"
-        raise NonFiniteError(
-            f"{what} in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
-            f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}. Lower optimizer.lr, "
-            "look at the data, or use precision.compute: bfloat16"
-        )
+        steps = f"{counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step}"
+        last = f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}"
+        cure = "Lower optimizer.lr, look at the data, or use precision.compute: bfloat16"
+        raise NonFiniteError(f"{what} in {steps} {last}. {cure}")
 
 
 def _digest(text: str) -> int:

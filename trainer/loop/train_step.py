@@ -47,6 +47,7 @@ from zeromesh.zero.engine import ZeroEngine
 REGROUP = signal.SIGUSR2
 """Stands for a launcher's request to go on in another mesh after the present step; no such signal is sent."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, REGROUP)
+_Batches = Sequence[Mapping[str, Any]]
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
 
@@ -55,7 +56,7 @@ class _Dealt(NamedTuple):
     """A data rank's microbatches of a step, batches, targets (None: forward counts) and weights of losses; `total`: all targets."""
 
     microbatches: Sequence[Microbatch]
-    batches: Sequence[Mapping[str, Any]]
+    batches: _Batches
     counts: Sequence[int | None]
     total: int | None
     shares: Sequence[float]
@@ -277,9 +278,7 @@ class Stepper:
             self._shown_inputs += float(shown[2])
         return shown
 
-    def _deal(
-        self, feed: Feed, data_step: int, source: int, batches: Sequence[Mapping[str, Any]] | None = None
-    ) -> _Dealt:
+    def _deal(self, feed: Feed, data_step: int, source: int, batches: _Batches | None = None) -> _Dealt:
         """Return what a data rank has in a step; all ranks call it. Without `batches` they are made here."""
         microbatches = feed.plan.microbatches(data_step, source)
         batches = list(map(feed.fetch, microbatches)) if batches is None else batches
@@ -417,12 +416,8 @@ class Stepper:
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
         loss, _, count, scalars = self.loss.run(self.model, batch, seed=seed, targets=batch.targets)
-        logged = {
-            # A value that is no number becomes None.
-            name: (each.detach() if each.numel() == 1 else None) if isinstance(each, Tensor) else each
-            for name, each in scalars.items()
-        }
-        self._computed.append((loss.detach(), count, logged))
+        numbers = {name: each for name, each in scalars.items() if not isinstance(each, Tensor) or each.numel() == 1}
+        self._computed.append((loss.detach(), count, pytree.tree_map_only(Tensor, Tensor.detach, numbers)))
         if not loss.requires_grad and count:
             how = "it was computed under no_grad, detached, or made into a number and back"
             raise ConfigError(f"the loss does not depend on any trained parameter: {how}")
@@ -447,9 +442,7 @@ class Stepper:
         shares = [len(each.samples) / samples * targets / max(1, count) for count, each in counted]
         return int(targets), shares
 
-    def _to_device(
-        self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None], *, whole: bool = False
-    ) -> list[DeviceBatch]:
+    def _to_device(self, batches: _Batches, counts: Sequence[int | None], *, whole: bool = False) -> list[DeviceBatch]:
         """Return batches that go to the device, of this rank's shares of their sequences or `whole` ones."""
         coming: list[DeviceBatch] = []
         on_device = self._copies is not None

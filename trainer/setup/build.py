@@ -286,11 +286,10 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         pictures = while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode))
         return _limit_eval_sets(pictures, count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
-        raise ConfigError(
-            f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
-            "directory that save_pretrained of its tokenizer wrote, or bytes for a model whose tokens are the bytes of a text",
-            where="data.tokenizer",
-        )
+        why = f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none"
+        cure = "give the directory that save_pretrained of its tokenizer wrote"
+        cure += ", or bytes for a model whose tokens are the bytes of a text"
+        raise ConfigError(f"{why}; {cure}", where="data.tokenizer")
     own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"
     cache = TokenCache(Path(cache_directory).expanduser(), console.note)
