@@ -105,6 +105,9 @@ class TieredTensor:
         """Bytes on all tiers together."""
         return self.numel * self.dtype.itemsize
 
+    def bytes_on(self, tier: Tier) -> int:
+        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
+
     @property
     def memory(self) -> torch.Tensor:
         """All elements as one tensor in CPU memory. Raises `ValueError` if they are not in one piece there."""
