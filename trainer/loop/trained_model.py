@@ -19,7 +19,6 @@ from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.loop.train_step import Stepper
 from zeromesh.trainer.model_on_mesh import PlacedModel, least_free_bytes
-from zeromesh.trainer.models.flops import ModelFlops
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 """Messages of out-of-memory errors, which have no common class."""
@@ -49,7 +48,6 @@ class TrainedModel(PlacedModel):
     restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
     feeds: Feeds
-    flops: ModelFlops | None
     parameters: int
     """The number of parameters of the whole model, embeddings included; tied ones count once."""
     flop_parameters: int

@@ -40,7 +40,6 @@ from zeromesh.trainer.models.build import check_model, image_processor, pin_sour
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, leaves
-from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
@@ -159,14 +158,6 @@ def build_run(
         workers=workers,
     )
     run.model = build_trained_model(run, options, recovery)
-    try:
-        ledger = run.model.require_engine().ledger
-        run.stats = StepStats(run.model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
-        console.note(*map(Detail, run.stats.notes))
-        times.end("figures")
-    except BaseException:
-        run.model.close()
-        raise
     return run
 
 

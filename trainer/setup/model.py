@@ -50,6 +50,7 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, req
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.expert_load import ExpertLoads
+from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.safetensors_source import keep_encoded
@@ -62,8 +63,8 @@ _MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
 def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recovery | None) -> TrainedModel:
-    """Build the model of a run, check it and the data, and leave this rank its part of the model with initial values. Raises a
-    `ZeromeshError` for what cannot be trained before anything large is allocated."""
+    """Build the model of a run, check it and the data, leave this rank its part of the model with initial values, and make the
+    run's `stats`. Raises a `ZeromeshError` for what cannot be trained before anything large is allocated."""
     config, mesh, inputs, data, console = run.config, run.mesh, run.inputs, run.data, run.console
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
@@ -80,16 +81,21 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
-        whole = _figures_of(model)
+        whole, flops = _figures_of(model), ModelFlops.of(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         run.start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, run)
         run.start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
+        undone.callback(divided.close)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
+        undone.callback(engine.close)
         judge = _judge_of(run, engine)
         loads = ExpertLoads(model, engine.ranks, config.optimizer.expert_bias_rate)
         changes.callback(loads.close)
+        run.start_times.end("engine")
+        run.stats = StepStats(flops, mesh, options.precision.compute, config.batch.global_size, engine.ledger)
+        run.start_times.end("figures")
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -110,8 +116,8 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
-    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
-    run.start_times.end("engine")
+    figures = map(Detail, run.stats.notes)
+    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)
     return trained
 
 
@@ -128,7 +134,6 @@ def _figures_of(model: nn.Module) -> dict[str, Any]:
     count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
     return {
         "flop_parameters": count(exclude_embeddings=True) if callable(count) else 0,
-        "flops": ModelFlops.of(model),
         "hub_form": HubForm(model),
         "parameters": sum(each.numel() for each in model.parameters()),
     }
