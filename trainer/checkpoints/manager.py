@@ -21,7 +21,7 @@ from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.checkpoints import trainer_state
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences, goal_of, settings_of, state_of
+from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, differences, goal_of, settings_of, state_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -96,8 +96,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             self.latest = step
             self._metrics = {each: metric for each, metric in self._metrics.items() if each <= step}
             self._link()
-            if most is not None and self._keep_best and state.best.get("step") not in steps:
-                state = replace(state, best={})  # Later ones were better, and so it has not been kept.
+            if most is not None and self._keep_best and state.best.step not in steps:
+                state = replace(state, best=Best())  # Later ones were better, and so it has not been kept.
             own = self.store.path(step).resolve()
             here = own if named is None else named.resolve()
             if here != own and here.parent == own.parent:

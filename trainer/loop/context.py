@@ -150,7 +150,7 @@ class RunProgress:
         self.tokens, self.skipped, self.rewinds = state.tokens, state.skipped, state.rewinds
         self.skipped_in_a_row = state.skipped_in_a_row
         self.reached = self.position
-        self.best = Best.from_json(state.best, "the checkpoint")
+        self.best = state.best
         self.log[:] = [unstrict(line) for line in state.log_history]
         self.accepted.clear()
         self.accepted.extend((loss, norm) for loss, norm in state.accepted)

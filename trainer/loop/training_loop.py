@@ -521,7 +521,7 @@ class TrainingLoop:
             loss=progress.last_loss,
             eval_loss=eval_loss,
             metric=metric,
-            best=progress.best.to_json(),
+            best=progress.best,
             callbacks=run.events.states(),
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
