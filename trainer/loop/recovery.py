@@ -440,11 +440,11 @@ def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
     for bucket in _shared_buckets(engine):
         group = bucket.group.ranks
         stays, length, own = [row[0] for row in rows[group.name]], bucket.length, bucket.buffer.own()
-        giver, shared = stays.index(1), () if kept is None else torch.split(kept.shared[bucket.name], length)
-        if shared:
-            own.copy_(shared[group.index])
+        giver, shared = stays.index(1), None if kept is None else kept.shared[bucket.name]
+        if shared is not None:
+            own.copy_(shared.narrow(0, group.index * length, length))
         for index in [index for index, stayed in enumerate(stays) if not stayed]:
-            given = shared[index] if group.index == giver else own[:0]
+            given = own[:0] if shared is None or group.index != giver else shared.narrow(0, index * length, length)
             layouts = on_one_rank(length, group.size, giver), replicated(length, group.size)
             found = redistribute(given, *layouts, group, "weights of a lost rank")
             if index == group.index:
