@@ -117,6 +117,9 @@ class DeviceBatch(dict[str, Any]):
         with self._attention.in_force():
             yield
 
+    def work(self, seed: float, streams: Streams) -> MicrobatchWork:
+        return MicrobatchWork(batch=self, seed=seed, streams=streams, forward_context=self.present)
+
 
 @dataclass
 class Stepper:
@@ -305,10 +308,7 @@ class Stepper:
         seeded = engine.options.seed, engine.optimizer_step.step
         streams = [Streams(*seeded, each.first_sample, share) for each in dealt.microbatches]
         seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
-        work = [
-            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
-            for each, own, drawn in zip(moved, seeds, streams, strict=True)
-        ]
+        work = [each.work(own, drawn) for each, own, drawn in zip(moved, seeds, streams, strict=True)]
         self._driver.train(engine, work, self._loss_of, end)
 
         counted = [number for number, each in enumerate(dealt.microbatches) if each.weight and self._counts_loss]
@@ -401,11 +401,8 @@ class Stepper:
             results.append((loss, count, found if outputs else None))
             return loss
 
-        work = [
-            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, forward_context=batch.present)
-            for batch, drawn in zip(batches, streams, strict=True)
-        ]
         if self.engine is not None:
+            work = [batch.work(0.0, drawn) for batch, drawn in zip(batches, streams, strict=True)]
             losses = self._driver.evaluate(self.engine, work, loss_of)
             return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):

@@ -74,10 +74,8 @@ class TrainedModel(PlacedModel):
         found: dict[str, Any] = {"rank": mesh.rank, "process": process}
         if engine is not None:
             ledger = engine.ledger
-            held = {tier.value: ledger.by_purpose(tier) for tier in Tier}
-            purposes = {
-                tier: {purpose.value: nbytes for purpose, nbytes in each.items()} for tier, each in held.items() if each
-            }
+            for tier in filter(ledger.by_purpose, Tier):
+                purposes[tier.value] = {purpose.value: nbytes for purpose, nbytes in ledger.by_purpose(tier).items()}
             covered = ledger.total(Tier.DEVICE) if on_device else ledger.total()
             beside = max(0, (process.get("device_allocated") or process["resident"]) - covered)
             found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
