@@ -119,15 +119,13 @@ class Recovery:
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.
             memories, key = (_memory(own), _memory(others) if copied else None), _digest(self.config.to_yaml())
-            frozen = self.model is not None
-            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=frozen)
+            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=self.model is not None)
         if not self.stays:
             self.memory = None
-        else:
-            self._look_around(mesh)
-        self._tell(self.config.parallel.patience if self.stays else 0.0)
-        if not self.stays:
+            self._tell(0.0)
             return
+        self._look_around(mesh)
+        self._tell(self.config.parallel.patience)
 
         def heed() -> None:
             self.line.listen()
