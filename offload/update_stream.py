@@ -60,14 +60,10 @@ class _RowInFlight:
     reads: dict[int, Transfer] = field(default_factory=dict)
 
 
-def buffer_bytes(width: int, longest: int, nbytes: int) -> int:
-    """Return the bytes of one buffer of an `UpdateStream` with these arguments."""
-    share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
-    return max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
-
-
 def stream_bytes(width: int, longest: int, nbytes: int) -> int:
-    return width * _IN_FLIGHT * buffer_bytes(width, longest, nbytes)
+    """Return the bytes of all buffers of an `UpdateStream` with these arguments."""
+    share = nbytes // max(1, width * _IN_FLIGHT) // PAGE * PAGE
+    return width * _IN_FLIGHT * max(_LEAST_BYTES, min(share, -(-longest // _GRAIN_BYTES) * _GRAIN_BYTES))
 
 
 class UpdateStream:
@@ -88,9 +84,9 @@ class UpdateStream:
         self.device = device
         self._waits = waits
         self._width = width
-        self.nbytes = stream_bytes(width, longest, nbytes)  # of all buffers
-        self._buffer_bytes = buffer_bytes(width, longest, nbytes)
-        self._pool = StagingPool(width * _IN_FLIGHT, self._buffer_bytes, memory)
+        self.nbytes, count = stream_bytes(width, longest, nbytes), width * _IN_FLIGHT
+        self._buffer_bytes = self.nbytes // count if count else _LEAST_BYTES
+        self._pool = StagingPool(count, self._buffer_bytes, memory)
         self._flights: deque[_RowInFlight] = deque()
         self._crossing: list[Transfer] = []
 

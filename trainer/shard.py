@@ -208,9 +208,8 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
     if resolved.offload.durable:
         raise ConfigError("is for zeromesh.Trainer, which knows a run's progress", where="offload.durable")
     if resolved.parallel.sync_every > 1:
-        raise ConfigError(
-            "is for zeromesh.Trainer, which knows when replicas meet; set it to 1", where="parallel.sync_every"
-        )
+        why = "is for zeromesh.Trainer, which knows when replicas meet; set it to 1"
+        raise ConfigError(why, where="parallel.sync_every")
     require_directories(resolved.offload)
     return resolved
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 
 from zeromesh.errors import StorageError
@@ -80,10 +81,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         self._identity = found
         # If only the status time differs, the file was renamed or its modification time was set back; its bytes are the same.
         if found[:-1] != before[:-1] or (os.path.exists(self.path) and os.stat(self.path).st_ino == found[0]):
-            raise StorageError(
-                f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs; "
-                "leave it alone (write a new file and rename it), and start again"
-            )
+            why = f"{self.path!r} has changed since it was opened, and weights are read from it as long as this process runs"
+            raise StorageError(f"{why}; leave it alone (write a new file and rename it), and start again")
 
     @property
     def direct(self) -> bool:
@@ -124,9 +123,8 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         while at < end:
             count = move(self._buffered, pieces, at)
             if count == 0:
-                raise StorageError(
-                    f"{self.path!r} ends after {at:,} bytes; {end - begin:,} were to be {done_to} at {begin:,}"
-                )
+                wanted = f"{end - begin:,} were to be {done_to} at {begin:,}"
+                raise StorageError(f"{self.path!r} ends after {at:,} bytes; {wanted}")
             at += count
             while at < end and count >= len(pieces[0]):
                 count -= len(pieces.pop(0))
@@ -248,14 +246,8 @@ def free_bytes(directory: Path) -> int:
 
 def mount_of(directory: Path) -> tuple[str, str]:
     """Return the device that holds a directory, which may not exist yet, and the file system's type; empty if unknown."""
-    path, best, found = os.path.realpath(nearest_directory(directory)), "", ("", "")
-    try:
-        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return found
-    for line in lines:
-        device, point, name, *_ = line.split(" ")
-        # Among mounts at the same mount point, the last one hides the others.
-        if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
-            best, found = point, (device, name)
-    return found
+    path = nearest_directory(directory).resolve()
+    # Among mounts at the same mount point, the last one hides the others.
+    mounts = [each for each in reversed(psutil.disk_partitions(all=True)) if path.is_relative_to(each.mountpoint)]
+    found = max(mounts, key=lambda each: len(each.mountpoint), default=None)
+    return ("", "") if found is None else (found.device, found.fstype)

@@ -23,7 +23,7 @@ from zeromesh.offload.io.direct_io import PositionalFile, sync_directory
 from zeromesh.offload.io.file_tier import PIECE, FileSlot, FileTier, checksum, open_in
 from zeromesh.offload.io.transfer import Transfer
 
-_HEAD = struct.Struct("<QQ")  # of a record: the XXH3 digest of what follows, and its length in bytes
+HEAD = struct.Struct("<QQ")  # of a record: the XXH3 digest of what follows, and its length in bytes
 Record = dict[str, Any]
 """A commit: `generation`, `number`, `step`, `slots` (label, bytes, place, lengths and digests of parts), and `content`."""
 
@@ -110,9 +110,8 @@ class DurableTier(FileTier):
             slot = self.allocate(nbytes, label)
             slot.place, slot.kept = place, True
             if slot.parts([length for length, _ in parts]) != [*map(tuple, parts)]:
-                raise StorageError(
-                    f"file tier, {label}: not the bytes of step {record['step']} ({', '.join(self.paths)})"
-                )
+                files = ", ".join(self.paths)
+                raise StorageError(f"file tier, {label}: not the bytes of step {record['step']} ({files})")
         self._number, self.resumed = record["number"], record
 
     def clear(self) -> None:
@@ -145,8 +144,7 @@ class DurableTier(FileTier):
         for file in self._files:
             file.sync(data=True)
         record: Record = {"generation": self.generation, "number": self._number, "step": step, "slots": slots}
-        text = json.dumps({**record, "content": content().decode()}).encode()
-        data = bytearray(_HEAD.pack(xxhash.xxh3_64_intdigest(text), len(text)) + text)
+        data = sealed({**record, "content": content().decode()})
         file = self._commits[self._number % 2]
         file.write(torch.frombuffer(data, dtype=torch.uint8), 0)
         file.sync(data=True)
@@ -185,7 +183,17 @@ def _step_of(path: Path) -> int:
 
 def _read_record(file: PositionalFile) -> Record | None:
     file.read(data := torch.empty(file.size(), dtype=torch.uint8), 0)
-    whole = data.numpy().tobytes()
-    digest, length = _HEAD.unpack_from(whole) if len(whole) > _HEAD.size else (0, 0)
-    text = whole[_HEAD.size : _HEAD.size + length]
+    return unsealed(data.numpy().data)
+
+
+def sealed(record: Record) -> bytearray:
+    """Return a record as JSON, after a head by which `unsealed` knows that it is whole."""
+    text = json.dumps(record).encode()
+    return bytearray(HEAD.pack(xxhash.xxh3_64_intdigest(text), len(text)) + text)
+
+
+def unsealed(data: memoryview) -> Record | None:
+    """Return the record at the beginning of `data`; None if there is none, or it is half written."""
+    digest, length = HEAD.unpack_from(data) if len(data) > HEAD.size else (0, 0)
+    text = bytes(data[HEAD.size : HEAD.size + length])
     return json.loads(text) if xxhash.xxh3_64_intdigest(text) == digest else None

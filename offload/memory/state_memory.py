@@ -5,13 +5,10 @@
     undo      the elements that are being updated, as they were
     states    tensors, in the order in which the engine allocates them
 
-A process that takes the place of a lost rank, or that goes on itself, allocates the same states in the same order, and so finds
-them where they are."""
+A process that takes a lost rank's place, or goes on itself, allocates the same states in the same order, and so finds them."""
 
-import json
 import mmap
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,13 +16,13 @@ from weakref import WeakSet
 
 import torch
 
+from zeromesh.offload.io.durable_tier import HEAD, sealed, unsealed
 from zeromesh.offload.io.transfer import PAGE, register_state_pages
 
 UNDO_BYTES = 8 << 20
 _RECORD_BYTES = 1 << 23
 _UNDO_AT = PAGE + 2 * _RECORD_BYTES
 _STATES_AT = _UNDO_AT + UNDO_BYTES
-_HEAD = 8  # bytes before a record's text: its length and checksum
 _POSITION_BITS = 24  # of the word: 2 x the chunks that are complete, plus 1 while the next one changes
 
 
@@ -65,22 +62,17 @@ class StateMemory:
 
     def write_record(self, step: int, record: Mapping[str, Any]) -> None:
         """Write what is needed to finish the update of `step`, from 1. Without room for it the states do not count any more."""
-        data, at = json.dumps({**record, "step": step}).encode(), self._record_at(step)
-        if len(data) > _RECORD_BYTES - _HEAD:
+        data, at = sealed({**record, "step": step}), self._record_at(step)
+        if len(data) > _RECORD_BYTES:
             self.forget()
             return
-        self._head[at + _HEAD : at + _HEAD + len(data)] = data
-        self._head[at : at + _HEAD] = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
+        self._head[at : at + len(data)] = data
 
     def record(self, step: int) -> dict[str, Any] | None:
         """Return the record of `step`; None if it is not there, or not whole."""
         at = self._record_at(step)
-        length, digest = (int.from_bytes(self._head[at + n : at + n + 4], "little") for n in (0, 4))
-        data = self._head[at + _HEAD : at + _HEAD + min(length, _RECORD_BYTES - _HEAD)]
-        if not data or zlib.crc32(data) != digest:
-            return None
-        found = json.loads(data)
-        return found if found["step"] == step else None
+        found = unsealed(memoryview(self._head)[at : at + _RECORD_BYTES])
+        return found if found is not None and found["step"] == step else None
 
     def _record_at(self, step: int) -> int:
         return PAGE + step % 2 * _RECORD_BYTES
@@ -100,7 +92,7 @@ class StateMemory:
         """Let no update be known any more."""
         for step in range(2):
             at = self._record_at(step)
-            self._head[at : at + _HEAD] = bytes(_HEAD)
+            self._head[at : at + HEAD.size] = bytes(HEAD.size)
 
     @contextmanager
     def allocating(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.checkpoints import trainer_state
 from zeromesh.trainer.checkpoints.frozen import FrozenWeights, elements_of, source_directory
-from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences, goal_of, settings_of, state_of
+from zeromesh.trainer.checkpoints.trainer_state import Best, TrainerState, differences, goal_of, settings_of, state_of
 from zeromesh.trainer.config.trainer_config import TrainerConfig, with_length
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
@@ -76,16 +76,12 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             steps = [step for step in steps if step <= most]
         elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
-        if (
-            most is None and self._section.resume == "never" and steps and not number_of_start()
-        ):  # Else they are the run's own.
-            why = (
-                f"{self.store.root} holds checkpoints of an earlier run"
-                if record is None
-                else "files hold states of an earlier run"
-            )
+        never = most is None and self._section.resume == "never"
+        if never and steps and not number_of_start():  # Else they are the run's own.
+            there = f"{self.store.root} holds checkpoints" if record is None else "files hold states"
+            why = f"{there} of an earlier run, up to step {steps[0]}, and checkpoint.resume is never"
             cure = "give this run another run.name, move them away, or set checkpoint.resume: auto"
-            raise ConfigError(f"{why}, up to step {steps[0]}, and checkpoint.resume is never; {cure}")
+            raise ConfigError(f"{why}; {cure}")
         if record is not None:
             self._note(f"states of step {record['step']} are on files (offload.durable): no checkpoint is read")
             return self._go_on_from(json.loads(record["content"]), settings)
@@ -100,8 +96,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             self.latest = step
             self._metrics = {each: metric for each, metric in self._metrics.items() if each <= step}
             self._link()
-            if most is not None and self._keep_best and state.best.get("step") not in steps:
-                state = replace(state, best={})  # Later ones were better, and so it has not been kept.
+            if most is not None and self._keep_best and state.best.step not in steps:
+                state = replace(state, best=Best())  # Later ones were better, and so it has not been kept.
             own = self.store.path(step).resolve()
             here = own if named is None else named.resolve()
             if here != own and here.parent == own.parent:
@@ -143,10 +139,10 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         step = self.store.step_of(path)
         reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
-            raise CheckpointError(
-                f"{path} is of step {reader.manifest.step} by its manifest, and of step {state.step} by its {trainer_state.NAME}; "
-                "give it the name that it had, or move it away"
+            other = (
+                f"and of step {state.step} by its {trainer_state.NAME}; give it the name that it had, or move it away"
             )
+            raise CheckpointError(f"{path} is of step {reader.manifest.step} by its manifest, {other}")
         differ = differences(state.settings, settings, state.written)
         if differ and strict:
             raise ConfigError(_of_another_run(path, differ))
@@ -205,8 +201,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 self.save(state, wait=True)
 
     def record(self, state: TrainerState) -> None:
-        """Write the state anew in the checkpoint of its step, if that is there already, as after an evaluation, and remove newer
-        ones, which the run has gone back from."""
+        """Write the state anew in its step's checkpoint, if there is one, and remove newer ones, which the run went back from."""
         if self.latest != state.step:
             return
         self._keep_metric(state)
@@ -351,18 +346,15 @@ def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, Traine
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     lines = "\n".join(f"  - {line}" for line in differ)
-    return (
-        f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, give this run another run.name, "
-        f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
-    )
+    cure = f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
+    why = f"{path.parent} is of a run with other settings:\n{lines}\n"
+    return f"{why}undo these changes, give this run another run.name, {cure}"
 
 
 def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine, or only progress, where it has the tensors. All ranks call it; raises as
-    `fill_shards` does."""
-    engine.load_progress(
-        updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-    )
+    """Load a whole checkpoint into an engine, or only progress, where it has the tensors; all ranks call it. Raises as `_fill`."""
+    progress = {name: getattr(state, name) for name in ("updates", "trained", "loss_scale", "good_steps")}
+    engine.load_progress(**progress)
     if reader is not None:
         _fill(reader, engine, state.averages, state.callbacks, whole=True)
     elif (averages := engine.optimizer_step.averages) is not None:
@@ -378,7 +370,8 @@ def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:
 
 
 def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mapping[str, Any], *, whole: bool) -> None:
-    """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any."""
+    """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any.
+    Raises as `fill_shards`, and `LayoutError` for states of another optimizer, and for other weights than those encoded here."""
     averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
     absent = calls.get(LOOP, {}).get("without", ())
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
@@ -26,12 +26,31 @@ _KEYS = ("batch.global_size", "batch.last", "batch.average", "run.label_smoothin
 _WARMUP = "schedule.warmup_steps"
 _SCHEMA = 1
 _ABSENT = "(absent)"
-_T = TypeVar("_T")
 _Count = Annotated[int, Field(ge=0, lt=1 << 53)]  # floats are exact up to 2^53
 _Number = Annotated[float, Field(allow_inf_nan=False)]
 
 _NOT_COMPARED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype", "architectures", "use_cache"}
 """Keys of a model's configuration that do not affect its computation."""
+Goal = Literal["lowest", "highest"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best:
+    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
+
+    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
+
+    value: Annotated[float, Field(ge=-math.inf)] | None = None  # NaN is none
+    step: _Count = 0
+    waited: _Count = 0
+
+    def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
+        """Return the best value after one more evaluation; NaN is never better."""
+        gain = math.inf if self.value is None else (value - self.value) * (1 if goal == "highest" else -1)
+        better = gain > 0 and not math.isnan(value)
+        enough = better and gain >= min_improvement
+        kept = replace(self, value=value, step=step) if better else self
+        return replace(kept, waited=0 if enough else self.waited + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +79,7 @@ class TrainerState:
     averages: _Count = 0  # the number of updates in the moving average of the weights (`ema`)
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
-    best: Mapping[str, Any] = field(default_factory=dict)
+    best: Best = Best()
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     accepted: Sequence[Sequence[_Number]] = field(default_factory=list)  # losses and norms that spikes are judged by
     stream: Mapping[str, Any] = field(default_factory=dict)
@@ -75,6 +94,7 @@ class TrainerState:
         """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` by path for other types."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         values |= {name: None for name in ("loss", "eval_loss", "metric") if not math.isfinite(values[name] or 0.0)}
+        values["best"] = {} if self.best.value is None else asdict(self.best)
         return json.dumps(_to_strict_json({"schema": _SCHEMA, **values}, ""), indent=1, allow_nan=False).encode()
 
     @classmethod
@@ -86,7 +106,12 @@ class TrainerState:
             raise CheckpointError(f"{where}: {NAME} has schema {schema!r:.50}; this version reads {_SCHEMA}")
         check_plain(where, NAME, values)
         problem = f"{where}: {NAME} has other fields, or fields of other types than this version writes"
-        return _validated(cls, _from_strict_json(values), problem)
+        try:
+            return TypeAdapter(cls).validate_json(json.dumps(_from_strict_json(values)))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first["loc"]))
+            raise CheckpointError(f"{problem} ({place:.50}: {first['msg']:.100})") from None
 
 
 _FLOAT = "__float__"  # the key of a number that is not finite, as in transformers' configurations
@@ -114,15 +139,6 @@ def _from_strict_json(value: Any) -> Any:
             return float(value[_FLOAT])
         return {key: _from_strict_json(each) if isinstance(each, dict | list) else each for key, each in value.items()}
     return [_from_strict_json(each) for each in value] if isinstance(value, list) else value
-
-
-def _validated(kind: type[_T], values: Mapping[str, Any], problem: str) -> _T:
-    """Validate JSON values as a dataclass. Raises `CheckpointError` with `problem` if they do not fit."""
-    try:
-        return TypeAdapter(kind).validate_json(json.dumps(values))
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise CheckpointError(f"{problem} ({'.'.join(map(str, first['loc']))!s:.50}: {first['msg']:.100})") from None
 
 
 def state_file_of(files: Container[str]) -> str:
@@ -157,19 +173,14 @@ def description_of(model: nn.Module) -> dict[str, Any]:
 
 def settings_of(config: TrainerConfig, *, model: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that determine a step's weights, by configuration key. `model` and `data` are described without paths."""
-    optimizer = config.optimizer.model_dump(mode="json", exclude={"in_backward"})
-    schedule = config.schedule.model_dump(mode="json")
-    ema = config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {}
-    local = config.parallel.model_dump(
-        mode="json", include={"sync_every", "outer"} if config.parallel.sync_every > 1 else set()
-    )
+    local = {"sync_every", "outer"} if config.parallel.sync_every > 1 else set[str]()
     sections = {
         "model": model,
         "data": data,
-        "optimizer": optimizer,
-        "schedule": schedule,
-        "ema": ema,
-        "parallel": local,
+        "optimizer": config.optimizer.model_dump(mode="json", exclude={"in_backward"}),
+        "schedule": config.schedule.model_dump(mode="json"),
+        "ema": config.ema.model_dump(mode="json", exclude={"evaluate"}) if config.ema.decay else {},
+        "parallel": config.parallel.model_dump(mode="json", include=local),
     }
     flat = {f"{section}.{key}": value for section, values in sections.items() for key, value in values.items()}
     flat |= {key: attrgetter(key)(config) for key in _KEYS}
@@ -194,37 +205,6 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
         if not (same or name == LENGTH or (default and name == _WARMUP)):
             lines.append(f"{name}: {shorten(before)} then, {shorten(after)} now")
     return lines
-
-
-Goal = Literal["lowest", "highest"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Best:
-    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
-
-    __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
-
-    value: _Number | None = None
-    step: _Count = 0
-    waited: _Count = 0
-
-    def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
-        """Return the best value after one more evaluation; NaN is never better."""
-        gain = math.inf if self.value is None else (value - self.value) * (1 if goal == "highest" else -1)
-        better = gain > 0 and not math.isnan(value)
-        enough = better and gain >= min_improvement
-        kept = replace(self, value=value, step=step) if better else self
-        return replace(kept, waited=0 if enough else self.waited + 1)
-
-    def to_json(self) -> dict[str, Any]:
-        return {} if self.value is None else asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any], where: str) -> "Best":
-        """Parse the values of `to_json`. Raises `CheckpointError` for others."""
-        problem = f"{where}: `best` is {dict(content)!r:.200}; this version writes value, step and waited"
-        return _validated(cls, content, problem)
 
 
 def goal_of(metric: str, goal: Literal["auto", "lowest", "highest"]) -> Goal:

@@ -90,9 +90,6 @@ def _shared(forward: Callable[..., Any], model: nn.Module, context: Context, giv
 
 def _part(own: Callable[..., Any], model: nn.Module, divided_of: _DividedOf, /, *arguments: Any, **named: Any) -> Any:
     if torch.is_grad_enabled() and divided_of(model) is not None and model not in _SHARING:
-        raise ConfigError(
-            f"{type(model).__name__} was called by a part of it, and ranks share the sequences of whole calls alone; call the "
-            "model itself, or set it to 1",
-            where="parallel.context",
-        )
+        why = f"{type(model).__name__} was called by a part of it, and ranks share the sequences of whole calls alone"
+        raise ConfigError(f"{why}; call the model itself, or set it to 1", where="parallel.context")
     return own(*arguments, **named)

@@ -109,9 +109,7 @@ class RunProgress:
     """The number of data steps skipped: a callback ended an epoch early, or a global batch had no targets or was a spike."""
     without_targets: int = 0  # The number of global batches without targets or with a spike, in this process.
     accepted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=0))  # see `Judge`
-    acts: list[Mapping[str, Any]] = field(
-        default_factory=list
-    )  # about suspicious steps, until a line of metrics has them
+    acts: list[Mapping[str, Any]] = field(default_factory=list)  # on suspicious steps, until a metrics line has them
     reached: int = 0  # The data position after the last step made, counting skipped data steps.
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
@@ -152,7 +150,7 @@ class RunProgress:
         self.tokens, self.skipped, self.rewinds = state.tokens, state.skipped, state.rewinds
         self.skipped_in_a_row = state.skipped_in_a_row
         self.reached = self.position
-        self.best = Best.from_json(state.best, "the checkpoint")
+        self.best = state.best
         self.log[:] = [unstrict(line) for line in state.log_history]
         self.accepted.clear()
         self.accepted.extend((loss, norm) for loss, norm in state.accepted)

@@ -111,9 +111,9 @@ def run_dataset(
         expected = 0 if collector is None else collector.nbytes // done * total
         if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
             collector.size_noted = True
+            cure = "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
             run.console.note(
-                f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; "
-                "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
+                f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; {cure}"
             )
         run.events.call("on_prediction_step", done, total)
         return not stop()

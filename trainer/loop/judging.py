@@ -117,10 +117,9 @@ class Judge:
             error.left_out = not is_accelerator(self.mesh.device)  # A new process would have the same device.
             raise error
         if odd or unclear:
-            raise MachineError(
-                f"{act['cause']}, and the bits of its microbatches differ between ranks, of which no two outvote one: a machine "
-                "computes wrongly, or none reproducibly. Three data ranks on machines of one kind find out which"
-            )
+            differ = "the bits of its microbatches differ between ranks, of which no two outvote one"
+            what = "a machine computes wrongly, or none reproducibly. Three data ranks on machines of one kind find out which"
+            raise MachineError(f"{act['cause']}, and {differ}: {what}")
         same = repr(again.tolist()) == repr(sums.tolist())
         act["bits"] = "are equal on all ranks" if same else "differ from the first ones, and are equal on all ranks now"
         return again
@@ -147,8 +146,7 @@ class Judge:
 
 
 def _odd_ones(votes: Mapping[Any, Sequence[tuple[int, _Value]]]) -> tuple[set[int], bool]:
-    """Return the data ranks with another value of a microbatch than the one on which several agree, and if there is a microbatch
-    without such a value."""
+    """Return the data ranks with another value of a microbatch than several agree on, and if a microbatch has no such value."""
     odd, unclear = set[int](), False
     for found in votes.values():
         holders = defaultdict[_Value, set[int]](set)

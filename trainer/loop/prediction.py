@@ -80,9 +80,9 @@ class Collector:
                 del flat  # Each piece is released once it is copied.
                 whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
         if self.blocks is not None:
-            places = np.argsort(np.concatenate(self.blocks))
+            order = np.argsort(np.concatenate(self.blocks))
             whole = pytree.tree_map_only(
-                np.ndarray, lambda rows: rows[places] if len(rows) == len(places) else rows, whole
+                np.ndarray, lambda each: each[order] if len(each) == len(order) else each, whole
             )
         return EvalPrediction(**whole)
 

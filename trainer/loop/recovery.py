@@ -54,6 +54,7 @@ from zeromesh.zero.full_state import persistent_buffers
 _UNRELATED = ("run", "checkpoint", "recovery", "tracking", "hub", "profile", "data")
 """The sections of the configuration that have no influence on what the memory of states holds."""
 _MOST_REWINDS = 3  # in a run, whose next spike that lasts ends it
+_memory = cache(StateMemory)  # one object for each descriptor
 
 
 @dataclass
@@ -117,15 +118,13 @@ class Recovery:
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.
             memories, key = (_memory(own), _memory(others) if copied else None), _digest(self.config.to_yaml())
-            frozen = self.model is not None
-            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=frozen)
+            self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=self.model is not None)
         if not self.stays:
             self.memory = None
-        else:
-            self._look_around(mesh)
-        self._tell(self.config.parallel.patience if self.stays else 0.0)
-        if not self.stays:
+            self._tell(0.0)
             return
+        self._look_around(mesh)
+        self._tell(self.config.parallel.patience)
 
         def heed() -> None:
             self.line.listen()
@@ -178,9 +177,8 @@ class Recovery:
             some = next(iter(latest.values()))
             alike = not any(each["missing"] or each["steps"] for each in latest.values())
             known = [each for each in self._states if each is not None]
-            together = (
-                mesh.shape.groups(*axes_of("states")) if any(row.get("shares") for row in rows) else [mesh.world.ranks]
-            )
+            shared = any(row.get("shares") for row in rows)
+            together = mesh.shape.groups(*axes_of("states")) if shared else [mesh.world.ranks]
             memory.warm = (
                 (alike or latest.keys() == {*stages})
                 and len({each.passed_over for each in known}) == 1  # Some may know of data that others judge still.
@@ -250,24 +248,22 @@ class Recovery:
                 kept.shared = _shared_buffers(engine)
             world.barrier("end of the recovery's copies")
             outcome = step.finish_recorded(record, self._position)
+        known = [each for each in self._states if each is not None]
         if kept is not None:
             state = kept.state
-            values = {each.name: copy(getattr(kept.progress, each.name)) for each in fields(RunProgress)}
+            for each in fields(RunProgress):
+                setattr(progress, each.name, copy(getattr(kept.progress, each.name)))
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
-            values["resumed"] = replace(values["resumed"], **now)
-            for name, value in values.items():
-                setattr(progress, name, value)
+            progress.resumed = replace(progress.resumed, **now)
         else:
-            state = max((each for each in self._states if each is not None), key=lambda each: each.step)
+            state = max(known, key=lambda each: each.step)
             progress.resume(state)
         result = StepResult(**record["note"], outcome=outcome)
         if progress.step < record["step"]:
             progress.add(result)
         # A rank 0 that is lost may not have written the step's line.
-        behind = self._states[0] is None or any(
-            each is not None and each.step < record["step"] for each in self._states
-        )
+        behind = self._states[0] is None or any(each.step < record["step"] for each in known)
         unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
         if progress.unfinished is None and any(row[0] for row in unfinished):
             progress.unfinished = result
@@ -310,8 +306,7 @@ class Recovery:
             self.snapshots.after_step(run.progress.step, run.model.require_engine(), state)
 
     def require_values(self) -> None:
-        """Raise `CollectiveError` where neither memory nor a checkpoint has the values of the model that the user has given: all
-        ranks have to start again, and make it anew."""
+        """Raise `CollectiveError` where nothing has the values of the user's model: all ranks have to start again, and make it."""
         if self._is_empty:
             raise CollectiveError("a rank was lost before the first step, and with it weights of the model")
 
@@ -398,20 +393,14 @@ def require_updates(run: RunContext, why: str = "") -> None:
     progress = run.progress
     if progress.too_many_skipped:
         what = "data were suspicious" if run.config.recovery.spike_factor else "gradients were not finite"
-        raise NonFiniteError(
-            f"{what} in {counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step} "
-            f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}. Lower optimizer.lr, "
-            "look at the data, or use precision.compute: bfloat16"
-        )
+        steps = f"{counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step}"
+        last = f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}"
+        cure = "Lower optimizer.lr, look at the data, or use precision.compute: bfloat16"
+        raise NonFiniteError(f"{what} in {steps} {last}. {cure}")
 
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-@cache
-def _memory(descriptor: int) -> StateMemory:
-    return StateMemory(descriptor)
 
 
 def _step_of(row: Mapping[str, Any]) -> int:
@@ -447,17 +436,14 @@ def _bring_shared(engine: ZeroEngine, kept: Kept | None) -> None:
     rows = {each.ranks.name: each.ranks.gather_integers([int(kept is not None)]) for each in engine.groups}
     for bucket in _shared_buckets(engine):
         group = bucket.group.ranks
-        stays = [bool(row[0]) for row in rows[group.name]]
-        shared = None if kept is None else kept.shared[bucket.name]
-        length, own = bucket.length, bucket.buffer.own()
-        for index, stayed in enumerate(stays):
-            part = None if shared is None else shared[index * length : (index + 1) * length]
-            if stayed:
-                if index == group.index and part is not None:
-                    own.copy_(part)
-                continue
-            giver = stays.index(True)
-            found = part if group.index == giver and part is not None else torch.empty_like(own)
+        stays, length, own = [row[0] for row in rows[group.name]], bucket.length, bucket.buffer.own()
+        giver, shared = stays.index(1), None if kept is None else kept.shared[bucket.name]
+        if shared is not None:
+            own.copy_(shared.narrow(0, group.index * length, length))
+        for index in [index for index, stayed in enumerate(stays) if not stayed]:
+            found = torch.empty_like(own)
+            if shared is not None and group.index == giver:
+                found = shared.narrow(0, index * length, length)
             group.broadcast(found, giver, "weights of a lost rank")
             if index == group.index:
                 own.copy_(found)

@@ -31,6 +31,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Purpose, Tier, available_bytes
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
+from zeromesh.trainer.checkpoints.manager import load_engine
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import MODEL
@@ -138,19 +139,16 @@ class Snapshots:
         return self._identity[1]
 
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
-        """Fill a new engine from the newest one, whose `state` is given. Returns False, on all ranks, where it does not have the
-        states of this model."""
+        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states."""
         world = self._mesh.world
-        engine.load_progress(
-            updates=state.updates, trained=state.trained, loss_scale=state.loss_scale, good_steps=state.good_steps
-        )
+        load_engine(None, engine, state)
         shards = self._shards(engine)
         fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
         if not all(world.gather_json(fits, "tensors of snapshots")):
             return False
         try:
             reader = _reader(self._served, self._mesh) if self._image is None else None
-            with engine.loading(averaged_updates=state.averages):
+            with engine.loading():
                 if self._image is not None:
                     for shard, part in _parts(shards, self._image.data):
                         shard.values.copy_from(part)
@@ -191,19 +189,13 @@ class Snapshots:
         if not self._own.slots or step < self._due:
             return
         (before, since), began, mesh = self._since, time.perf_counter(), self._mesh
-        start, number = self._identity = (self._identity[0], self._identity[1] + 1)
+        start, number = self._identity = (self._identity[0], self.number + 1)
         shards, slot = self._shards(engine), self._own.slots[number % 2]
         for shard, part in _parts(shards, slot):
             shard.values.copy_to(part)
-        facts: dict[str, Any] = {
-            "step": step,
-            "start": start,
-            "number": number,
-            "rank": mesh.rank,
-            "world": mesh.world_size,
-        }
-        facts |= {"mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank], "rows": self._rows(shards)}
-        facts["state"] = json.loads(state().to_json())
+        facts: dict[str, Any] = {"step": step, "start": start, "number": number, "rank": mesh.rank}
+        facts |= {"world": mesh.world_size, "mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank]}
+        facts |= {"rows": self._rows(shards), "state": json.loads(state().to_json())}
         self._own.commit(number, [facts])
         if self._others is not None:
             self._copy_to_other_hosts(slot, self._others.slots[number % 2])
@@ -244,14 +236,13 @@ class Snapshots:
     def _rows(self, shards: Sequence[TensorShard]) -> list[list[Any]]:
         """Describe the shards of an image: kind, name, dtype, shape, and runs, as pairs of the first element and their number. Runs
         are null where nobody of another layout reads them."""
-        described = [(each.spec, DTYPE_NAMES[each.values.dtype]) for each in shards]
         runs: list[Any] = [None] * len(shards)
         if self._others is not None:
-            runs = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]
-        known = self._others is not None and sum(map(len, runs)) <= _MOST_RUNS
+            found = [[[run.logical, run.length] for run in each.region.runs(each.interval)] for each in shards]
+            runs = found if sum(map(len, found)) <= _MOST_RUNS else runs
         return [
-            [spec.kind, spec.name, dtype, list(spec.shape), own if known else None]
-            for (spec, dtype), own in zip(described, runs, strict=True)
+            [each.spec.kind, each.spec.name, DTYPE_NAMES[each.values.dtype], list(each.spec.shape), own]
+            for each, own in zip(shards, runs, strict=True)
         ]
 
 
@@ -303,13 +294,11 @@ def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
                 data[f"{kind}/{name}"].append((where, image.data[at : at + where.length]))
                 at += where.length
             at = round_up(at, _ALIGNMENT)
-    rows = (
-        [[row[:4] for row in image.facts["rows"]] for image in served],
-        {path: [[where.start, where.end] for where, _ in parts] for path, parts in data.items()},
-    )
+    own = [[row[:4] for row in image.facts["rows"]] for image in served]
+    places = {path: [[where.start, where.end] for where, _ in parts] for path, parts in data.items()}
     tensors: dict[str, TensorSpec] = {}
     extents: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-    for rank, (described, intervals) in enumerate(mesh.world.gather_json(rows, "tensors of the snapshots")):
+    for rank, (described, intervals) in enumerate(mesh.world.gather_json([own, places], "tensors of the snapshots")):
         for kind, name, code, shape in (row for rows_of in described for row in rows_of):
             path = f"{kind}/{name}"
             tensors[path] = TensorSpec(kind=kind, name=name, dtype=DTYPES[code], shape=tuple(shape), path=path)
@@ -323,17 +312,9 @@ def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
                 piece = ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum="", rank=rank)
                 pieces[rank][path].append(piece)
             done = max(done, end)
-    parts = [
-        Manifest(
-            step=0,
-            files={path: FileRecord(nbytes=spec.nbytes, pieces=tuple(pieces[rank][path])) for path, spec in tensors.items()},
-            tensors=tuple(tensors.values()),
-        )
-        for rank in mesh.world.ranks
-    ]  # fmt: skip
-    return PartsReader(
-        Path("snapshots"),
-        _Served(parts[mesh.rank], data),
-        [(each, [rank]) for rank, each in enumerate(parts)],
-        mesh.world,
-    )
+    parts = []
+    for rank in mesh.world.ranks:
+        sizes = {path: spec.nbytes for path, spec in tensors.items()}
+        files = {path: FileRecord(nbytes=size, pieces=tuple(pieces[rank][path])) for path, size in sizes.items()}
+        parts.append((Manifest(step=0, files=files, tensors=tuple(tensors.values())), [rank]))
+    return PartsReader(Path("snapshots"), _Served(parts[mesh.rank][0], data), parts, mesh.world)

@@ -47,16 +47,16 @@ from zeromesh.zero.engine import ZeroEngine
 REGROUP = signal.SIGUSR2
 """Stands for a launcher's request to go on in another mesh after the present step; no such signal is sent."""
 _STOPS = (signal.SIGTERM, signal.SIGINT, REGROUP)
+_Batches = Sequence[Mapping[str, Any]]
 _Computed = tuple[Tensor, int | Tensor, dict[str, Any]]
 """A microbatch's loss, its targets, and scalars to be logged; tensors stay on the device until the end of the step."""
 
 
 class _Dealt(NamedTuple):
-    """The microbatches of a data rank in a step, their batches, targets, and weights of summed losses; and the `total` of targets
-    of all. None: only forward counts."""
+    """A data rank's microbatches of a step, batches, targets (None: forward counts) and weights of losses; `total`: all targets."""
 
     microbatches: Sequence[Microbatch]
-    batches: Sequence[Mapping[str, Any]]
+    batches: _Batches
     counts: Sequence[int | None]
     total: int | None
     shares: Sequence[float]
@@ -116,6 +116,9 @@ class DeviceBatch(dict[str, Any]):
             self[name] = value.to(self._device, dtype, non_blocking=True)
         with self._attention.in_force():
             yield
+
+    def work(self, seed: float, streams: Streams) -> MicrobatchWork:
+        return MicrobatchWork(batch=self, seed=seed, streams=streams, forward_context=self.present)
 
 
 @dataclass
@@ -262,9 +265,8 @@ class Stepper:
         )
 
     def _over_replicas(self, engine: ZeroEngine, sums: Tensor, *, syncs: bool) -> Tensor:
-        """Return the sums that the result of a step shows, of which `sums` has those of this replica. At a sync they are of all
-        replicas, with the inputs since the last sync that no result has shown. Before, other replicas count as many inputs each,
-        and nobody stops."""
+        """Return the sums that the result of a step shows, of which `sums` has those of this replica. At a sync they are of all,
+        with the inputs since the last sync that no result has shown. Before, others count as many inputs each, and nobody stops."""
         shown = sums.clone()
         self._own_inputs += float(sums[2])
         if syncs:
@@ -279,9 +281,7 @@ class Stepper:
             self._shown_inputs += float(shown[2])
         return shown
 
-    def _deal(
-        self, feed: Feed, data_step: int, source: int, batches: Sequence[Mapping[str, Any]] | None = None
-    ) -> _Dealt:
+    def _deal(self, feed: Feed, data_step: int, source: int, batches: _Batches | None = None) -> _Dealt:
         """Return what a data rank has in a step; all ranks call it. Without `batches` they are made here."""
         microbatches = feed.plan.microbatches(data_step, source)
         batches = list(map(feed.fetch, microbatches)) if batches is None else batches
@@ -308,10 +308,7 @@ class Stepper:
         seeded = engine.options.seed, engine.optimizer_step.step
         streams = [Streams(*seeded, each.first_sample, share) for each in dealt.microbatches]
         seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
-        work = [
-            MicrobatchWork(batch=each, seed=own, streams=drawn, forward_context=each.present)
-            for each, own, drawn in zip(moved, seeds, streams, strict=True)
-        ]
+        work = [each.work(own, drawn) for each, own, drawn in zip(moved, seeds, streams, strict=True)]
         self._driver.train(engine, work, self._loss_of, end)
 
         counted = [number for number, each in enumerate(dealt.microbatches) if each.weight and self._counts_loss]
@@ -360,10 +357,8 @@ class Stepper:
                     plain = collector is not None and generation is None
                     results = self._forwards(batches, streams, outputs=plain)
                 if generation is not None:
-                    tokens = [
-                        generation.tokens(batch, list(map(feed.order.dataset_index, each.samples)), self.compute)
-                        for each, batch in zip(group, fetched, strict=True)
-                    ]
+                    numbers = [list(map(feed.order.dataset_index, each.samples)) for each in group]
+                    tokens = [generation.tokens(*each, self.compute) for each in zip(fetched, numbers, strict=True)]
                     results = [(loss, count, new) for (loss, count, _), new in zip(results, tokens, strict=True)]
                 for each, batch, (loss, count, outputs) in zip(group, batches, results, strict=True):
                     counted = bool(each.weight) and self._counts_loss and not (whole and share)
@@ -406,11 +401,8 @@ class Stepper:
             results.append((loss, count, found if outputs else None))
             return loss
 
-        work = [
-            MicrobatchWork(batch=batch, seed=0.0, streams=drawn, forward_context=batch.present)
-            for batch, drawn in zip(batches, streams, strict=True)
-        ]
         if self.engine is not None:
+            work = [batch.work(0.0, drawn) for batch, drawn in zip(batches, streams, strict=True)]
             losses = self._driver.evaluate(self.engine, work, loss_of)
             return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):
@@ -421,17 +413,11 @@ class Stepper:
     def _loss_of(self, batch: Any, seed: float) -> Tensor:
         """Return the summed loss of a microbatch, on the device; its backward starts with `seed`."""
         loss, _, count, scalars = self.loss.run(self.model, batch, seed=seed, targets=batch.targets)
-        logged = {
-            # A value that is no number becomes None.
-            name: (each.detach() if each.numel() == 1 else None) if isinstance(each, Tensor) else each
-            for name, each in scalars.items()
-        }
-        self._computed.append((loss.detach(), count, logged))
+        numbers = {name: each for name, each in scalars.items() if not isinstance(each, Tensor) or each.numel() == 1}
+        self._computed.append((loss.detach(), count, pytree.tree_map_only(Tensor, Tensor.detach, numbers)))
         if not loss.requires_grad and count:
-            raise ConfigError(
-                "the loss does not depend on any trained parameter: it was computed under no_grad, detached, or made into a "
-                "number and back"
-            )
+            how = "it was computed under no_grad, detached, or made into a number and back"
+            raise ConfigError(f"the loss does not depend on any trained parameter: {how}")
         return loss
 
     def _count_targets(
@@ -449,15 +435,11 @@ class Stepper:
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.
-        shares = [
-            len(each.samples) / samples * targets / max(1, count)
-            for count, each in zip(known, microbatches, strict=True)
-        ]
+        counted = zip(known, microbatches, strict=True)
+        shares = [len(each.samples) / samples * targets / max(1, count) for count, each in counted]
         return int(targets), shares
 
-    def _to_device(
-        self, batches: Sequence[Mapping[str, Any]], counts: Sequence[int | None], *, whole: bool = False
-    ) -> list[DeviceBatch]:
+    def _to_device(self, batches: _Batches, counts: Sequence[int | None], *, whole: bool = False) -> list[DeviceBatch]:
         """Return batches that go to the device, of this rank's shares of their sequences or `whole` ones."""
         coming: list[DeviceBatch] = []
         on_device = self._copies is not None

@@ -14,14 +14,11 @@ from zeromesh.errors import PhaseError, StorageError, ZeromeshError, counted, su
 from zeromesh.files import write_whole
 from zeromesh.offload import Tier, available_bytes, peak_bytes, resident_bytes
 from zeromesh.offload.accelerator import device_memory, is_accelerator, write_allocations
-from zeromesh.options import OptimizerSettings
 from zeromesh.trainer.config.redact import Redaction
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.loop.train_step import Stepper
-from zeromesh.trainer.losses.losses import Loss
 from zeromesh.trainer.model_on_mesh import PlacedModel, least_free_bytes
-from zeromesh.trainer.models.flops import ModelFlops
 
 _OUT_OF_MEMORY = re.compile(r"can't allocate memory|out of memory|not enough memory", re.IGNORECASE)
 """Messages of out-of-memory errors, which have no common class."""
@@ -48,16 +45,13 @@ class TrainedModel(PlacedModel):
     steps_made: Callable[[], int]
     description: Mapping[str, Any]
     """The model's class and configuration, by `description_of`, before a forward has written into it."""
-    loss: Loss
     restore_modules: Callable[[], None]
     """Restores the attributes of modules that the run has changed."""
     feeds: Feeds
-    flops: ModelFlops | None
     parameters: int
     """The number of parameters of the whole model, embeddings included; tied ones count once."""
     flop_parameters: int
     """The number of parameters in transformers' estimate of operations, without embeddings."""
-    optimizer: OptimizerSettings
     stepper: Stepper
     generations: int = 0
 
@@ -80,10 +74,8 @@ class TrainedModel(PlacedModel):
         found: dict[str, Any] = {"rank": mesh.rank, "process": process}
         if engine is not None:
             ledger = engine.ledger
-            held = {tier.value: ledger.by_purpose(tier) for tier in Tier}
-            purposes = {
-                tier: {purpose.value: nbytes for purpose, nbytes in each.items()} for tier, each in held.items() if each
-            }
+            for tier in filter(ledger.by_purpose, Tier):
+                purposes[tier.value] = {purpose.value: nbytes for purpose, nbytes in ledger.by_purpose(tier).items()}
             covered = ledger.total(Tier.DEVICE) if on_device else ledger.total()
             beside = max(0, (process.get("device_allocated") or process["resident"]) - covered)
             found |= {"counted": covered, "counted_peak": ledger.peak(), "uncounted": beside}
@@ -147,7 +139,7 @@ class TrainedModel(PlacedModel):
         engine.close()
         self.engine = None
         self.restore_modules()
-        self.stepper = Stepper(self.module, self.loss, self.mesh, master, None)
+        self.stepper = Stepper(self.module, self.stepper.loss, self.mesh, master, None)
 
     def close(self) -> None:
         self.restore_modules()

@@ -151,16 +151,12 @@ class TrainingLoop:
             change = f"{state.max_steps} then, {section.max_steps} now"
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
         if run.finished:
-            evaluates = run.data.eval is not None and (
-                section.eval_at_end or comes_after(state.step, section.eval_every)
-            )
-            progress.owes_evaluation = evaluates and state.eval_loss is None
+            due = section.eval_at_end or comes_after(state.step, section.eval_every)
+            progress.owes_evaluation = run.data.eval is not None and due and state.eval_loss is None
             owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
             length = "run.max_steps" if section.epochs is None else "run.epochs"
-            run.console.note(
-                f"nothing was trained: run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}; "
-                f"raise {length}, or choose another run.name"
-            )
+            complete = f"run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}"
+            run.console.note(f"nothing was trained: {complete}; raise {length}, or choose another run.name")
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
 
@@ -258,7 +254,7 @@ class TrainingLoop:
                 self._loader,
                 position,
                 number - 1,
-                hyperparameters(run.model.optimizer, factor, momentum),
+                hyperparameters(run.model.require_engine().options.optimizer, factor, momentum),
                 substep_end=partial(events.call, "on_substep_end", number),
                 before_update=pre_update if events.listeners("on_pre_optimizer_step") else None,
                 stop_signal=self._asked,
@@ -525,7 +521,7 @@ class TrainingLoop:
             loss=progress.last_loss,
             eval_loss=eval_loss,
             metric=metric,
-            best=progress.best.to_json(),
+            best=progress.best,
             callbacks=run.events.states(),
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
@@ -558,11 +554,11 @@ class TrainingLoop:
             metrics=dict(progress.summary or run.summary_values()),
         )
         if report.losses:
-            run.console.note(
-                f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, "
-                f"{human_count(report.tokens_per_second)} {progress.unit}/s, "
-                f"peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+            speed = f"{human_count(report.tokens_per_second)} {progress.unit}/s"
+            figures = (
+                f"loss {report.final_loss:.4f}, {speed}, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
             )
+            run.console.note(f"done: {counted(report.final_step, 'step')}, {figures}")
         run.console.note(*progress.notes())
         if run.planned is not None and run.planned.result:
             run.console.note("\n  ".join(comparison_lines(run.planned.result)))

@@ -40,7 +40,6 @@ from zeromesh.trainer.models.build import check_model, image_processor, pin_sour
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, leaves
-from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import engine_options, require_directories
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
@@ -103,11 +102,8 @@ def use_deterministic_kernels() -> None:
         if given is not None:
             raise ConfigError(f"{_WORKSPACE} is {given!r}; {cure}, or leave it out", where="run.deterministic")
         if accelerator.is_initialized():
-            raise ConfigError(
-                f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ from run to "
-                f"run; {cure}",
-                where="run.deterministic",
-            )
+            why = f"this process has used its GPU before the run began, and without {_WORKSPACE} products may differ"
+            raise ConfigError(f"{why} from run to run; {cure}", where="run.deterministic")
         export({_WORKSPACE: _DETERMINISTIC_WORKSPACES[0]})
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
@@ -162,14 +158,6 @@ def build_run(
         workers=workers,
     )
     run.model = build_trained_model(run, options, recovery)
-    try:
-        ledger = run.model.require_engine().ledger
-        run.stats = StepStats(run.model.flops, mesh, options.precision.compute, config.batch.global_size, ledger)
-        console.note(*map(Detail, run.stats.notes))
-        times.end("figures")
-    except BaseException:
-        run.model.close()
-        raise
     return run
 
 
@@ -289,11 +277,10 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         pictures = while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode))
         return _limit_eval_sets(pictures, count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
-        raise ConfigError(
-            f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none; give the "
-            "directory that save_pretrained of its tokenizer wrote, or bytes for a model whose tokens are the bytes of a text",
-            where="data.tokenizer",
-        )
+        why = f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none"
+        cure = "give the directory that save_pretrained of its tokenizer wrote"
+        cure += ", or bytes for a model whose tokens are the bytes of a text"
+        raise ConfigError(f"{why}; {cure}", where="data.tokenizer")
     own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"
     cache = TokenCache(Path(cache_directory).expanduser(), console.note)

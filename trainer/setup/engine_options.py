@@ -77,24 +77,18 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     # In a directory of several runs, files that stay are told apart by the runs' own directories.
     digest = hashlib.blake2b(str(run).encode(), digest_size=4).hexdigest()
     label = config.run.name + (f"-{digest}" if offload.directory else "")
+    files = FileSettings(directories=tuple(directories), label=label, checksums=offload.checksums)
+    staging = None if offload.staging == "auto" else offload.staging
+    scale = precision.loss_scale if precision.compute == "float16" else None
+    given = optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)}, exclude_none=True)
     return ZeroOptions(
         **dict(config.zero),
         transport=config.parallel.transport,
         wire=config.parallel.wire,
-        precision=Precision(
-            **roles,
-            compensated=precision.master == "kahan",
-            loss_scale=precision.loss_scale if precision.compute == "float16" else None,
-        ),
-        optimizer=OptimizerSettings(
-            **optimizer.model_dump(include={each.name for each in fields(OptimizerKeys)}, exclude_none=True)
-        ),
+        precision=Precision(**roles, compensated=precision.master == "kahan", loss_scale=scale),
+        optimizer=OptimizerSettings(**given),
         offload=OffloadOptions(
-            **tiers,
-            files=FileSettings(directories=tuple(directories), label=label, checksums=offload.checksums),
-            update=offload.update,
-            durable=offload.durable,
-            staging_bytes=None if offload.staging == "auto" else offload.staging,
+            **tiers, files=files, update=offload.update, durable=offload.durable, staging_bytes=staging
         ),
         average=config.ema if config.ema.decay else None,
         outer=config.parallel.outer if config.parallel.sync_every > 1 else None,

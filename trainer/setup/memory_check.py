@@ -113,10 +113,9 @@ class HostMemory:
             kept, cost = human_bytes(rank.kept_bytes), human_bytes(max(0, rank.total - none.total))
             yield f"memory: {kept} of gathered parameters stay between uses (zero.gathered_budget), at {cost} for each rank"
         if (left := room - needs) * _TIGHT_DIVISOR < room:
-            yield (
-                f"WARNING: memory: states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device, which "
-                f"leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
-            )
+            need = f"states need {human_bytes(needs)} of the {human_bytes(room)} that are free on each device"
+            rest = f"leaves {human_bytes(left)} for activations; if that is too little, {self.advice()}"
+            yield f"WARNING: memory: {need}, which {rest}"
 
     def _require_disk(self) -> Iterator[str]:
         needs, files = self.needs(self.options), self.rank_memory(self.options).files
@@ -173,7 +172,6 @@ def pinned_notes(budget: PinnedBudget) -> list[str]:
     text = f"offload: {human_bytes(budget.used)} of the host's memory are pinned for copies to and from the device"
     if not budget.pageable:
         return [text]
-    return [
-        f"WARNING: {text}, and {human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free: "
-        "their copies are slower and make the host wait; offload less, or to files"
-    ]
+    why = f"{human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free"
+    cure = "their copies are slower and make the host wait; offload less, or to files"
+    return [f"WARNING: {text}, and {why}: {cure}"]

@@ -49,6 +49,7 @@ from zeromesh.trainer.models.tensor_trial import require_equal_when_divided, req
 from zeromesh.trainer.models.user_model import ForwardInputs, require_layout_fits, source_of, unwrap
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.expert_load import ExpertLoads
+from zeromesh.trainer.monitoring.step_stats import StepStats
 from zeromesh.trainer.setup.engine_options import choose_trained, options_for_model
 from zeromesh.trainer.setup.memory_check import HostMemory, pinned_notes
 from zeromesh.trainer.weights.safetensors_source import keep_encoded
@@ -61,8 +62,8 @@ _MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
 
 
 def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recovery | None) -> TrainedModel:
-    """Build the model of a run, check it and the data, and leave this rank its part of the model with initial values. Raises a
-    `ZeromeshError` for what cannot be trained before anything large is allocated."""
+    """Build the model of a run, check it and the data, leave this rank its part of the model with initial values, and make the
+    run's `stats`. Raises a `ZeromeshError` for what cannot be trained before anything large is allocated."""
     config, mesh, inputs, data, console = run.config, run.mesh, run.inputs, run.data, run.console
     console.status("building the model")
     model = (built := build_whole_model(inputs.model, config, data.tokenizer)).model
@@ -74,20 +75,26 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         if config.model.attention is not None:
             changes.callback(use_attention(model, config.model.attention, options.precision.compute, mesh.device))
         tiers = undone.enter_context(closing(open_tiers(mesh, options)))
-        tiers.checkpoint = _newest_checkpoint(mesh, config) if options.offload.durable else -1
+        if options.offload.durable:
+            tiers.checkpoint = max(candidates(mesh, CheckpointStore(config.run.directory / FOLDER)), default=-1)
         require_layout_fits(model, mesh.shape, trains=True)
         console.note(*synchronize_initial_values(built, mesh, config.run.seed))
         console.note(*keep_encoded(built, options, config.model.weights, mesh, console.status))
-        whole = _figures_of(model)
+        whole, flops = _figures_of(model), ModelFlops.of(model)
         learnt = sum(each.numel() for each in model.parameters() if each.requires_grad)
         run.start_times.end("model")
         loss, feeds, notes = _loss_and_feeds(model, run)
         run.start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
+        undone.callback(divided.close)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
+        undone.callback(engine.close)
         judge = _judge_of(run, engine)
         loads = ExpertLoads(model, engine.ranks, config.optimizer.expert_bias_rate)
         changes.callback(loads.close)
+        run.start_times.end("engine")
+        run.stats = StepStats(flops, mesh, options.precision.compute, config.batch.global_size, engine.ledger)
+        run.start_times.end("figures")
         undone.pop_all()
     trained = TrainedModel(
         config=config,
@@ -97,11 +104,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
         module=model,
         description=described,
-        loss=loss,
         divided=divided,
         restore_modules=changes.close,
         feeds=feeds,
-        optimizer=options.optimizer,
         engine=engine,
         stepper=Stepper(
             model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
@@ -110,15 +115,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
     )
     if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
         trained.replace_save_pretrained()
-    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned))
-    run.start_times.end("engine")
+    figures = map(Detail, run.stats.notes)
+    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)
     return trained
-
-
-def _newest_checkpoint(mesh: Mesh, config: TrainerConfig) -> int:
-    """Return the step of the run's newest checkpoint that any rank sees; -1 without one."""
-    store = CheckpointStore(config.run.directory / FOLDER)
-    return max(candidates(mesh, store), default=-1)
 
 
 def _judge_of(run: RunContext, engine: ZeroEngine) -> Judge | None:
@@ -134,7 +133,6 @@ def _figures_of(model: nn.Module) -> dict[str, Any]:
     count = getattr(model, "num_parameters", None)  # as transformers' FLOPs estimate counts
     return {
         "flop_parameters": count(exclude_embeddings=True) if callable(count) else 0,
-        "flops": ModelFlops.of(model),
         "hub_form": HubForm(model),
         "parameters": sum(each.numel() for each in model.parameters()),
     }
@@ -149,19 +147,14 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
         raise ConfigError(f"{type(model).__name__} {why}; there is nothing to train")
     name = source_of(model)
     if name is not None and config.data.tokenizer is None and isinstance(data.tokenizer, ByteTokenizer):
-        raise ConfigError(
-            f"null means bytes for a model that a callable builds, and this one comes from {name!r}; give its tokenizer",
-            where="data.tokenizer",
-        )
+        why = f"null means bytes for a model that a callable builds, and this one comes from {name!r}"
+        raise ConfigError(f"{why}; give its tokenizer", where="data.tokenizer")
     inside, text = pretrained_of(model), data.tokenizer is not None
     if data.classes:
         what, head = ("labels", "sequence") if text else ("pictures", "image")
         if inside is None or not type(inside).__name__.endswith(f"For{head.title()}Classification"):
-            raise ConfigError(
-                f"{what} are for a model that has classes, and {type(model).__name__} has none; set model.head: "
-                f"{head}_classification",
-                where="data.format",
-            )
+            why = f"{what} are for a model that has classes, and {type(model).__name__} has none"
+            raise ConfigError(f"{why}; set model.head: {head}_classification", where="data.format")
         if (count := inside.config.num_labels) < len(data.classes):
             problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
             raise ConfigError(problem, where="model.config")
@@ -185,11 +178,8 @@ def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, lis
     loss = loss_of(config, inputs)(model)
     normed = any(isinstance(module, _BatchNorm) and module.training for module in model.modules())
     if config.batch.balance != "even" and data.train is not None and (loss.auxiliary or normed):
-        raise ConfigError(
-            "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm); set it "
-            "to even",
-            where="batch.balance",
-        )
+        why = "the loss has terms over whole microbatches, whose sizes would change it (losses of experts, BatchNorm)"
+        raise ConfigError(f"{why}; set it to even", where="batch.balance")
     of_text = data.tokenizer is not None and inputs.collate is None
     length_multiple = None
     if config.data.separates if data.tokenizer is not None else config.data.separate_documents:
@@ -227,11 +217,8 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
     here = " on this rank" if trained.divided.pipeline is not None else ""
     fetched = sum(unit.is_fetched for unit in engine.units)
     units = f"{counted(len(engine.units), 'unit')}{f', {fetched} of experts by need' if fetched else ''}{here}"
-    reduced = (
-        f", gradients reduced {_TRANSPORT_TEXTS[engine.groups[0].reduction.name]}"
-        if trained.mesh.shard.size > 1
-        else ""
-    )
+    kind = engine.groups[0].reduction.name
+    reduced = f", gradients reduced {_TRANSPORT_TEXTS[kind]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"
@@ -288,9 +275,8 @@ def divide_model(
     example: Callable[[], Mapping[str, Any] | None] = lambda: None,
     loss_of: Callable[[nn.Module], Loss] = make_loss,
 ) -> Divided:
-    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `ConfigError` for a model
-    that would compute something else under tensor parallelism or on shares of sequences, whose loss `loss_of` makes, and
-    `LayoutError` for one that cannot be divided."""
+    """Leave this rank its part of an undivided model, by the configuration's layout; see `divide`. Raises `LayoutError` for a model
+    that cannot be divided, and `ConfigError` for one that would then compute something else, by the loss that `loss_of` makes."""
     parallel = config.parallel
     if mesh.shape.divides("layers"):
         require_equal_when_divided(pretrained_of(model) or model, parallel.plan or {}, sequence=parallel.sequence)
@@ -326,10 +312,9 @@ def fill_engine(
     norms = [(name, each) for name, each in model.named_modules() if isinstance(each, _BatchNorm) and each.training]
     local = [name or type(model).__name__ for name, each in norms if not isinstance(each, nn.SyncBatchNorm)]
     if local and feeds is not None:
-        console.note(
-            f"BatchNorm ({some(local)}): means and variances are those of each rank's own microbatch, not of the global batch; "
-            "every rank keeps running statistics of its own, and rank 0's are saved"
-        )
+        means = "means and variances are those of each rank's own microbatch, not of the global batch"
+        kept = "every rank keeps running statistics of its own, and rank 0's are saved"
+        console.note(f"BatchNorm ({some(local)}): {means}; {kept}")
     console.note(*notes)
     # The inputs of recomputed blocks that are offloaded, where their size is known.
     sizes = getattr(model, "config", None)
@@ -405,16 +390,13 @@ def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, los
             why = f"{inputs.model} does not predict the next token, so plain text has no labels for it"
             cure = "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             raise ConfigError(f"{why}; {cure}")
-    notes, train = [], feeds.data.train
-    resumes = config.checkpoint.resume not in ("auto", "never")
-    if isinstance(train, StreamedDataset):
-        resumes = resumes or bool(CheckpointStore(config.run.directory / FOLDER).steps())
-    size = feeds.plan.global_size
+    notes, train, size = [], feeds.data.train, feeds.plan.global_size
+    resumes, store = config.checkpoint.resume not in ("auto", "never"), CheckpointStore(config.run.directory / FOLDER)
     if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
         samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
         notes.append(f"train_dataset: {samples}: they come again in it")
     for name, feed in feeds.by_name().items():
-        if isinstance(feed.dataset, StreamedDataset) and resumes:
+        if isinstance(feed.dataset, StreamedDataset) and (resumes or store.steps()):
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.
         batch = feed.first_batch()
         first = feed.dataset[feed.order.dataset_index(0)]
@@ -436,7 +418,5 @@ def check_sequence_shards(config: TrainerConfig, batch: Mapping[str, Any]) -> No
     if parallel.context > 1:  # Its ranks pad sequences.
         return
     if parallel.sequence and isinstance(ids, torch.Tensor) and ids.ndim > 1 and ids.shape[1] % parallel.tensor:
-        raise DataError(
-            f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks "
-            f"(parallel.sequence); pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false"
-        )
+        why = f"sequences of {ids.shape[1]} tokens cannot be shared out to {parallel.tensor} tensor ranks (parallel.sequence)"
+        raise DataError(f"{why}; pad them to a multiple of {parallel.tensor}, or set parallel.sequence: false")

@@ -52,11 +52,8 @@ def _dataset(named: Any, where: str, folders: Sequence[str], *, trained: bool) -
     if inspect.isgenerator(found):
         found = _RestartableGenerator(call)
     if isinstance(found, str | bytes) or not (hasattr(found, "__getitem__") or hasattr(found, "__iter__")):
-        raise ConfigError(
-            f"{named.python} gave a {type(found).__name__}; allowed are samples (mappings of the model's arguments) as a Dataset, "
-            "a list, an iterable or a generator",
-            where=where,
-        )
+        allowed = "samples (mappings of the model's arguments) as a Dataset, a list, an iterable or a generator"
+        raise ConfigError(f"{named.python} gave a {type(found).__name__}; allowed are {allowed}", where=where)
     return found if trained or not is_stream(found) else list(found)
 
 

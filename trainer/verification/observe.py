@@ -86,7 +86,7 @@ class Observer(Recorder):
         named = [(name, module) for name, module in trainer.model.named_modules() if name]
         whole = [pair for pair in named if not any(isinstance(each, Stub) for each in pair[1].modules())]
         self.cleanup.callback(watch_outputs(whole, self._keep_outputs))
-        loss = trainer.run.model.loss
+        loss = trainer.run.model.stepper.loss
         compute_loss = loss.compute
 
         def compute(*arguments: Any) -> Any:

@@ -282,7 +282,7 @@ def test_commands_about_checkpoints_show_hostile_names(copy: Path, capsys: pytes
 
     resign(copy, rename)
     counters = {"step": 7, "samples": 1, "tokens": 1, "updates": 1, "skipped": 0, "settings": {EVIL: EVIL}}
-    replace(copy, STATE, json.dumps({"schema": 1, **counters, "best": {EVIL: 1}}).encode())
+    replace(copy, STATE, json.dumps({"schema": 1, **counters, "callbacks": {EVIL: 1}}).encode())
     main(["checkpoint", "verify", str(copy)])
     with (copy / "model-00001-of-00001.safetensors").open("rb+") as file:
         file.seek(5000)

@@ -108,7 +108,7 @@ def test_a_model_becomes_whole_where_it_and_its_copies_fit(
     monkeypatch.setattr(trained_model, "least_free_bytes", lambda _: free)
     monkeypatch.setattr(trained_model, "Stepper", lambda *_: "stepper")
     done: list[str] = []
-    own = torch.ones(1)
+    own, before = torch.ones(1), SimpleNamespace(loss=None)
     weights = SimpleNamespace(numel=10, make_whole=lambda _: done.append("whole"))
     average = SimpleNamespace(parameters=lambda: [("w", own)])
     engine = SimpleNamespace(
@@ -123,7 +123,7 @@ def test_a_model_becomes_whole_where_it_and_its_copies_fit(
     )
     model: Any = object.__new__(TrainedModel)
     vars(model).update(
-        engine=engine, module=None, loss=None, averages={}, divided=SimpleNamespace(restore=None), stepper="before",
+        engine=engine, module=None, averages={}, divided=SimpleNamespace(restore=None), stepper=before,
         console=SimpleNamespace(note=done.append), mesh=SimpleNamespace(device=None),
         restore_modules=lambda: done.append("restored"),
     )  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_model_becomes_whole_where_it_and_its_copies_fit(
         assert not averages or model.averages["w"] is not own
         model.make_whole()
     else:
-        assert (model.engine, model.stepper, len(done)) == (engine, "before", 1)
+        assert (model.engine, model.stepper, len(done)) == (engine, before, 1)
         assert "does not fit in one rank's memory" in done[0]
 
 

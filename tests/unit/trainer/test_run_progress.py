@@ -50,7 +50,7 @@ def test_steps_are_counted_from_where_a_run_was_resumed() -> None:
             skipped=1,
             passed_over=2,
             loss=3.0,
-            best=best.to_json(),
+            best=best,
             log_history=log,
         )
     )

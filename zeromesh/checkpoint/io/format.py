@@ -273,27 +273,17 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Serialize the manifest with its own hash."""
-        tensors: dict[str, dict[str, list[Any]]] = {}
+        files, tensors = dict[str, Any](), dict[str, dict[str, list[Any]]]()
+        for path, record in sorted(self.files.items()):
+            pieces = [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces]
+            files[path] = {"bytes": record.nbytes, "pieces": pieces}
         for each in self.tensors:
             row = [each.path, each.begin, DTYPE_NAMES[each.dtype], list(each.shape)]
             tensors.setdefault(each.kind, {})[each.name] = row
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "schema": 2 if self.source else 1,
-            "step": self.step,
-            "files": {
-                path: {
-                    "bytes": record.nbytes,
-                    "pieces": [[each.begin, each.end, each.checksum, each.rank] for each in record.pieces],
-                }
-                for path, record in sorted(self.files.items())
-            },
-            "tensors": tensors,
-            "aliases": dict(self.aliases),
-            "layout": dict(self.layout),
-            "part": list(self.part),
-            **({"source": self.source} if self.source else {}),
-        }
+        schema = 2 if self.source else 1
+        content: dict[str, Any] = {"format": FORMAT, "schema": schema, "step": self.step, "files": files}
+        content |= {"tensors": tensors, "aliases": dict(self.aliases), "layout": dict(self.layout)}
+        content |= {"part": list(self.part), **({"source": self.source} if self.source else {})}
         return _signed(content)[1]
 
 
@@ -331,9 +321,9 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
         lambda part: isinstance(part, list) and len(part) == 2 and are_valid_sizes(*part) and part[0] < part[1],
         "an index and a count that is larger, two whole numbers",
     )
+    names = ("files", "layout", "tensors", "aliases")
     files, layout, tensors, aliases = (
-        checked(name, lambda value: isinstance(value, dict), "an object")
-        for name in ("files", "layout", "tensors", "aliases")
+        checked(each, lambda value: isinstance(value, dict), "an object") for each in names
     )
     if not all(isinstance(each, str) for each in aliases.values()):
         raise CheckpointError(f"{path}: aliases should be an object of texts")
@@ -399,10 +389,8 @@ def _tensors(path: Path, kinds: Mapping[str, Any], files: Mapping[str, FileRecor
     for tensor in sorted(found, key=attrgetter("path", "begin", "end")):
         nbytes = files[tensor.path].nbytes
         if tensor.begin % tensor.dtype.itemsize or tensor.end > nbytes:
-            raise CheckpointError(
-                f"{path}: {tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin} does not fit {tensor.path} of "
-                f"{nbytes} bytes"
-            )
+            what = f"{tensor.kind} {tensor.name} of {tensor.nbytes} bytes at {tensor.begin}"
+            raise CheckpointError(f"{path}: {what} does not fit {tensor.path} of {nbytes} bytes")
         if tensor.path == last and tensor.begin < end:
             raise CheckpointError(f"{path}: {tensor.name} overlaps another tensor in {tensor.path}")
         last, end = tensor.path, tensor.end

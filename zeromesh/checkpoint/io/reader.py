@@ -180,11 +180,8 @@ class CheckpointReader:
                 if path not in known and not _PAYLOADS.isdisjoint((name.lower(), Path(name.lower()).suffix)):
                     foreign.append(path)
         if foreign:
-            yield (
-                foreign[0],
-                f"{self.directory} holds {', '.join(map(repr, foreign[:3]))}, which {formats.MANIFEST} does not name; "
-                "move what is not of this checkpoint elsewhere",
-            )
+            shown, cure = ", ".join(map(repr, foreign[:3])), "move what is not of this checkpoint elsewhere"
+            yield foreign[0], f"{self.directory} holds {shown}, which {formats.MANIFEST} does not name; {cure}"
 
 
 def _problem(where: Path, nbytes: int, was: str, *, nested: bool = False) -> str:
@@ -258,11 +255,8 @@ class TensorFiles(CheckpointReader):
 
     def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Prefetch elements [start, end) of tensors in this order, up to `_READ_AHEAD` bytes ahead of `fill`."""
-        self._expected = (
-            (name, begin, min(begin + _CHUNK, end))
-            for name, start, end in ranges
-            for begin in range(start, end, _CHUNK)
-        )
+        chunks = ((name, begin, end) for name, start, end in ranges for begin in range(start, end, _CHUNK))
+        self._expected = ((name, begin, min(begin + _CHUNK, end)) for name, begin, end in chunks)
         self._advance(0)
 
     def _advance(self, done: int) -> None:

@@ -225,10 +225,9 @@ class ShardWriter:
                     stack.enter_context(accelerator.launching_on(stream))
                 allocate = allocate_pages if launched is None else accelerator.allocate_pinned
                 pool = StagingPool(STAGING_BUFFERS, GRID, allocate)
-                files = {
-                    path: stack.enter_context(PositionalFile(self._directory / path, write=True))
-                    for path in {piece.path for piece in self._pieces}
-                }
+                files, enter = dict[str, PositionalFile](), stack.enter_context
+                for path in {piece.path for piece in self._pieces}:
+                    files[path] = enter(PositionalFile(self._directory / path, write=True))
                 in_flight: deque[Future[None]] = deque()
                 while self._pieces:
                     piece = self._pieces.popleft()  # Dropped here with its memory, if that is a copy.
