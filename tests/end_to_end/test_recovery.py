@@ -48,7 +48,8 @@ class Loss(nn.Sequential):
 def build():
     torch.manual_seed(0)
     middle = nn.BatchNorm1d(8, dtype=torch.float64) if asked.get("buffers") else nn.Tanh()
-    return Loss(nn.Linear(6, 8), middle, nn.Linear(8, 1))
+    width = 7 if asked.get("changes") and (folder / "struck-0").exists() else 8
+    return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
 
 def raises():
@@ -433,6 +434,17 @@ def test_a_run_does_not_go_on_from_a_snapshot_of_another(undisturbed_run: Run, t
     """Of one that has failed before it in the same processes, with the same layout and optimizer."""
     found = run(tmp_path, *faults, first="fails", settings={"recovery": {"memory": "snapshots", "every_steps": 2}})
     assert found.went_well(undisturbed_run)
+
+
+@FULL
+def test_a_snapshot_of_another_model_leaves_no_trace(tmp_path: Path) -> None:
+    """The builder makes another model after the fault: the run begins anew, and no count of the lost one's updates is left."""
+    settings = {"recovery": {"memory": "snapshots", "survivors": "restart"}, "checkpoint": {"every_steps": 0}}
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "struck-0").touch()
+    new = run(tmp_path / "new", changes=True, settings=settings)
+    found = run(tmp_path / "lost", (4, 1, "SIGKILL"), changes=True, settings=settings)
+    assert found.went_well(new)
 
 
 @FULL

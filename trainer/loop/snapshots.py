@@ -12,6 +12,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -139,26 +140,32 @@ class Snapshots:
         return self._identity[1]
 
     def load(self, engine: ZeroEngine, state: TrainerState) -> bool:
-        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states."""
-        world = self._mesh.world
-        load_engine(None, engine, state)
+        """Fill a new engine from the newest one, of this `state`. Returns False, on all ranks, if it lacks the model's states; the
+        engine's progress is then as before."""
+        before = replace(state, **engine.progress(own=True))
+        try:
+            load_engine(None, engine, state)
+            self._loaded = self._fill(engine)
+        except (CheckpointError, LayoutError):
+            self._loaded = False
+        if not self._loaded:
+            load_engine(None, engine, before)
+        return self._loaded
+
+    def _fill(self, engine: ZeroEngine) -> bool:
         shards = self._shards(engine)
         fits = self._image is None or self._image.facts["rows"] == self._rows(shards)
-        if not all(world.gather_json(fits, "tensors of snapshots")):
+        if not all(self._mesh.world.gather_json(fits, "tensors of snapshots")):
             return False
-        try:
-            reader = _reader(self._served, self._mesh) if self._image is None else None
-            with engine.loading():
-                if self._image is not None:
-                    for shard, part in _parts(shards, self._image.data):
-                        shard.values.copy_from(part)
-                if reader is not None:
-                    specs = engine.checkpoint_state.tensors(reading=True)
-                    known = [each for each in specs if reader.tensor(each.kind, each.name) is not None]
-                    fill_shards(self._mesh, reader, known, shards)
-        except (CheckpointError, LayoutError):
-            return False
-        self._loaded = True
+        reader = _reader(self._served, self._mesh) if self._image is None else None
+        with engine.loading():
+            if self._image is not None:
+                for shard, part in _parts(shards, self._image.data):
+                    shard.values.copy_from(part)
+            if reader is not None:
+                specs = engine.checkpoint_state.tensors(reading=True)
+                known = [each for each in specs if reader.tensor(each.kind, each.name) is not None]
+                fill_shards(self._mesh, reader, known, shards)
         return True
 
     def begin(self, engine: ZeroEngine, step: int) -> bool:
