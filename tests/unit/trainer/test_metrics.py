@@ -93,7 +93,8 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="line 1 is not JSON"):
         read_metrics(tmp_path / "m.jsonl")
     with pytest.raises(StorageError, match="cannot be read"):
-        read_metrics(tmp_path / "nowhere")
+        read_metrics(tmp_path)
+    assert read_metrics(tmp_path / "nowhere") == []
     writer = MetricsWriter(tmp_path / "other.jsonl")
     writer.close()
     writer.close()
