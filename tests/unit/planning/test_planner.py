@@ -389,7 +389,7 @@ def test_experts_are_spread_where_tokens_take_fewer_bytes_than_their_weights() -
             assert moe.expert_sizes(4) == [1, 2, 4]
             fixed = {"stage": 3, "micro": 1, "tensor": 1, "pipeline": 1, "recompute": "none"}
             rows = Planner(moe, _card(), fixed=fixed).plan(2).rows
-            assert {row.layout.context for row in rows} == {1, 2}
+            assert {row.layout.context for row in rows} == ({1, 2} if length > turn else {1})
             spread, whole = (next(row for row in rows if row.layout.expert == size) for size in (2, 1))
             found[length] = spread.phases[StepPhase.COMMUNICATION] < whole.phases[StepPhase.COMMUNICATION]
             assert spread.device[Purpose.MASTER.value] == pytest.approx(whole.device[Purpose.MASTER.value], rel=0.05)
