@@ -21,7 +21,7 @@ class Detail(str):
 def human_bytes(count: float) -> str:
     """Format a number of bytes in powers of 1024, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(count) < 1024 or unit == "TiB":
+        if abs(count) < (1024 if unit == "B" else 1023.95) or unit == "TiB":  # Else it would read 1024.0.
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -40,7 +40,7 @@ def human_seconds(seconds: float) -> str:
     """Format a duration in seconds, such as `12 ms`, `1.25 s`, `3:05` (minutes) or `1:02:03` (hours)."""
     if not math.isfinite(seconds):
         return str(seconds)
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:
         return f"{seconds:.3g} s"

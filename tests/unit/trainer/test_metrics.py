@@ -261,6 +261,8 @@ def test_ranks_above_zero_are_silent(capfd: pytest.CaptureFixture[str]) -> None:
     [
         (human_bytes(0), "0 B"),
         (human_bytes(1023), "1023 B"),
+        (human_bytes((1 << 20) - 1), "1.0 MiB"),
+        (human_seconds(0.9996), "1 s"),
         (human_bytes(1024), "1.0 KiB"),
         (human_bytes(5 << 30), "5.0 GiB"),
         (human_bytes(1 << 40), "1.0 TiB"),
