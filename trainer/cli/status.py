@@ -78,7 +78,8 @@ def _snapshot(run: Path) -> RunSnapshot:
         others = sorted(run.glob(f"*/{METRICS}"), key=lambda path: -path.stat().st_mtime)[:_MOST_HINTS]
         there = "; runs in it are " + ", ".join(str(each.parent) for each in others) if others else ""
         raise StorageError(f"{str(run)!r} holds no run: there is no metrics.jsonl{there}")
-    last, recoveries = (read_metrics(metrics) or [{}])[-1], read_metrics(run / RECOVERIES)
+    last = (read_metrics(metrics) or [{}])[-1]
+    recoveries = read_metrics(run / RECOVERIES)
     with refusals(path, "read"):
         ranks = rank_records.read_ranks(path) if path.exists() else []
     with refusals(lock, "read"):

@@ -195,7 +195,8 @@ class SampleOrder:
     def dataset_index(self, sample: int) -> int:
         """Return the dataset index of global sample `sample`, in [0, length) unless endless."""
         if self.parts:
-            lengths, weights = list[tuple[int, ...]](zip(*self.parts, strict=True))
+            lengths = [length for length, _ in self.parts]
+            weights = tuple(weight for _, weight in self.parts)
             cycle, position = divmod(sample, sum(weights))
             parts, numbers = _mixture_table(weights)
             part = int(parts[position])

@@ -28,7 +28,7 @@ _BLOCK = 1 << 16  # bytes that have one checksum
 _CHECKED_AT_ONCE = 256 << 20  # bytes that are verified when an entry is opened; later blocks when they are read
 _ENTRY, _TOKENS = "entry.json", "tokens.bin"
 BEGINS, TARGET = 2, 1  # flag bits of a marked token, an int32: it begins a document, or is a target
-ID_SHIFT = 2  # of its id, to the left of the flags
+ID_SHIFT = 2  # bits by which its id is shifted left, past the flags
 _ABANDONED_SECONDS = 86400.0  # the age at which temporary folders of killed processes are removed
 
 

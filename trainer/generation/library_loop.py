@@ -63,11 +63,12 @@ def generate(
         return outputs
 
     # Tensors that modules keep between tokens belong to this text alone.
-    with torch.no_grad(), cached_tensors_removed(model) as put_aside, ExitStack() as undone:
+    with ExitStack() as undone, torch.no_grad():
         if seed is not None:
             undone.enter_context(in_evaluation_mode(model))
             undone.enter_context(kept_generators())
             seed()
+        put_aside = undone.enter_context(cached_tensors_removed(model))
         # `called` has to run before the hooks of a call, which gather, and Python looks for `__call__` at the class alone.
         namespace = {"__call__": called, "__module__": looped_class.__module__}
         undone.callback(setattr, looped, "__class__", looped_class)

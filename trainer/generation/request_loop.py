@@ -109,10 +109,10 @@ class RequestLoop:
             batch.plan(eager=eager)
         if self._pipeline is not None:
             steady = [batch.steady_forwards(fewest=_FEWEST_FORWARDS) for batch in self._batches if batch.busy]
-            # All replicas run the smallest count of those with requests, the one that falls short of `most` by the most.
-            if rest := self._largest(most + 1 - min([most, *steady]) if steady else 0):
+            # All replicas run the smallest count of those with requests, which lacks the most of one more than `most`.
+            if lacking := self._largest(most + 1 - min([most, *steady]) if steady else 0):
                 with self._engine.evaluation():
-                    self._pipeline.run_token_forwards(self._batches, most + 1 - rest, self._placed.module)
+                    self._pipeline.run_token_forwards(self._batches, most + 1 - lacking, self._placed.module)
             for batch in self._batches:
                 batch.remove_ended()
             return

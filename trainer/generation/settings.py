@@ -56,13 +56,13 @@ class ModelSettings:
         if "pad_token_id" not in fields and not 0 <= settings.pad_token_id < vocabulary:
             settings.pad_token_id = 0  # Unused, but models look it up.
         longest = 0 if self._module.config.is_encoder_decoder else prompt_tokens
-        positions = decoder_positions(self._module) or sys.maxsize
+        positions = decoder_positions(self._module)
         if settings.max_new_tokens is None and settings.max_length is None:
-            settings.max_new_tokens = min(_NEW_TOKENS, max(1, positions - longest))
+            settings.max_new_tokens = min(_NEW_TOKENS, max(1, (positions or sys.maxsize) - longest))
         if settings.max_length is not None and "max_length" not in fields:
-            settings.max_length = min(settings.max_length, positions)
+            settings.max_length = min(settings.max_length, positions or sys.maxsize)
         total = longest + settings.max_new_tokens if settings.max_new_tokens is not None else settings.max_length
-        if total > positions:
+        if positions is not None and total > positions:
             has = f"{longest} tokens, which with the new ones become {total}, and the model has {positions} positions"
             limit = "max_length" if settings.max_new_tokens is None else "max_new_tokens"
             raise DataError(f"the prompt has {has}; shorten it, or lower {limit}")

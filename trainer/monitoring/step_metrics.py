@@ -86,8 +86,9 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
     """Return a metrics file's whole lines, none of a missing one. Raises `StorageError` for an unreadable one, and for bad lines
     but with `broken`."""
-    with refusals(path, "read"):
-        content = read_whole(path) if Path(path).exists() else b""
+    content = b""
+    with refusals(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
+        content = read_whole(path)
     found = []
     for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines(), start=1):
         try:

@@ -175,9 +175,12 @@ def inspect_checkpoint(path: Path, pattern: str | None, *, as_json: bool) -> lis
     manifest = reader.manifest
     state = state_of(CheckpointReader(directory)) if manifest.part[1] == 1 else None
     kinds = {
-        kind: {"tensors": len(specs), "parameters": sum(each.numel for each in specs)}
-        | {"bytes": sum(each.nbytes for each in specs)}
-        | {"dtypes": list(dict.fromkeys(DTYPE_NAMES[each.dtype] for each in specs))}
+        kind: {
+            "tensors": len(specs),
+            "parameters": sum(each.numel for each in specs),
+            "bytes": sum(each.nbytes for each in specs),
+            "dtypes": list(dict.fromkeys(DTYPE_NAMES[each.dtype] for each in specs)),
+        }
         for kind, specs in grouped((each.kind, each) for each in manifest.tensors).items()
     }
     content: dict[str, Any] = {"path": str(directory), "date": _date(directory), "step": manifest.step}
