@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import torch
 
 from zeromesh.errors import StorageError
@@ -246,8 +245,14 @@ def free_bytes(directory: Path) -> int:
 
 def mount_of(directory: Path) -> tuple[str, str]:
     """Return the device that holds a directory, which may not exist yet, and the file system's type; empty if unknown."""
-    path = nearest_directory(directory).resolve()
-    # Among mounts at the same mount point, the last one hides the others.
-    mounts = [each for each in reversed(psutil.disk_partitions(all=True)) if path.is_relative_to(each.mountpoint)]
-    found = max(mounts, key=lambda each: len(each.mountpoint), default=None)
-    return ("", "") if found is None else (found.device, found.fstype)
+    path, best, found = os.path.realpath(nearest_directory(directory)), "", ("", "")
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        device, point, name, *_ = line.split(" ")
+        # Among mounts at the same mount point, the last one hides the others.
+        if len(point) >= len(best) and (path == point or path.startswith(point.rstrip("/") + "/")):
+            best, found = point, (device, name)
+    return found

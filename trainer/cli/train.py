@@ -115,6 +115,7 @@ def _fits(config: TrainerConfig, processes: int) -> bool:
 
 
 EVALUATED = "evaluated.jsonl"  # The file in a run's directory with a line per `zeromesh evaluate`.
+_DEFAULTS = "-"  # The source that stands for a configuration of defaults and the keys of the command line.
 
 
 def _convert_start_arguments(options: argparse.Namespace) -> None:
@@ -141,7 +142,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         ends = {head: f"{of.removeprefix('AutoModel')}']" for head, of in AUTO_CLASSES.items() if head != "base"}
         head = next((head for head, end in ends.items() if str(sizes.get("architectures")).endswith(end)), "causal_lm")
         labelled = "label" in columns and head in ("sequence_classification", "masked_lm")
-        if "label" in columns and not labelled and not options.worker:
+        if "label" in columns and not labelled:
             why = "the column label is not read"
             _hint(f"{why}: {model} is no classifier (for one: data.format=labels model.head=sequence_classification)")
         kind, head = ("labels", "sequence_classification") if labelled else (format_of(columns), head)
@@ -164,7 +165,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         keys["data.eval"] = given[0] if alone else sets
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
-    options.tune = True
+    options.config, options.tune = _DEFAULTS, True
 
 
 def run_train(options: argparse.Namespace) -> int:
@@ -177,6 +178,7 @@ def run_train(options: argparse.Namespace) -> int:
     processes, starts = ranks_of(options)
     evaluates = options.command == "evaluate"
     path, keys, checkpoint = resolve_source(options.config) if evaluates else (options.config, (), None)
+    path = None if path == _DEFAULTS else path
     ranks, tunes = processes * options.nnodes[1], "whole" if options.tune else None
     consent = Consent.COMMAND_LINE if evaluates else Consent.GIVEN
     config = load_config(path, [*keys, *options.overrides], ranks=ranks, consent=consent, tunes=tunes)
@@ -198,7 +200,9 @@ def run_train(options: argparse.Namespace) -> int:
 
 
 def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
-    return environment.python_arguments("zeromesh", (options.words[0], "--worker", *options.words[1:]))
+    # The keys of --model and --data are found once: files and the Hub may say other things to ranks that start later.
+    words = ("--tune", "--", _DEFAULTS, *options.overrides) if options.tune else options.words[1:]
+    return environment.python_arguments("zeromesh", (options.words[0], "--worker", *words))
 
 
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:

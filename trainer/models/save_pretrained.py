@@ -98,16 +98,29 @@ def _write_adapter(model: Any, adapter: dict[str, Tensor], directory: Path) -> N
 def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Make PEFT read `tensors` for parameters inside the block, of modules that it trains whole and of encoders of prompts."""
     prompts: Any = getattr(model, "prompt_encoder", {})
-    named = ((tensors.get(name), each) for name, each in model.named_parameters())
-    made = {id(each): nn.Parameter(own, requires_grad=False) for own, each in named if own is not None}
     with ExitStack() as undone:
         for prefix, each in ((f"{name}.", each) for name, each in model.named_modules() if ".modules_to_save." in name):
             own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             undone.callback(override(each, "state_dict", lambda own=own: own))
-        for name, each in [*prompts.items()]:  # The engine's hooks do nothing in a copy.
-            prompts[name] = copy.deepcopy(each, made)
+        for name, each in [*prompts.items()]:
+            prompts[name] = _copy_with(each, tensors, f"prompt_encoder.{name}.")
             undone.callback(prompts.__setitem__, name, each)
         yield
+
+
+def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
+    """Return a copy of a module without hooks, its parameters taken from `tensors` under `prefix`, if there are any."""
+    made: nn.Module = type(module).__new__(type(module))
+    nn.Module.__init__(made)
+    vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
+    for name, buffer in module.named_buffers(recurse=False):
+        made.register_buffer(name, buffer)
+    for name, each in module.named_parameters(recurse=False):
+        value = tensors[f"{prefix}{name}"] if tensors else each.detach()
+        made.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    for name, child in module.named_children():
+        made.add_module(name, _copy_with(child, tensors, f"{prefix}{name}."))
+    return made
 
 
 def save_configuration(

@@ -95,28 +95,28 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         run.start_times.end("engine")
         run.stats = StepStats(flops, mesh, options.precision.compute, config.batch.global_size, engine.ledger)
         run.start_times.end("figures")
+        trained = TrainedModel(
+            config=config,
+            mesh=mesh,
+            console=console,
+            steps_made=partial(getattr, run.progress, "step"),
+            processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
+            module=model,
+            description=described,
+            divided=divided,
+            restore_modules=changes.close,
+            feeds=feeds,
+            engine=engine,
+            stepper=Stepper(
+                model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
+            ),
+            **whole,
+        )
+        if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
+            trained.replace_save_pretrained()
+        figures = map(Detail, run.stats.notes)
+        console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)
         undone.pop_all()
-    trained = TrainedModel(
-        config=config,
-        mesh=mesh,
-        console=console,
-        steps_made=partial(getattr, run.progress, "step"),
-        processing_class=inputs.processing_class if data.processing_class is None else data.processing_class,
-        module=model,
-        description=described,
-        divided=divided,
-        restore_modules=changes.close,
-        feeds=feeds,
-        engine=engine,
-        stepper=Stepper(
-            model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
-        ),
-        **whole,
-    )
-    if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
-        trained.replace_save_pretrained()
-    figures = map(Detail, run.stats.notes)
-    console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)
     return trained
 
 

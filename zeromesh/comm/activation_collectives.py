@@ -107,15 +107,14 @@ class Exchange:
         each, rest = divmod(tensor.shape[dim], self.size)
         if rest:
             raise LayoutError(f"swap of {list(tensor.shape)} along dim {dim}: no multiple of {self.size} ranks")
-        slices = tensor.view(*tensor.shape[:dim], self.size, each, *tensor.shape[dim + 1 :]).movedim(dim, 0)
-        return self.swap_rows_async(slices, ((1,) * self.size,) * self.size)
+        return self._start(_SWAP, tensor, dim, (each,) * self.size)
 
     def swap_rows_async(self, rows: Tensor, counts: Sequence[Sequence[int]]) -> Pending:
         """Give each rank its rows of a tensor; `counts[i][j]`, equal on all ranks, is how many rank i gives to rank j, one after
         the other. Returns those of all ranks for this one, in rank order. Raises `LayoutError` where this rank has others."""
         if len(rows) != sum(counts[self.index]):
             raise LayoutError(f"swap of {len(rows)} rows, of which {sum(counts[self.index])} are to go to ranks")
-        return self._start(_SWAP, rows, 0, tuple(map(tuple, counts)))
+        return self._start(_SWAP, rows, -1, tuple(map(tuple, counts)))
 
     def _sent_part(self, counts: _Lengths) -> float:
         """Return the part of this rank's rows that others get, as a multiple of that of even swaps."""
@@ -124,18 +123,22 @@ class Exchange:
 
     def _shapes(self, kind: Collective, tensor: Tensor, dim: int, lengths: _Lengths) -> list[tuple[int, ...]]:
         shape = tuple(tensor.shape)
-        if kind is _SWAP:
+        if kind is _SWAP and dim < 0:
             return [(sum(row), *shape[1:]) for row in lengths]
         if kind is not _GATHER:
             return [shape] * self.size
         return [(*shape[:dim], length, *shape[dim + 1 :]) for length in lengths]
 
     def _combine(self, kind: Collective, parts: list[Tensor], dim: int, lengths: _Lengths) -> Tensor:
-        if kind in (_SWAP, _SCATTERED_SUM):
-            rows = lengths if kind is _SWAP else [lengths] * self.size
-            own = [(sum(row[: self.index]), row[self.index]) for row in rows]
-            parts = [part.narrow(dim, *where) for part, where in zip(parts, own, strict=True)]
-        return torch.cat(parts, dim) if kind in (_SWAP, _GATHER) else sum_in_ranks(parts)
+        if kind is _GATHER:
+            return torch.cat(parts, dim)
+        if kind is _SWAP and dim < 0:
+            own = [(sum(row[: self.index]), row[self.index]) for row in lengths]
+            return torch.cat([part.narrow(0, *where) for part, where in zip(parts, own, strict=True)])
+        if kind is not _SUM:
+            start = sum(lengths[: self.index])
+            parts = [part.narrow(dim, start, lengths[self.index]) for part in parts]
+        return torch.stack(parts) if kind is _SWAP else sum_in_ranks(parts)
 
     def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: _Lengths = ()) -> Pending:
         """Begin an exchange; `lengths` are those that each rank sends or receives along `dim`, if the kind has one; of rows, those
@@ -145,16 +148,18 @@ class Exchange:
             return Pending(lambda: self._combine(kind, [tensor], dim, lengths))
         on_device, shapes = group.on_stream, self._shapes(kind, tensor, dim, lengths)
         how: dict[str, Any] = {}
-        result: Callable[[], Tensor] = lambda: out  # noqa: E731
-        if kind is _SWAP:
+        result: Callable[[], Tensor]
+        if kind is _SWAP and dim < 0:
             width, sent = math.prod(tensor.shape[1:]), lengths[self.index]
             received = [row[self.index] for row in lengths]
             row, given, out = kind, tensor.contiguous(), tensor.new_empty(sum(received), *tensor.shape[1:])
             how |= {"sent": [width * each for each in sent], "received": [width * each for each in received]}
             how["times"] = self._sent_part(lengths)
-        elif kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1:
+            result = lambda: out  # noqa: E731
+        elif kind is _SWAP or (kind is _SCATTERED_SUM and on_device and len(set(lengths)) == 1):
             given = torch.stack(torch.split(tensor, lengths[0], dim))
-            row, out = kind, torch.empty_like(given[0])
+            row, out = kind, torch.empty_like(given if kind is _SWAP else given[0])
+            result = lambda: out  # noqa: E731
         elif kind is _SCATTERED_SUM and not on_device:
             parts = list(torch.split(tensor, list(lengths), dim))
             own, given = parts[self.index], torch.cat([part.reshape(-1) for part in parts])
@@ -233,7 +238,7 @@ class SharedExchange(Exchange):
             ring.own[number].view(shapes[self.index], dtype).copy_(tensor.detach())
             ring.publish(number, about[self.index])
         counted = sum(map(math.prod, shapes)) * dtype.itemsize if kind is _GATHER else tensor.nbytes
-        traffic.count(kind, round(counted * (self._sent_part(lengths) if kind is _SWAP else 1)))
+        traffic.count(kind, round(counted * (self._sent_part(lengths) if kind is _SWAP and dim < 0 else 1)))
 
         def read() -> Tensor:
             with traffic.timed(kind):

@@ -214,8 +214,9 @@ class Region:
 
 def part_of(whole: torch.Tensor, region: Region) -> torch.Tensor:
     """Return a copy of the elements of `whole` in a region, or `whole` itself for the whole region."""
-    for dim, intervals in enumerate(() if region.is_whole else region.dims):
-        whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
+    for dim, intervals in enumerate(region.dims):
+        if intervals != _full_dim(region.shape[dim]):
+            whole = torch.cat([whole.narrow(dim, one.start, one.length) for one in intervals], dim)
     return whole
 
 

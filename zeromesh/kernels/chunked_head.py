@@ -209,7 +209,8 @@ class HeadPass:
             if self.exchange is not None and self.grad_hidden is not None:
                 part = self.grad_hidden[start:end]
                 sums.append((part, self.exchange.all_reduce_async(part)))
-            while len(sums) > (end < self.tokens):  # The sum of a chunk runs while the next one is computed.
+            running = 1 if end < self.tokens else 0  # The sum of a chunk runs while the next one is computed.
+            while len(sums) > running:
                 part, pending = sums.pop(0)
                 part.copy_(pending.wait())
         dtype = self.hidden.dtype

@@ -172,9 +172,8 @@ class ProcessSet:
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> torch.Tensor:
         """Overwrite `tensor`, on any device, with that of the rank at position `source`, of equal shape and dtype on all ranks."""
         # A CPU tensor uses the control group where the other groups are an accelerator's.
-        self.broadcast_async(
-            tensor, source, what, "data" if on_accelerator(tensor) or not self.on_stream else "control"
-        )()
+        purpose: GroupPurpose = "data" if on_accelerator(tensor) or not self.on_stream else "control"
+        self.broadcast_async(tensor, source, what, purpose)()
         return tensor
 
     def require_member(self) -> SetGroups | None:

@@ -105,7 +105,7 @@ class GradientReducer:
             self.digests[number] = (self.digests[number] + _digest(bucket, index)) % (1 << 64)
         arrivals.arrived.add(index)
         arrivals.missing -= not again
-        waits = index in arrivals.waiting  # Autograd has added the gradient to an earlier one, on `.grad`.
+        waits = again and index in arrivals.waiting  # Autograd has added the gradient to an earlier one, on `.grad`.
         if not self._on_stream and arrivals.sequence is None:
             _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first_microbatch)
         elif not (waits or self._on_stream) and (slot := self._slot_of(arrivals)) is not None:

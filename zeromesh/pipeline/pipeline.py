@@ -159,8 +159,14 @@ class StepDriver:
         )
 
         def run(passes: Passes) -> list[torch.Tensor]:
-            given: dict[str, Any] = {"scale": engine.loss_scale, "backward_follows": follows}
-            runner = self._runner(passes=passes, work=work, loss=loss, after=after if each else None, **given)
+            runner = self._runner(
+                passes=passes,
+                work=work,
+                loss=loss,
+                scale=engine.loss_scale,
+                backward_follows=follows,
+                after=after if each else None,
+            )
             with torch.enable_grad():
                 self._measured = schedule, self._run(schedule, runner)
             return runner.losses

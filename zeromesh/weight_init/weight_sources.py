@@ -465,7 +465,8 @@ def _build_on_cpu(build: Callable[[], nn.Module], seed: int, reason: str) -> Bui
 
 
 def _initialised_otherwise(model: nn.Module, skeleton: Skeleton, construction: WriteLog, seed: int) -> tuple[str, ...]:
-    """Return parameters outside of Hugging Face models that construction wrote otherwise than initialisers do, as in `__init__`."""
+    """Return parameters outside of Hugging Face models that construction wrote with other operations than initialisers do, as where
+    a subclass redraws its layers in `__init__`."""
     replays: dict[str, WriteLog] = {}
 
     def differs(name: str, parameter: nn.Parameter) -> bool:

@@ -337,13 +337,11 @@ class TracedExchange(Exchange):
         self.size = size
         self.meter: Meter | None = None
 
-    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[Any, ...] = ()) -> Pending:
+    def _start(self, kind: Collective, tensor: Tensor, dim: int = -1, lengths: tuple[int, ...] = ()) -> Pending:
         shape = list(tensor.shape)
-        if kind is Collective.ALL_TO_ALL:
-            shape[dim] = sum(row[0] for row in lengths)
-        elif kind is not Collective.ALL_REDUCE:
+        if kind is not Collective.ALL_REDUCE:
             shape[dim] = sum(lengths) if kind is Collective.ALL_GATHER else lengths[0]
-        made = tensor.new_empty(shape)
+        made = tensor.new_empty([self.size, *shape] if kind is Collective.ALL_TO_ALL else shape)
         if self.meter is not None:
             self.meter.work.exchanges.append(TensorExchange(kind.value, max(made.nbytes, tensor.nbytes), self.size))
         return Pending(lambda: made)
