@@ -202,7 +202,8 @@ def test_a_start_without_a_configuration_is_saved_and_passed_on(launched: Launch
     for _ in range(2):  # The file that is there is the same.
         assert main(words) == 0
     at = launched.calls[1].words.index("train")
-    assert launched.calls[1].words[at:] == ["train", "--worker", *words[1:]]
+    assert launched.calls[1].words[at : at + 5] == ["train", "--worker", "--tune", "--", "-"]
+    assert launched.calls[1].words[-1] == "run.seed=5"
     assert "seed: 5" in (folder / "s.yaml").read_text()
 
 
