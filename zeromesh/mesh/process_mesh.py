@@ -1,6 +1,7 @@
 """`ProcessMesh` (`Mesh` for short): the connected ranks of a run, their locations, process sets, board, watchdog and device."""
 
 import base64
+import gc
 import json
 import logging
 import os
@@ -37,6 +38,9 @@ from zeromesh.telemetry.step_recorder import CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
 _LOGGER = logging.getLogger(__name__)
+# A forked child, such as a data worker, collects no garbage of this process: the end of a process group would wait there for
+# threads, and the end of a mapping could unmap pages that the child has got since.
+os.register_at_fork(after_in_child=gc.freeze)
 _STARTS_AS_LONG = 5  # times the timeout of a step: processes import and read models at different speeds
 _NODES = Path("/sys/devices/system/node")
 
