@@ -61,12 +61,12 @@ def between_hosts(rates: list[str], rounds: int, ways: list[str]) -> None:
             print(chosen, flush=True)
 
 
-def losses(seed: int) -> None:
+def losses(seed: int, codecs: list[str]) -> None:
     found = {}
     print(
         f"\nseed {seed}\n\n| codec | mean loss of 20 steps | evaluation loss | apart |\n|---|---|---|---|", flush=True
     )
-    for name in ("exact", "bfloat16", "int8", "int4"):
+    for name in codecs:
         with tempfile.TemporaryDirectory() as folder:
             keys = {
                 "parallel.replicate": 2,
@@ -86,8 +86,9 @@ def losses(seed: int) -> None:
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             subprocess.run([*command, *words], check=True, stdout=subprocess.DEVNULL, env=variables, cwd=folder)
             lines = read_metrics(Path(folder, "quickstart", "metrics.jsonl"))
+            evaluations = read_metrics(Path(folder, "quickstart", "evaluations.jsonl"))
         loss = statistics.mean(line["loss"] for line in lines[-20:])
-        found[name] = next(line["eval_loss"] for line in reversed(lines) if "eval_loss" in line)
+        found[name] = evaluations[-1]["eval_loss"]
         apart = found[name] / found["exact"] - 1
         print(f"| {name} | {loss:.4f} | {found[name]:.4f} | {apart:+.3%} |", flush=True)
 
@@ -98,13 +99,16 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=list(RATES))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
+    parser.add_argument(
+        "--codecs", nargs="+", default=["exact", "bfloat16", "int8", "int4"], help="of `loss`, exact first"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     given = parser.parse_args()
     if "hosts" in given.parts:
         between_hosts(given.rates, given.rounds, given.ways)
     if "loss" in given.parts:
         for seed in given.seeds:
-            losses(seed)
+            losses(seed, given.codecs)
 
 
 if __name__ == "__main__":
