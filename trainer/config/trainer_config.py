@@ -195,7 +195,7 @@ _FINDINGS: dict[str, Callable[[TrainerConfig], object]] = {
     "endless_warmup": lambda c: c.run.most_steps and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
     "reversed_steps": lambda c: c.profile.steps and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps),
 }
-"""What breaks a rule in a configuration `c`, by the rule's name in `rules.yaml`; false if nothing does."""
+"""The breach of a rule in a configuration `c`, by the rule's name in `rules.yaml`; false if there is none."""
 
 
 def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], object]:

@@ -359,7 +359,7 @@ class TokenScores(NamedTuple):
 
     log_probs: Tensor
     entropy: Tensor
-    """In nats."""
+    """The entropy of each distribution, in nats."""
     log_sum_sq_probs: Tensor
     """The logarithm of the sum of squared probabilities."""
     mean_logits: Tensor

@@ -86,8 +86,8 @@ class ZeroKeys:
     stage: Annotated[Whole, Ge(0), Le(3)] = 3
     """The ZeRO stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
     replicas: Literal["whole", "divided"] = "whole"
-    """What `parallel.replicate` replicas have of a shard. whole: all its states, and they sum its gradients once a step. divided:
-    its parameters, and a part of its master weights, moments and final gradients each: less memory, and less traffic."""
+    """The part of a shard that `parallel.replicate` replicas have. whole: all its states, and they sum its gradients once a step.
+    divided: its parameters, and a part of its master weights, moments and final gradients each: less memory, and less traffic."""
     prefetch: CountOrOff = 1
     """Units gathered ahead of the computing one. 0 = off."""
     gathered_budget: Literal["auto"] | Bytes = "auto"
@@ -105,8 +105,8 @@ class TransportKeys:
     transport: TransportName = "auto"
     """The transport of tensors between ranks: host-shared memory, gloo or NCCL; auto: the fastest that works."""
     wire: WireName = "exact"
-    """How replicas on several hosts that divide states (`zero.replicas`) send each other sums of gradients and changes of
-    parameters. int8, int4: blocks with a scale. auto: the fastest, which is tried at the start, or exact."""
+    """The form in which replicas on several hosts that divide states (`zero.replicas`) send each other sums of gradients and
+    changes of parameters. int8, int4: blocks with a scale. auto: the fastest, which is tried at the start, or exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +114,8 @@ class ParallelOptions(TransportKeys):
     """The division of a model among the ranks of the tensor and pipeline axes, and of sequences among those of the context axis."""
 
     context_method: ContextMethod = "auto"
-    """How attention on a share of a sequence sees all of it. gather: keys and values of the others are gathered. heads: ranks swap
-    shares of all heads for whole sequences of some. auto: the one that moves fewer bytes."""
+    """The way in which attention on a share of a sequence sees all of it. gather: keys and values of the others are gathered.
+    heads: ranks swap shares of all heads for whole sequences of some. auto: the one that moves fewer bytes."""
 
     sequence: bool = False
     """Shard activations between divided layers along the sequence (sequence parallelism): less memory, the same result."""

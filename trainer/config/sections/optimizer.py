@@ -69,8 +69,8 @@ class OptimizerSection(Section, keys.OptimizerKeys):  # type: ignore[misc]  # py
     """Parameters with a learning rate or a weight decay of their own, such as `[{match: "*.embed*", lr_factor: 0.1, weight_decay:
     0}]`; the first that matches a parameter counts."""
     expert_bias_rate: keys.NotNegative = 0.0
-    """What routers add after each step to the biases of experts with few tokens, and take from others, such as 0.001: that balances
-    models with `e_score_correction_bias` without a loss. 0: biases stay."""
+    """The amount that routers add after each step to the biases of experts with few tokens, and take from others, such as 0.001:
+    that balances models with `e_score_correction_bias` without a loss. 0: biases stay."""
     in_backward: bool = False
     """Update each bucket inside backward, which frees its gradient at once. Needs clip_norm 0, on_nonfinite stop and no float16."""
 

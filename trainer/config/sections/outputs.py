@@ -83,7 +83,7 @@ class RecoverySection(Section):
     spike_window: keys.Count = 100
     """Accepted steps that the median is taken of; before so many no step is a spike."""
     on_spike: Literal["pass_over", "accept", "stop"] = "pass_over"
-    """What is done about a spike that all ranks compute alike: no update, and the data are passed over; the update; the run ends.
+    """The answer to a spike that all ranks compute alike: no update, and the data are passed over; the update; the run ends.
     A rank that computes something else is left out."""
     rewind_steps: keys.CountOrOff = 0
     """Steps that the run goes back, at least, to a checkpoint, after `run.max_nonfinite` spikes in a row: the data since then are
