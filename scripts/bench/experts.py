@@ -17,20 +17,23 @@ import zeromesh
 import zeromesh.trainer.shard
 from bench.thin_wire import INTERFACE, RESULT, sent
 
-WAYS = ("fsdp2", "fsdp2+expert", "zeromesh", "zeromesh+expert")
+WAYS = ("alone", "fsdp2", "fsdp2+expert", "zeromesh", "zeromesh+expert")
 STEPS, WARM = 10, 3
 
 
 def made_by(way: str, folder: str, ranks: int) -> tuple[Any, Any]:
-    """The model and its optimizer."""
+    """The model and its optimizer; `alone` each rank has the whole model, and nothing to do with the others."""
     system, _, expert = way.partition("+")
     if system == "zeromesh":
         model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
         settings = {"parallel": {"expert": ranks if expert else 1}, "precision": {"compute": "float32"}}
         adamw = lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)  # noqa: E731
         return zeromesh.shard(model, adamw, stage=3, **settings)
-    how = DistributedConfig(fsdp_size=ranks, **({"ep_size": ranks} if expert else {}))
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=how)
+    if system == "alone":
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    else:
+        how = DistributedConfig(fsdp_size=ranks, **({"ep_size": ranks} if expert else {}))
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=how)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 

@@ -92,11 +92,16 @@ def sum_parts(
     ranks: ProcessSet, gradient: torch.Tensor, order: Sequence[int], out: torch.Tensor, wire: Wire
 ) -> Reduction:
     """Start to send each rank a part of `gradient`, 1-D, as long as `out`: that with the number which `order` has at the rank's
-    position. The sum of what this rank receives is made in `out`, which may be in the memory of `gradient`, in rank order."""
-    parts, kind = torch.split(gradient, out.numel()), Collective.REDUCE_SCATTER
-    given = gradient
-    if wire is not None or list(order) != [*range(len(parts))]:
-        given = torch.cat([parts[each] if wire is None else wire.encode(parts[each]) for each in order])
+    position. The sum of what this rank receives, and of its own part, which no codec touches, is made in `out`, which may be in the
+    memory of `gradient`, in rank order."""
+    split, kind = torch.split(gradient, out.numel()), Collective.REDUCE_SCATTER
+    parts, given = [split[each] for each in order], gradient
+    own = parts[ranks.index]
+    if wire is not None:
+        kept = own.new_empty(wire.nbytes(own.numel()), dtype=torch.uint8)  # This rank sends itself nothing.
+        given = torch.cat([kept if n == ranks.index else wire.encode(part) for n, part in enumerate(parts)])
+    elif list(order) != [*range(len(parts))]:
+        given = torch.cat(parts)
     received = torch.empty_like(given)
     call = CollectiveCall(received, given, "sum of gradients over replicas", counts_as=kind)
     launched = ranks.start(Collective.ALL_TO_ALL, call)
@@ -108,9 +113,13 @@ def sum_parts(
             if wire is None:
                 sum_in_order(out, found, add=False)
                 return
-            out.zero_()
-            for each in found:
-                wire.add(each, out)
+            total = torch.zeros_like(out)
+            for n, each in enumerate(found):
+                if n == ranks.index:
+                    total.add_(own)
+                else:
+                    wire.add(each, total)
+            out.copy_(total)
 
     return Reduction(launched.done, finish)
 

@@ -7,13 +7,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.distributed.trainer.context_cases import KINDS as CONTEXT_KINDS
 from tests.distributed.trainer.expert_cases import KINDS as EXPERT_KINDS
 from tests.support.architecture_cases import differences
 from tests.support.plain import calling, error_of, fitted
 from tests.support.trainer_cases import digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
-from zeromesh.comm.wire import WireCodec
+from zeromesh.comm.wire import WireCodec, sum_parts
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.units.unit import all_buckets
@@ -116,6 +118,24 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
     for line in lines_of(Path(folder, wire)):
         found = line["communication"]["replicate"]
         assert found["reduce-scatter"]["bytes"] == found["all-gather"]["bytes"] == sum(map(codec.nbytes, sizes))
+
+
+def own_part(mesh: Mesh, folder: str) -> None:
+    """A sum has what its rank adds as it is, and of the others what the codec leaves of it, added in rank order."""
+    ranks, numel, codec = mesh.world, 640, WireCodec(name="int4")
+    given = [
+        torch.randn(ranks.size * numel, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)
+    ]
+    expected = torch.zeros(numel)
+    for rank, each in enumerate(given):
+        part = each[numel * ranks.index :][:numel]
+        if rank == ranks.index:
+            expected += part
+        else:
+            codec.add(codec.encode(part), expected)
+    gradient = given[ranks.index]
+    sum_parts(ranks, gradient, range(ranks.size), gradient[:numel], codec).finish()
+    assert torch.equal(gradient[:numel], expected)
 
 
 def refused(mesh: Mesh, folder: str, wire: str, said: str, **sections: Any) -> None:
