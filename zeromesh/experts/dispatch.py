@@ -73,9 +73,11 @@ def spread_experts(
                     columns = (own.after(-count * row) for row in range(parameter.shape[1] // count))
                     divide(f"{path}.{leaf}", parameter, 1, *columns)
             undo.callback(override(adapter, COUNT, each))
+            if each == 1:
+                undo.callback(override(adapter, "get_delta_weight", partial(_added_by, adapter)))
         undo.callback(override(module, COUNT, each))
         names = list(inspect.signature(type(module).forward).parameters)[1:]
-        run = partial(run_rows, module.forward, partial(_run_spread, module, exchange), count, names)
+        run = partial(run_rows, module.forward, partial(_run_spread, exchange), count, names)
         undo.callback(override(module, "forward", run))
     return found
 
@@ -86,6 +88,12 @@ def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Modu
         (name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name")
     )
     return [(name, each) for name, each in wrappers if each.get_base_layer() is experts]
+
+
+def _added_by(adapter: Any, name: str) -> Any:
+    """Return what an adapter adds to one expert `[1, ., .]`. PEFT takes it for a layer, and may add the transpose."""
+    lhs, rhs, scaling = adapter.get_delta_factors(name)
+    return lhs @ rhs * scaling
 
 
 @uncompiled
@@ -110,7 +118,7 @@ def run_rows(
     return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
 
 
-def _run_spread(module: nn.Module, exchange: Exchange, call: _Forward, rows: Tensor, own: Tensor) -> Tensor:
+def _run_spread(exchange: Exchange, call: _Forward, rows: Tensor, own: Tensor) -> Tensor:
     """Send rows to the ranks with their experts, of which each has equally many, and bring the results back."""
     ranks, each = exchange.size, len(own) // exchange.size
     everyone = exchange.all_gather_async(own.view(1, -1), 0).wait()
@@ -118,11 +126,9 @@ def _run_spread(module: nn.Module, exchange: Exchange, call: _Forward, rows: Ten
     rows = _swap(rows[: sum(sent[exchange.index])], sent, exchange)
     arrived = everyone[:, exchange.index * each : (exchange.index + 1) * each].reshape(-1)
     numbers = torch.arange(each, device=arrived.device).repeat(ranks).repeat_interleave(arrived)
-    out = call(rows, numbers)
-    if not len(numbers):
-        # The other ranks exchange gradients in backward, for which this rank's part of the graph has to be whole.
-        tied = rows if rows.requires_grad else next((each for each in module.parameters() if each.requires_grad), rows)
-        out = out + tied[:0].sum().to(out.dtype)
+    spare = not len(numbers) and torch.is_grad_enabled()
+    # Others exchange gradients in backward: a spare row ties `rows` to the graph, and gives experts and adapters gradients of zero.
+    out = call(nn.functional.pad(rows, (0, 0, 0, 1), value=1), own.new_zeros(1))[:0] if spare else call(rows, numbers)
     return _swap(out, [list(row) for row in zip(*sent, strict=True)], exchange)
 
 

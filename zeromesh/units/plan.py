@@ -2,12 +2,15 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from inspect import getattr_static, signature
+from functools import partial
+from inspect import getattr_static, signature, unwrap
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
@@ -71,7 +74,7 @@ def plan_model(
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
     dtypes = _dtypes(model, names, compute_dtype)
     codecs = {} if weights is None else dict.fromkeys(encoded_names(model, weights), weights.codec)
-    experts = experts_of(model)
+    experts, known = experts_of(model), dict[Any, bool]()
     ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
@@ -81,6 +84,7 @@ def plan_model(
         owners = {next((each for each in modules if fqn.startswith(f"{each}.")), ROOT) for fqn in fqns}
         unit = owners.pop() if len(owners) == 1 else ROOT
         part, codec, owner = cuts.parts.get(name), codecs.get(fqns[0]), fqns[0].rpartition(".")[0]
+        apart = owner in experts and not parameter.requires_grad and len(fqns) == 1
         members[unit].append(
             ParameterSpec(
                 fqn=fqns[0],
@@ -92,7 +96,7 @@ def plan_model(
                 part=part,
                 copies=copies,
                 codec=codec if codec is None or part is None else codec_of_part(codec, part.region, name),
-                experts=owner if owner in experts and not parameter.requires_grad and len(fqns) == 1 else "",
+                experts=owner if apart and _adds_rows(model.get_submodule(owner), known) else "",
             )
         )
     least = _LEAST_ELEMENTS if cuts.chunks == 1 else 0  # Other chunks have no root.
@@ -134,6 +138,32 @@ def experts_of(model: nn.Module) -> dict[str, int]:
             if len(taken) == 3 and taken[0] == "hidden_states":
                 found[name] = count
     return found
+
+
+def _adds_rows(module: nn.Module, known: dict[Any, bool]) -> bool:
+    """Return True if experts add up results of one expert each, times their weights, as a trial on the CPU tells: others multiply
+    what goes in, or drop tokens beyond a capacity. `known` has what earlier trials told."""
+    if (key := (type(module), *(each.shape for each in module.parameters(recurse=False)))) in known:
+        return known[key]
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu")
+    values, known[key] = dict[str, Tensor](), False
+    for name, each in module.named_parameters(recurse=False):  # All rows of a matrix are alike, which takes no memory.
+        row = random(3, *[1] * (each.dim() - 2), each.shape[-1]) / each.shape[-1] ** 0.5
+        values[name] = row.expand(3, *each.shape[1:])
+
+    def run(begin: int, end: int, *args: Tensor) -> Any:
+        few, own = type(module).__new__(type(module)), {name: each[begin:end] for name, each in values.items()}
+        vars(few).update(vars(module) | {COUNT: end - begin, "_parameters": own})
+        return unwrap(type(module).forward)(few, *args)
+
+    for size in sorted({size for each in values.values() for size in each.shape[1:]}):  # One is that of hidden states.
+        hidden, weights, chosen = random(6, size), random(6, 2).sigmoid(), torch.tensor([[0, 2]] * 6, device="cpu")
+        with suppress(Exception):  # Of another size, or of other arguments.
+            wanted = run(0, 3, hidden, chosen, weights)
+            first, last = (run(at, at + 1, hidden, 0 * chosen[:, :1], torch.ones_like(weights[:, :1])) for at in (0, 2))
+            apart = wanted - first * weights[:, :1] - last * weights[:, 1:]
+            known[key] |= bool(apart.abs().max() <= 1e-3 * wanted.abs().max() > 0)
+    return known[key]
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:
@@ -231,8 +261,7 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
 
 
 def _names_of(model: nn.Module, getter: str) -> list[str]:
-    try:
+    with suppress(NotImplementedError, AttributeError):
         target = getattr(model, getter)()
-    except (NotImplementedError, AttributeError):
-        return []
-    return [fqn for fqn, module in model.named_modules() if fqn and module is target]
+        return [fqn for fqn, module in model.named_modules() if fqn and module is target]
+    return []

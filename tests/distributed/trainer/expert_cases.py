@@ -1,10 +1,11 @@
 """Models whose experts are spread over ranks, beside one process that has all of them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import transformers as tf
 
@@ -28,7 +29,7 @@ def _eager(config: Any) -> Any:
 
 
 def _mixtral(**changes: Any) -> Any:
-    return tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**SIZES, num_local_experts=4, **changes)))
+    return tf.MixtralForCausalLM(_eager(tf.MixtralConfig(**{**SIZES, **changes}, num_local_experts=4)))
 
 
 def _qwen() -> Any:
@@ -53,18 +54,54 @@ def _skewed() -> Any:
     return model
 
 
+def _deep() -> Any:
+    """Ten layers, in the last of which a rank's experts have no token."""
+    model = _mixtral(num_hidden_layers=10)
+    with torch.no_grad():
+        model.model.layers[9].mlp.gate.weight.zero_()
+    return model
+
+
+def _square() -> Any:
+    """Two experts, of matrices that one may take for their transposes."""
+    sizes = {**SIZES, "intermediate_size": SIZES["hidden_size"]}
+    return tf.GptOssForCausalLM(_eager(tf.GptOssConfig(**sizes, num_local_experts=2, head_dim=8, sliding_window=5)))
+
+
 def _losing() -> Any:
     """With an auxiliary loss of the tokens of a microbatch."""
     return _mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
 
 
-KINDS = {"mixtral": _mixtral, "losing": _losing, "qwen": _qwen, "biased": _biased, "latent": _latent, "skewed": _skewed}
+KINDS = {
+    "mixtral": _mixtral,
+    "losing": _losing,
+    "qwen": _qwen,
+    "biased": _biased,
+    "latent": _latent,
+    "skewed": _skewed,
+    "deep": _deep,
+    "square": _square,
+}
 
 
 def adapters(mesh: Mesh, folder: str, stage: int, axes: Mapping[str, Any]) -> None:
     """PEFT's adapters of experts, beside those of attention, with which they are spread."""
     pair = _with_experts(), _with_experts()
     found = differences(folder, "adapters", pair, sentences(), zero={"stage": stage}, parallel=dict(axes))
+    assert all(value <= 1e-9 for value in found.values()), found
+
+
+def adapters_alone(mesh: Mesh, folder: str, kind: str, matrices: Sequence[str], axes: Mapping[str, Any]) -> None:
+    """Adapters of experts alone, of which a rank may have one, or get no token."""
+
+    def adapted() -> Any:
+        config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=[], target_parameters=list(matrices))
+        model = seeded(KINDS[kind])
+        torch.manual_seed(13)
+        return peft.get_peft_model(model, config)
+
+    found = differences(folder, "alone", (adapted(), adapted()), sentences(), parallel=dict(axes))
     assert all(value <= 1e-9 for value in found.values()), found
 
 

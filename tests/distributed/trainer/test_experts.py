@@ -8,7 +8,9 @@ from tests.support.tables import row, tried
 from tests.support.workers import Workers
 
 FULL = pytest.mark.full
+MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
+UNCLIPPED = {"name": "skewed", "max_steps": 5, "clip_norm": 0.0, "on_nonfinite": "stop"}
 TWO, RECOMPUTED = {"expert": 2}, {"activation_checkpointing": "block"}
 test_a_model_trains_with_spread_experts = tried(
     "expert_cases",
@@ -32,6 +34,10 @@ test_a_model_trains_with_spread_experts = tried(
             )
         ),
         row(2, "exact", FULL, kind="mixtral", axes=TWO, model=RECOMPUTED),
+        # A rank without a token keeps up with the others, whose reductions and updates wait for its own.
+        row(2, "exact", kind="deep", axes=TWO, stage=2),
+        row(2, "exact", FULL, kind="deep", axes=TWO),
+        row(2, "exact", kind="skewed", axes=TWO, optimizer={"in_backward": True}, run=UNCLIPPED),
         # The auxiliary loss is of a microbatch, whose tokens are on both ranks.
         row(2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}),
     ],
@@ -44,6 +50,8 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
             row(2, "loop", kind="mixtral"),
             row(2, "adapters", stage=3, axes=TWO),
             row(4, "adapters", FULL, stage=2, axes=TWO),
+            row(2, "adapters_alone", kind="skewed", matrices=MATRICES, axes=TWO),
+            row(2, "adapters_alone", kind="square", matrices=MATRICES[1:], axes=TWO),
             row(2, "loop", FULL, kind="latent"),
             row(2, "stages_alike", axes=TWO),
             row(4, "stages_alike", FULL, axes=TWO),

@@ -166,6 +166,50 @@ def test_parameters_without_elements_have_a_place() -> None:
     assert {spec.fqn for spec in empty} == {f"blocks.{n}.nothing" for n in range(3)} | {"blocks.1.empty"}
 
 
+class Experts(nn.Module):
+    """Three experts, whose weights multiply their results, or what goes in, or the results of a few tokens."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.num_experts, self.kind = 3, kind
+        self.up = nn.Parameter(torch.randn(3, 16, 8), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(3, 8, 16), requires_grad=False)
+
+    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden_states)
+        most = chosen.numel() // self.num_experts if self.kind == "capacity" else None
+        for expert in range(self.num_experts):
+            rows, at = (each[:most] for each in torch.where(chosen == expert))
+            given, by = hidden_states[rows], weights[rows, at, None]
+            given, by = (given * by, torch.ones_like(by)) if self.kind == "input" else (given, by)
+            out = out.index_add(0, rows, torch.tanh(given @ self.up[expert]) @ self.down[expert] * by)
+        return out
+
+
+class Swapped(Experts):
+    def forward(self, hidden_states: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        return super().forward(hidden_states, chosen, weights)
+
+
+@pytest.mark.parametrize(
+    ("build", "apart"),
+    [
+        (lambda: Experts("result"), True),
+        (lambda: Experts("input"), False),
+        (lambda: Experts("capacity"), False),
+        (lambda: Swapped("result"), False),
+        (lambda: Experts("result").requires_grad_(True), False),
+        (lambda: Experts("result").to("meta"), True),
+    ],
+)
+def test_frozen_experts_are_apart_if_a_trial_finds_that_weights_multiply_their_results(build: Any, apart: bool) -> None:
+    model = nn.ModuleDict({"gate": nn.Linear(16, 3), "experts": build(), "more": build()})
+    generator = torch.get_rng_state()
+    found = {spec.experts for spec in specs_of(plan_model(model, torch.float32)) if "gate" not in spec.fqn}
+    assert found == ({"experts", "more"} if apart else {""})
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(LayoutError, match="ReLU has no parameters to train"):
         plan_model(nn.ReLU(), torch.float32)
