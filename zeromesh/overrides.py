@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 PATCHES = {
+    "torch.autocast": "2.13.0",  # planning/tracing/meter.py: PEFT turns it off on the device of its weights, which may be meta.
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
     "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/meter.py: traces a device's kernel.
     # attention/packed_attention.py: documents are those of the batch, and a mask that stands for them has an attention of ours.

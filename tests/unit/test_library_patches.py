@@ -20,6 +20,7 @@ LIBRARIES = {
     "plotly",
 }
 FINGERPRINTS = {
+    "torch.autocast": "b610967e",
     "torch.autograd._engine_run_backward": "13d9e5bc",
     "torch.nn.functional.scaled_dot_product_attention": "582db9a4",
     "transformers.masking_utils.find_packed_sequence_indices": "b05ec500",

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
@@ -119,7 +119,7 @@ class HubForm:
             _weight_conversions=getattr(inside, "_weight_conversions", None),
         )
         self._prefix = next((f"{name}." for name, each in model.named_modules() if name and each is inside), "")
-        self._layers: dict[str, nn.Module] = {}  # Layers with adapters, and modules that adapters train as a copy.
+        self._layers: dict[str, Any] = {}  # Layers with adapters, and modules that adapters train as a copy.
         self.layer_of: dict[str, str] = {}  # The layer with adapters that holds a tensor, by the tensor's name.
         tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
         tied = {f"{self._prefix}{name}" for name in getattr(inside, "all_tied_weights_keys", ())}
@@ -131,13 +131,21 @@ class HubForm:
         if is_adapted(model):
             for name, each in model.named_modules():  # A PEFT layer around a model's layer, or PEFT's copy of a module.
                 around = isinstance(getattr(each, "base_layer", None), nn.Module) and hasattr(each, "merge")
-                if around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict):
+                outermost = self._layers.keys().isdisjoint(_parents(name))  # PEFT nests adapters of several parameters.
+                if around and ".modules_to_save." in name:
+                    self._why_not = (
+                        f"{name} has adapters in a copy of a module (modules_to_save); save the adapter alone"
+                    )
+                elif outermost and (around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict)):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}
         replaced = [(first, name) for name, first in firsts if ".original_module." in first]
         self._outside = {first: name for first, name in replaced if self._layers.keys().isdisjoint(_parents(name))}
         """Weights of layers tied to a module that adapters train a copy of, by first name; these layers keep the old values."""
         self._counts = Counter(self.layer_of.values())
+        pairs = self._layers.items()
+        self._whole = {name: Skeleton(each).root if hasattr(each, "parameter_name") else each for name, each in pairs}
+        """The layers, of which adapters of experts are as before ranks share experts: they then have numbers of a rank's."""
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
@@ -182,7 +190,7 @@ class HubForm:
             parts = waiting.setdefault(layer, {})
             parts[name.removeprefix(f"{layer}.")] = tensor.clone()
             if len(parts) == self._counts[layer]:
-                for leaf, merged in _merge(self._layers[layer], waiting.pop(layer)):
+                for leaf, merged in _merge(self._whole[layer], self._layers[layer].active_adapters, waiting.pop(layer)):
                     if merged.is_meta:
                         raise ConfigError(
                             f"{layer.removeprefix(self._prefix)}.{leaf} is also the weight of another layer, and adapters of "
@@ -205,13 +213,13 @@ def _parents(name: str) -> Iterable[str]:
     return (".".join(parts[:end]) for end in range(1, len(parts)))
 
 
-def _merge(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a wrapped layer after merging its adapters; `tensors` are all that the layer has."""
+def _merge(module: nn.Module, active: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> Named:
+    """Return the tensors of a wrapped layer after merging its `active` adapters; `tensors` are all that the layer has."""
     layer: Any = Skeleton(module).root
     for part in layer.modules():
         # Merging writes into these containers, which must not be the model's.
         own = {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict | list | set)}
-        vars(part).update(own)
+        vars(part).update(own, _active_adapter=active)
     floating = (each.dtype for each in tensors.values() if each.is_floating_point())
     widest = reduce(torch.promote_types, floating, torch.float32)
     for name, tensor in tensors.items():
@@ -221,7 +229,9 @@ def _merge(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterable[t
             part._parameters[leaf] = nn.Parameter(tensor.to(widest), requires_grad=False)
         else:
             part._buffers[leaf] = tensor
-    if hasattr(layer, "base_layer"):
-        with torch.no_grad():
+    base = _base_of(layer)
+    with torch.no_grad():
+        while hasattr(layer, "base_layer"):
             layer.merge()
-    return [(name, tensor.detach()) for name, tensor in _base_of(layer).state_dict(keep_vars=True).items()]
+            layer = layer.base_layer
+    return ((name, tensor.detach()) for name, tensor in base.state_dict(keep_vars=True).items())

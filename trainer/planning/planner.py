@@ -88,10 +88,11 @@ class Planner:
         self._refused: dict[str, str] = {}
 
     def plan(self, ranks: int) -> Plan:
-        """Estimate every layout. Raises `ConfigError` for `ranks` that fill no hosts or have no layout, and untraceable models."""
+        """Estimate every layout. Raises `ConfigError` for `ranks` that fill no hosts or have no layout, else `LayoutError`."""
         host = self._host
         if ranks > host and ranks % host:
             raise ConfigError(f"{ranks} ranks do not fill hosts of {host}; give a multiple of it, or another --host")
+        self._subject.cut(1)  # Other layouts that cannot be traced are refused alone.
         room = memory_per_rank(self._machine, min(ranks, host))
         if self._machine.disk is None:
             reason = "the machine has no disk; add disk with read and written (bytes a second) to its file"

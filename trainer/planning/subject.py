@@ -69,8 +69,8 @@ class Subject:
         if inputs is not None and self._experts:
             self.expert_bytes = self.rows * inputs.shape[-1] * chosen * hidden * self.zero.precision.compute.itemsize
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
-        self.trace, self.cut = cache(self._trace), cache(self._cut)
-        """Cached functions: `trace` of a microbatch by tensor ranks and samples, and `cut` of the blocks by number of stages."""
+        self._traces: Callable[..., tuple[str, Trace | None]] = cache(partial(_refusal_of, self._trace))
+        self.cut = cache(self._cut)  # Cuts of the blocks, by number of stages.
         self.units = cache(lambda tensor: tracer.plan(self.zero, tensor))
         """All units of a tensor rank; raises `LayoutError` for a model that cannot be divided over tensor ranks."""
         self.stage_units = cache(self._stage_units)
@@ -120,9 +120,16 @@ class Subject:
 
     def can_trace(self, tensor: int, *, sequence: bool = False, recompute: Mode = "none", context: int = 1) -> bool:
         """True if blocks support sequence or context parallelism or activation checkpointing, as the options of a trace say."""
-        return not _refusal_of(lambda: self.trace(tensor, 1, sequence, recompute, context))[0]
+        return not self._traces(tensor, 1, sequence, recompute, context)[0]
 
-    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int = 1) -> Trace:
+    def trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int = 1) -> Trace:
+        """Return the trace of a microbatch of `micro` samples on one of `tensor` x `context` ranks. Raises `LayoutError`."""
+        reason, found = self._traces(tensor, micro, sequence, recompute, context)
+        if found is None:
+            raise LayoutError(reason)
+        return found
+
+    def _trace(self, tensor: int, micro: int, sequence: bool, recompute: Mode, context: int) -> Trace:
         if micro in _TRACED_SAMPLES:
             how: dict[str, Any] = {"tensor": tensor, "sequence": sequence, "recompute": recompute, "context": context}
             return self._tracer.trace(self._batches(micro), tiles=self.config.model.tile_tokens or 0, **how)
@@ -179,9 +186,9 @@ def _layouts_of(
     return plan_layouts(plan, parts, alignment, experts=expert, dividers=dividers)[0]
 
 
-def _refusal_of(call: Callable[[], T]) -> tuple[str, T | None]:
+def _refusal_of(call: Callable[..., T], *args: Any) -> tuple[str, T | None]:
     try:
-        return "", call()
+        return "", call(*args)
     except (ConfigError, DataError, LayoutError) as error:
         return str(error), None
 

@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import torch
 import transformers as tf
+from safetensors.torch import load_file
 
 import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT, gone_on
@@ -92,6 +93,7 @@ def adapters(mesh: Mesh, folder: str, stage: int, axes: Mapping[str, Any]) -> No
     assert all(value <= 1e-9 for value in found.values()), found
 
 
+<<<<<<< HEAD
 def adapters_alone(mesh: Mesh, folder: str, kind: str, matrices: Sequence[str], axes: Mapping[str, Any]) -> None:
     """Adapters of experts alone, of which a rank may have one, or get no token."""
 
@@ -103,6 +105,25 @@ def adapters_alone(mesh: Mesh, folder: str, kind: str, matrices: Sequence[str], 
 
     found = differences(folder, "alone", (adapted(), adapted()), sentences(), parallel=dict(axes))
     assert all(value <= 1e-9 for value in found.values()), found
+=======
+def merged(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
+    """Streamed weights have the adapters of experts merged as PEFT does it, several in one module, wherever the experts are."""
+    models = [_with_experts() for _ in range(2)]
+    for model in models:
+        torch.manual_seed(14)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    path = Path(folder) / "plain"
+    models[1].double().merge_and_unload().save_pretrained(path)
+    mesh.world.barrier("plain files")
+    with Trainer(models[0], settings(folder, parallel=dict(axes)), sentences()) as trainer:
+        found = {name: each.clone() for name, each in trainer.stream_weights()}
+    wanted = load_file(path / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, each in wanted.items():
+        torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-12, msg=name)
+>>>>>>> mendD
 
 
 def loop(mesh: Mesh, folder: str, kind: str) -> None:

@@ -52,6 +52,8 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
             row(4, "adapters", FULL, stage=2, axes=TWO),
             row(2, "adapters_alone", kind="skewed", matrices=MATRICES, axes=TWO),
             row(2, "adapters_alone", kind="square", matrices=MATRICES[1:], axes=TWO),
+            row(2, "merged", axes=TWO),
+            row(4, "merged", FULL, axes={"expert": 4}),
             row(2, "loop", FULL, kind="latent"),
             row(2, "stages_alike", axes=TWO),
             row(4, "stages_alike", FULL, axes=TWO),

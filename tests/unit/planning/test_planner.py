@@ -376,6 +376,19 @@ def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:
     subject.close()
 
 
+def test_a_layout_that_cannot_be_traced_is_refused_alone() -> None:
+    """Products of experts take rows of 16 bytes, which a width of 16 over 4 ranks has not in bfloat16."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    model = {**MODEL, **experts, "model_type": "qwen3_moe", "num_hidden_layers": 2}
+    fixed = {"pipeline": 1, "stage": 1, "micro": 1, "recompute": "none", "prefetch": 1}
+    keys = (f"model.config={model}", "data.sequence_length=32", "precision.compute=bfloat16")
+    with closing(subject_of(load_config(None, [*keys]), device="cuda")) as moe:
+        plan = Planner(moe, find_machine("a100"), fixed=fixed).plan(4)
+        assert {row.layout.tensor for row in plan.rows} == {1, 2}
+        (refused,) = (each for reason, each in plan.refused.items() if "multiple of 16 bytes" in reason)
+        assert refused.startswith("tensor 4, ")
+
+
 def test_experts_are_spread_where_tokens_take_fewer_bytes_than_their_weights() -> None:
     """Two gathers and a reduction of N experts' 3 f h weights against four ways of the rows of T tokens to k of them."""
     experts, chosen, width = 32, 2, 1024

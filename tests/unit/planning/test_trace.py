@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 from bench.activations import forget, running
@@ -114,6 +115,16 @@ def test_experts_are_chosen_evenly_and_multiplied_by_groups(kind: str, compute: 
     width = 32 if kind == "qwen3_moe" else 160
     one_expert = 6 * 3 * _LLAMA["hidden_size"] * width * 2 * 64  # Three products, forward and for both gradients.
     assert _flops(many.work) - _flops(few.work) == pytest.approx(6 * one_expert, rel=1e-6)
+
+
+def test_adapters_of_experts_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PEFT adds them in a context of autocast on the device of their weights, and PyTorch has no such context on meta."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    config = peft.LoraConfig(r=2, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+    model, batch = peft.get_peft_model(_llama(model_type="qwen3_moe", **experts), config), _tokens()
+    found = trace_microbatch(model, batch, make_loss(model), torch.float32)
+    assert found.peak == pytest.approx(_allocated(model, batch, "none", monkeypatch), rel=0.15)
+    assert not any(each.is_meta for each in model.parameters())
 
 
 def test_tensor_ranks_exchange_what_they_divide() -> None:

@@ -6,15 +6,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers as tf
+from safetensors.torch import load_file
 
 from tests.support.architectures import small_model
 from tests.support.trainer_cases import llama, seeded
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import Codec
+from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
 
@@ -92,3 +95,30 @@ def test_a_merged_gpt2_in_four_bits_is_that_of_bitsandbytes(tmp_path: Path) -> N
     )
     assert type(found.transformer.h[0].attn.c_attn).__name__ == "Linear4bit"
     assert torch.equal(logits(found), logits(wanted))
+
+
+def of_experts(**changes: Any) -> Any:
+    sizes = {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8, "vocab_size": 64}
+    model = seeded(partial(small_model, "qwen3_moe", **sizes))
+    parameters = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_parameters=parameters, **changes)
+    return peft.get_peft_model(model, config), config
+
+
+def test_adapters_of_several_parameters_of_a_module_are_merged(tmp_path: Path) -> None:
+    """PEFT puts them around each other. The adapter is the one that is active then."""
+    model, config = of_experts()
+    model.add_adapter("other", config)
+    form = HubForm(model)
+    model.set_adapter("other")
+    found = dict(form.convert(iter([(name, each.clone()) for name, each in model.named_parameters()]), torch.float32))
+    model.merge_and_unload().save_pretrained(tmp_path)
+    wanted = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
+def test_adapters_in_a_copy_of_a_module_are_not_merged() -> None:
+    model, _ = of_experts(modules_to_save=["mlp"])
+    with pytest.raises(ConfigError, match=r"experts.* has adapters in a copy of a module \(modules_to_save\)"):
+        next(HubForm(model).convert(iter(()), torch.float32))

@@ -178,10 +178,16 @@ def kernels_of(device: str) -> Iterator[None]:
             undo.callback(override(own, "_ROW_ELEMENTS", own._ROW_ELEMENTS_ACCELERATOR))
         attention = partial(_fused_attention, device != "cpu")
         undo.enter_context(replaced(functional, {"scaled_dot_product_attention": attention}))
+        undo.enter_context(replaced(torch, {"autocast": _autocast}))
         yield
 
 
-_plain_attention = functional.scaled_dot_product_attention
+_plain_attention, _plain_autocast = functional.scaled_dot_product_attention, torch.autocast
+
+
+def _autocast(device_type: str, *args: Any, **kwargs: Any) -> torch.autocast:
+    """Return autocast of a device; PyTorch has none of the meta device, for which that of a CPU does as little."""
+    return _plain_autocast("cpu" if device_type == "meta" else device_type, *args, **kwargs)
 
 
 def _fused_attention(
