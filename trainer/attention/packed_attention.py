@@ -135,6 +135,18 @@ class PackedAttention:
         found = {name: each for name, each in batch.items() if name != "attention_mask"}
         return {**found, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
+    def real_tokens(self) -> Tensor | bool:
+        """Return bool `[rows x share]`, False for tokens of this rank's share that only fill it; True if there are none."""
+        documents, shares = self.documents, self._shares
+        if documents is None or shares is None or (length := self._ids().shape[1]) == documents.length:
+            return True
+        return shares.share(torch.arange(documents.length) < length, 0).repeat(documents.rows)
+
+    def _ids(self) -> Any:
+        return next(
+            self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None
+        )
+
     @contextmanager
     def in_force(self) -> Iterator[None]:
         """Inside the block masks are those of this batch, and experts are balanced over the tokens of all ranks that share it."""
@@ -208,8 +220,7 @@ class PackedAttention:
         """Return this rank's part of the balance loss, from the router logits `[rows x tokens, experts]` of its tokens."""
         if not isinstance(logits, tuple):
             return own(logits, *arguments, **named)
-        ids = next(self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None)
-        rows, length = ids.shape[:2]
+        rows, length = self._ids().shape[:2]
         wholes = [shares.gather_with_gradient(each.unflatten(0, (rows, -1)), 1) for each in logits]
         call = signature(own).bind(tuple(each[:, :length].flatten(0, 1) for each in wholes), *arguments, **named)
         if (padding := self._unpadded.get("attention_mask")) is not None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import InitVar, dataclass, field
+from functools import partial
 from inspect import signature
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -99,8 +100,9 @@ class DeviceBatch(dict[str, Any]):
         self._copied = accelerator.record_event(self._copies)
 
     @contextmanager
-    def present(self) -> Iterator[None]:
-        """Inside the block the tensors are on the device, and masks are those of the batch; `following` is being copied."""
+    def present(self, loads: ExpertLoads | None = None) -> Iterator[None]:
+        """Inside the block the tensors are on the device, and masks are those of the batch; `following` is being copied. `loads`
+        counts the tokens of experts."""
         self.send()
         if self.following is not None:
             self.following.send()
@@ -114,11 +116,11 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-        with self._attention.in_force():
+        with self._attention.in_force(), override(loads or {}, "real", self._attention.real_tokens()):
             yield
 
-    def work(self, seed: float, streams: Streams) -> MicrobatchWork:
-        return MicrobatchWork(batch=self, seed=seed, streams=streams, forward_context=self.present)
+    def work(self, seed: float, streams: Streams, loads: ExpertLoads | None = None) -> MicrobatchWork:
+        return MicrobatchWork(batch=self, seed=seed, streams=streams, forward_context=partial(self.present, loads))
 
 
 @dataclass
@@ -308,7 +310,9 @@ class Stepper:
         seeded = engine.options.seed, engine.optimizer_step.step
         streams = [Streams(*seeded, each.first_sample, share) for each in dealt.microbatches]
         seeds = [seed * part * each.weight for part, each in zip(dealt.shares, dealt.microbatches, strict=True)]
-        work = [each.work(own, drawn) for each, own, drawn in zip(moved, seeds, streams, strict=True)]
+        # A microbatch that only keeps ranks in step has the weight 0, and no token of its own.
+        loads = [self.loads if each.weight else None for each in dealt.microbatches]
+        work = [moved[at].work(seeds[at], streams[at], loads[at]) for at in range(len(moved))]
         self._driver.train(engine, work, self._loss_of, end)
 
         counted = [number for number, each in enumerate(dealt.microbatches) if each.weight and self._counts_loss]

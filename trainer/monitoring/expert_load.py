@@ -3,7 +3,7 @@
 After a step, a router adds `rate` to the bias of experts with fewer tokens than the mean, and takes it from those with more; the
 bias counts in the choice of experts, not in their weights (DeepSeek-V3: arXiv:2412.19437; Wang et al. 2024: arXiv:2408.15664)."""
 
-import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,44 +12,56 @@ from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.models.adapters import adapter_names, is_adapted
 from zeromesh.units.plan import experts_of
 from zeromesh.zero.hooks import watch_inputs
 
 _BIAS = "e_score_correction_bias"
+_IN_WRAPPERS = re.compile(r"\.(base_layer.*|modules_to_save\.[\w-]+)$")  # Where PEFT puts a module that it wraps.
 _MOST_NAMED = 64  # experts of all layers whose loads a line of figures has one by one
 
 
 class ExpertLoads:
-    """Counts the tokens that choose each expert in training forwards of this rank. Raises `ConfigError` for a rate other than 0 of
-    a model whose routers have no such bias."""
+    """Counts the tokens that choose each expert in forwards of this rank. With a rate, biases are kept in float32 at least.
+    Raises `ConfigError` for a rate other than 0 of a model whose routers have no such bias that is saved with it."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, bias_rate: float = 0.0) -> None:
         self._mesh, self._rate = mesh, bias_rate
         self._counts: dict[str, Tensor] = {}
         self._biases: dict[str, list[Tensor]] = {}
-        modules = {name: model.get_submodule(name) for name in experts_of(model)}
-        self._chosen = {
-            name: list(inspect.signature(type(each).forward).parameters)[2] for name, each in modules.items()
-        }
+        self.real: Tensor | bool = False
+        """The tokens of the present forward that count, bool `[tokens]`, or all, or none."""
+        saved = adapter_names(model) if is_adapted(model) else None
         for name, own in experts_of(model).items():
             count = own * mesh.experts.size
             self._counts[name] = torch.zeros(count, dtype=torch.int64, device=mesh.device)
-            around = model.get_submodule(name.partition(".base_layer")[0].rpartition(".")[0]).named_buffers()
-            self._biases[name] = [each for leaf, each in around if leaf.endswith(_BIAS) and each.numel() == count]
-        self.close = watch_inputs(modules.items(), self._count)
+            block = _IN_WRAPPERS.sub("", name).rpartition(".")[0]
+            near = model.get_submodule(block).named_buffers(block)
+            found = [each for leaf, each in near if leaf.endswith(_BIAS) and (saved is None or leaf in saved)]
+            self._biases[name] = [each for each in found if each.numel() == count]
+            for each in self._biases[name] if bias_rate else ():  # A small rate would be rounded away.
+                each.data = each.to(torch.promote_types(each.dtype, torch.float32))
+        self.close = watch_inputs([(name, model.get_submodule(name)) for name in self._counts], self._count)
         """Takes the hooks off the model."""
         rows = mesh.world.gather_integers([len(self._counts), sum(map(len, self._biases.values()))])
         self._has_experts, biases = (sum(row[place] for row in rows) for place in range(2))  # On any stage.
         if bias_rate and not biases:
-            where = "optimizer.expert_bias_rate"
-            raise ConfigError(f"the routers of {type(model).__name__} have no buffer {_BIAS}; set it to 0", where=where)
+            which = _BIAS if saved is None else f"{_BIAS} that is saved with adapters, as by modules_to_save"
+            why = f"the routers of {type(model).__name__} have no buffer {which}; set it to 0"
+            raise ConfigError(why, where="optimizer.expert_bias_rate")
 
     def _count(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # Recomputation in backward counts no token again.
-        if module.training and torch._C._current_graph_task_id() < 0:
-            counts, chosen = self._counts[name], self._chosen[name]
-            numbers = kwargs[chosen] if chosen in kwargs else args[1]
-            counts += torch.bincount(numbers.reshape(-1), minlength=len(counts))[: len(counts)]
+        if self.real is False or torch._C._current_graph_task_id() >= 0:
+            return
+        counts, integers = self._counts[name], (torch.int32, torch.int64)
+        # The numbers of experts come before or behind their weights.
+        for each in (each for each in (*args, *kwargs.values()) if getattr(each, "dtype", None) in integers):
+            counted = (flat := each.reshape(-1)) >= 0  # Others stand for no expert.
+            if isinstance(self.real, Tensor):
+                counted &= self.real.repeat_interleave(len(flat) // len(self.real)).to(flat.device, non_blocking=True)
+            # The number behind the last expert's is dropped: the size of a selection would be asked of the device.
+            counts += torch.bincount(flat.where(counted, len(counts)), minlength=len(counts))[: len(counts)]
 
     def begin_step(self) -> None:
         for each in self._counts.values():
@@ -79,7 +91,7 @@ def relative_loads(loads: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
     """Return by module the loads as multiples of the mean, of each expert if there are few, else the highest and the lowest."""
     named = sum(map(len, loads.values())) <= _MOST_NAMED
     found = {}
-    for name, load in loads.items():
+    for name, load in ((name, load) for name, load in loads.items() if load.any()):
         each = (load / load.mean().clamp(min=1.0)).tolist()
         rows = enumerate(each) if named else (("highest", max(each)), ("lowest", min(each)))
         found[name] = {str(number): round(value, 3) for number, value in rows}

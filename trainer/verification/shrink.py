@@ -55,7 +55,8 @@ def shrink(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, folder: Path, 
     on. Raises `ConfigError` for a model that can neither be trained whole nor be made smaller, and for one with unknown inputs."""
     model, notes = _small_model(config, inputs, mesh)
     perturb(model)
-    off = () if dropout or not without_dropout(model) else ("dropout is off; --check dropout compares what is drawn",)
+    off = [] if dropout or not without_dropout(model) else ["dropout is off; --check dropout compares what is drawn"]
+    off += ["biases of routers stay"] if config.optimizer.expert_bias_rate else []
     small = small_config(config, mesh, folder, dropout=dropout)
     count = small.run.max_steps * small.batch.global_size
     if inputs.train_dataset is not None and not notes:

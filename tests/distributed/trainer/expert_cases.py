@@ -154,15 +154,90 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
         torch.testing.assert_close(found, wanted_state[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def balanced(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> dict[str, Any]:
-    """The biases of routers after four steps, and the loads that they follow."""
-    config = settings(folder, parallel=dict(axes), optimizer={"expert_bias_rate": 0.01}, run={"log_every": 1})
-    with Trainer(seeded(_latent), config, sentences()) as trainer:
+def balanced(mesh: Mesh, folder: str, axes: Mapping[str, Any], length: int = 99, **sections: Any) -> dict[str, Any]:
+    """The biases of routers after four steps on samples of at most `length` tokens, and the loads that they follow."""
+    rate = {"expert_bias_rate": 0.01}
+    config = settings(folder, parallel=dict(axes), optimizer=rate, run={"log_every": 1}, **sections)
+    samples = [{name: each[:length] for name, each in sample.items()} for sample in sentences()]
+    with Trainer(seeded(_latent), config, samples) as trainer:
         losses = trainer.fit().losses
         biases = [each.tolist() for name, each in trainer.model.named_buffers() if name.endswith("correction_bias")]
         assert not any(each._forward_pre_hooks for each in trainer.model.modules())
     loads = [line["expert_load"] for line in lines_of(Path(folder) / "run")] if mesh.rank == 0 else []
     return {"losses": losses, "biases": biases, "loads": loads}
+
+
+class _OwnExperts(torch.nn.Module):
+    """A user's experts, whose weights come first; a number below 0 stands for no expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.up = 4, torch.nn.Parameter(torch.randn(4, 16, 16))
+
+    def forward(self, hidden_states: torch.Tensor, weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        chosen = (weights.unsqueeze(-1) * (numbers.unsqueeze(-1) == torch.arange(4))).sum(-2)
+        return torch.einsum("th,ehd,te->td", hidden_states, self.up, chosen)
+
+
+class _Own(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.experts, self.head = torch.nn.Embedding(64, 16), _OwnExperts(), torch.nn.Linear(16, 64)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden, flat = self.embed(input_ids), input_ids.reshape(-1, 1)
+        numbers = torch.cat([flat % 3, torch.full_like(flat, -1)], 1)
+        out = self.experts(hidden.flatten(0, 1), torch.ones_like(numbers, dtype=hidden.dtype), numbers)
+        logits = self.head(out.view_as(hidden))
+        return {"loss": torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())}
+
+
+def own_form(mesh: Mesh, folder: str) -> None:
+    """The numbers of a user's experts are found behind the weights, and tokens without an expert are not counted."""
+    samples = [{name: each[:6] for name, each in sample.items()} for sample in sentences(2 * mesh.world_size)]
+    batch = {"global_size": 2 * mesh.world_size, "micro_size": 2}
+    fitted(_Own(), settings(folder, batch=batch, run={"max_steps": 1, "log_every": 1}), samples)
+    (line,) = lines_of(Path(folder) / "run")
+    each = torch.cat([sample["input_ids"] for sample in samples]) % 3
+    wanted = (each.bincount(minlength=4) * 4 / len(each)).tolist()
+    assert [*line["expert_load"]["experts"].values()] == [round(value, 3) for value in wanted]
+
+
+def narrow_biases(mesh: Mesh, folder: str) -> None:
+    """A rate that a model's bfloat16 would round away moves its biases, which become float32."""
+    model = tf.MiniMaxM2ForCausalLM(_eager(tf.MiniMaxM2Config(**SIZES, num_local_experts=4, head_dim=8)))
+    model.to(torch.bfloat16)
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias.fill_(0.5)
+    precision = {"compute": "bfloat16", "master": "float32", "reduce": "float32"}
+    fitted(model, settings(folder, optimizer={"expert_bias_rate": 0.001}, precision=precision), sentences())
+    biases = [layer.mlp.e_score_correction_bias for layer in model.model.layers]
+    assert {each.dtype for each in biases} == {torch.float32}
+    assert all(float((each - 0.5).abs().max()) >= 0.0009 for each in biases), biases
+
+
+def biases_of_adapters(mesh: Mesh, folder: str) -> None:
+    """Biases move where an adapter saves them, and PEFT loads them; else the rate is refused."""
+
+    def made(modules: list[str]) -> Any:
+        settings_of_it = peft.LoraConfig(r=2, target_modules=["kv_b_proj"], modules_to_save=modules)
+        return peft.get_peft_model(seeded(_latent).double(), settings_of_it)
+
+    config, target = settings(folder, optimizer={"expert_bias_rate": 0.3}), Path(folder) / "adapter"
+    assert "e_score_correction_bias that is saved with adapters" in error_of(
+        partial(fitted, made(["experts"]), config, sentences()), ZeromeshError
+    )
+    ids = torch.arange(1, 17)[None]
+    with Trainer(made(["gate", "experts"]), config, sentences()) as trainer:
+        trainer.fit()
+        trainer.save(target)
+    with InFloat64(), torch.no_grad():
+        wanted = trainer.model.eval()(input_ids=ids).logits
+        found = peft.PeftModel.from_pretrained(seeded(_latent).double(), target).eval()(input_ids=ids).logits
+    biases = [each for name, each in trainer.model.named_buffers() if name.endswith("default.e_score_correction_bias")]
+    assert biases
+    assert all(map(torch.any, biases))
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 def implementations(mesh: Mesh, folder: str, kind: str) -> None:

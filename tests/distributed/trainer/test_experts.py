@@ -1,6 +1,7 @@
 """Ranks over which experts are spread compute what one process does."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,9 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
             row(2, "saved", axes=TWO),
             *(row(2, "bytes_told", recompute=recompute) for recompute in ("none", "block")),
             row(2, "refused"),
+            row(1, "own_form"),
+            row(1, "narrow_biases"),
+            row(1, "biases_of_adapters"),
             *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),
         ],
     )
@@ -74,6 +78,18 @@ def test_a_run_goes_on_over_other_axes(workers: Workers, tmp_path: Path) -> None
         found += workers.run(size, "expert_cases:resumed", timeout=120, **arguments)[0][-2:]
     (wanted,) = workers.run(1, "expert_cases:resumed", folder=str(tmp_path / "one"), axes={}, steps=8)
     assert found == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("axes", "sections"),
+    [({}, {"batch": {"global_size": 3, "micro_size": 1}}), ({"context": 2}, {"length": 9})],
+    ids=["a short round", "a padded share"],
+)
+def test_only_tokens_of_the_batch_move_biases(workers: Workers, tmp_path: Path, axes: Any, sections: Any) -> None:
+    (one,) = workers.run(1, "expert_cases:balanced", folder=str(tmp_path / "one"), axes={}, **sections)
+    for each in workers.run(2, "expert_cases:balanced", folder=str(tmp_path / "two"), axes=axes, **sections):
+        assert each["losses"] == pytest.approx(one["losses"], rel=1e-9)
+        assert each["biases"] == one["biases"]
 
 
 def test_biases_of_routers_even_out_the_loads_of_all_ranks(workers: Workers, tmp_path: Path) -> None:
