@@ -335,7 +335,7 @@ class TrainingLoop:
             run.console.note(self._stragglers.compare(number, busy))
         require_updates(run)
         if self._patience is not None:
-            run.console.note(self._patience.after(result))
+            run.console.note(self._patience.after(result, syncs=due["sync"]))
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
         if run.ranks is run.mesh:
