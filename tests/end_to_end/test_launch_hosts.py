@@ -50,8 +50,8 @@ def start(two: Hosts, config: Path, tmp_path: Path) -> Iterator[Start]:
     """Starts the launch where the hosts can be reached from; all is over afterwards."""
     with sessions() as begin:
 
-        def launch(*words: str) -> Any:
-            hostfile = two.hostfile(tmp_path / "hosts")
+        def launch(*words: str, slots: int = 1) -> Any:
+            hostfile = two.hostfile(tmp_path / "hosts", slots)
             command = [sys.executable, "-m", "zeromesh", "launch", "--hostfile", str(hostfile), "--ssh", two.ssh]
             variables = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             variables.pop("GLOO_SOCKET_IFNAME", None)
@@ -70,11 +70,12 @@ def all_over(two: Hosts) -> bool:
     return not any(two.processes(name) for name in two.names)
 
 
-def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path) -> None:
-    """gloo left alone would bind the loopback here, where each host's own name leads."""
-    assert start().wait(timeout=120) == 0, (tmp_path / "err").read_text()
+@pytest.mark.parametrize("slots", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_two_hosts_train(two: Hosts, start: Start, tmp_path: Path, slots: int) -> None:
+    """gloo left alone would bind the loopback here, where each host's own name leads, and rank 0 listens elsewhere."""
+    assert start("batch.micro_size=2", slots=slots).wait(timeout=120) == 0, (tmp_path / "err").read_text()
     said = (tmp_path / "out").read_text().splitlines()
-    assert said[0] == "[alpha] run: ZeRO stage 3 on 2 CPU ranks: shard 2"
+    assert said[0] == f"[alpha] run: ZeRO stage 3 on {2 * slots} CPU ranks: shard {2 * slots}"
     assert [line for line in said if "over gloo" in line], said
     assert logged_steps(tmp_path) == 3
     assert "zeromesh:" not in (tmp_path / "err").read_text()

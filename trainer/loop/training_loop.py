@@ -335,7 +335,7 @@ class TrainingLoop:
             run.console.note(self._stragglers.compare(number, busy))
         require_updates(run)
         if self._patience is not None:
-            run.console.note(self._patience.after(result))
+            run.console.note(self._patience.after(result, syncs=due["sync"]))
         if self._balance is not None and not self._is_over:
             run.console.note(self._balance.after(result))
         if run.ranks is run.mesh:
@@ -539,6 +539,8 @@ class TrainingLoop:
         if config.load_best and best.value is not None and best.step != progress.step:
             load_weights(checkpoints.store.path(best.step), run.model.require_engine())
             run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
+        # Replicas that take local steps skip some of their own: what is said, and judged, is their mean.
+        progress.skipped = sum(row[0] for row in run.mesh.world.gather_integers([progress.skipped])) // run.mesh.world_size
         steady = progress.seconds[1:] or progress.seconds
         per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))
         report = FitReport(

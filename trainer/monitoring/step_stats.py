@@ -193,14 +193,14 @@ class Patience:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._waits = mesh, list[float]()
 
-    def after(self, result: StepResult) -> str | None:
-        """Count a step; all ranks call it. Returns a line once the value is known."""
+    def after(self, result: StepResult, *, syncs: bool) -> str | None:
+        """Count a step, after which replicas are alike if it `syncs`; all ranks call it. Returns a line once the value is known."""
         watch = self._mesh.watch
         if math.isfinite(watch.step_seconds):
             return None
         # On a device, a collective waits for what was launched before it.
         self._waits.append(result.seconds if is_accelerator(self._mesh.device) else result.idle)
-        if len(self._waits) <= _STEPS:
+        if len(self._waits) <= _STEPS or not syncs:  # Steps between syncs show nothing of the wait at one.
             return None
         longest = max(self._mesh.world.gather_json(max(self._waits[1:]), "usual waits"))
         watch.step_seconds = seconds = max(_LEAST_PATIENCE, _USUAL_WAITS * longest)

@@ -95,8 +95,8 @@ class Subject:
 
     def refusal(self, layout: Layout) -> str:
         """Return the reason why a run refuses a layout, for its mesh or for keys that conflict; empty if it is accepted."""
-        # No check of the configuration depends on the sizes of data axes.
-        key = replace(layout, replicate=1, shard=1, accumulation=1)
+        # No check of the configuration depends on the sizes of data axes, but for whether there are several replicas.
+        key = replace(layout, replicate=min(2, layout.replicate), shard=1, accumulation=1)
         if key not in self._refusals:
             config = with_layout(self.config, layout)
             shares = _refusal_of(lambda: check_sequence_shards(config, self._batches(1)))[0]

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from zeromesh.environment import AGENT_STORE, LaunchEnvironment, launch_identity, setting
 from zeromesh.errors import CollectiveError, ConfigError
-from zeromesh.mesh.network_interfaces import listen
+from zeromesh.mesh.network_interfaces import address_for_others, is_this_host, listen
 
 START_SECONDS = 300  # for a start, more than for a step: processes import and read models at different speeds
 _STORES: dict[LaunchEnvironment, Store] = {}
@@ -71,10 +71,13 @@ def run_store(environment: LaunchEnvironment, seconds: float = START_SECONDS) ->
         store = FileStore(f"/proc/self/fd/{_descriptors(environment, seconds)[0]}", -1)
     else:
         host, port, listener = environment.master_address, environment.master_port, None
-        if environment.rank == 0 and setting(AGENT_STORE) != "True":
+        served = setting(AGENT_STORE) == "True"  # by the launcher
+        if environment.rank == 0 and not served:
             listening = listen(host, port)
             host, port = listening.getsockname()[:2]
             listener = listening.detach()
+        elif not served and is_this_host(host):
+            host = address_for_others(host)  # where alone rank 0 listens; here its name may lead elsewhere
         patience, serves = timedelta(seconds=seconds), listener is not None
         store = TCPStore(host, port, None, serves, timeout=patience, wait_for_workers=False, master_listen_fd=listener)
     store.set_timeout(timedelta(seconds=START_SECONDS))

@@ -295,6 +295,19 @@ def faulty(mesh: Mesh, folder: str, outer: Mapping[str, float] | None = None) ->
     assert told == {step: step in (6, 8) for step in range(1, STEPS + 1)}
 
 
+def lacking(mesh: Mesh, folder: str) -> None:
+    """A replica that updates nothing ends a complete run neither on its own ranks alone nor as if all had updated nothing."""
+
+    def loss_of(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        total, count = sentence_loss(model, batch)
+        return (total * math.nan if mesh.rank else total), count
+
+    config = local_settings(folder, local(2, 4))
+    with Trainer(seeded(llama), config, sentences(8 * STEPS + 1), compute_loss=loss_of) as trainer:
+        report = trainer.fit()
+    assert (report.final_step, report.skipped_steps) == (STEPS, STEPS // 2)
+
+
 def resumed(mesh: Mesh, folder: str, before: int, after: int, outer: Mapping[str, float] | None = None) -> None:
     """A run goes on with as many replicas or others: each with its own moments, new ones with those of the first."""
     data, ranks, half = sentences(8 * STEPS + 1), mesh.world_size, STEPS // 2

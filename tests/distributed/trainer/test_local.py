@@ -33,6 +33,7 @@ test_replicas_go_apart_and_come_together = tried(
         row(2, "traffic", device="cpu"),
         row(4, "traffic", FULL, outer=DILOCO, device="cpu"),
         row(2, "faulty", outer=DILOCO),
+        row(2, "lacking"),
         row(2, "asked"),
         row(2, "late"),
         row(2, "refused"),

@@ -15,7 +15,7 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import CollectiveError, ConfigError
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection
-from zeromesh.mesh import process_mesh, run_store
+from zeromesh.mesh import network_interfaces, process_mesh, run_store
 from zeromesh.mesh.device_works import record_collectives
 from zeromesh.mesh.process_mesh import exchange_locations, island_of
 from zeromesh.mesh.process_set import differences
@@ -167,3 +167,18 @@ def test_an_end_is_alive_as_long_as_it_is_heard_of(monkeypatch: pytest.MonkeyPat
         with pytest.raises(ConnectionError, match="the connection is gone"):
             each.receive()
         each.close()
+
+
+def test_ranks_of_rank_0s_host_meet_it_where_it_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is not where the name of their host leads on it."""
+    for module in (run_store, network_interfaces):
+        monkeypatch.setattr(module, "address_for_others", lambda name: "127.0.0.2")
+    monkeypatch.setattr(run_store, "_STORES", {})
+    with socket.create_server(("127.0.0.2", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    first, second = (
+        run_store.run_store(read_environment(place | {"RANK": rank, "LOCAL_RANK": rank}), 5.0) for rank in "01"
+    )
+    first.set("met", "here")
+    assert second.get("met") == b"here"

@@ -227,6 +227,28 @@ def test_a_plan_holds_what_a_run_takes_alone() -> None:
     assert values("tensor", ("precision.linear=float8",)) == {1}
 
 
+@pytest.mark.parametrize(
+    ("keys", "given", "replicas"),
+    [
+        (("parallel.sync_every=10",), {"replicate": 2}, {(0, "whole"), (1, "whole"), (2, "whole"), (3, "whole")}),
+        (("parallel.sync_every=10",), {"stage": 3}, {(3, "whole")}),
+        (
+            ("parallel.wire=int8", "zero.replicas=divided"),
+            {"replicas": "divided"},
+            {(1, "divided"), (2, "divided"), (3, "divided")},
+        ),
+    ],
+)
+def test_keys_about_replicas_leave_layouts_with_replicas(
+    keys: tuple[str, ...], given: dict[str, Any], replicas: set[Any]
+) -> None:
+    """Whatever is refused for a single replica is not so for several."""
+    with closing(subject_of(_config("parallel.auto=[parallel]", "parallel.replicate=2", *keys))) as subject:
+        rows = Planner(subject, MACHINE, fixed={"micro": 1, "tensor": 1, "pipeline": 1, **given}).plan(4).rows
+    assert {row.layout.replicate for row in rows} == {2}
+    assert {(row.layout.stage, row.layout.replicas) for row in rows} == replicas
+
+
 def test_keys_of_a_layout_make_a_configuration() -> None:
     layout = Layout(pipeline=2, tensor=2, sequence=True, schedule="zero_bubble", stage=1, micro=2)
     config = load_config(None, ["parallel=auto", *_KEYS])

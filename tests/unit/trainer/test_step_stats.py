@@ -1,6 +1,7 @@
 """The figures of a step as its line has them, means of users' values, and profiles, without a run."""
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -19,7 +20,14 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import step_stats
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import leaves, unstrict
-from zeromesh.trainer.monitoring.step_stats import StepResult, StepStats, UserScalars, rank_figures, require_free_names
+from zeromesh.trainer.monitoring.step_stats import (
+    Patience,
+    StepResult,
+    StepStats,
+    UserScalars,
+    rank_figures,
+    require_free_names,
+)
 
 RESULT: dict[str, Any] = {
     "loss": 2.0,
@@ -94,6 +102,21 @@ def test_names_of_fields_are_not_free() -> None:
 def test_figures_of_ranks_are_the_most_memory_and_everyones_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_stats, "peak_bytes", lambda: 50)
     assert rank_figures(mesh_of([70, 250_000], [60, 0]), 0.5) == (70, (0.5, 0.25, 0.0))
+
+
+@pytest.mark.parametrize(("every", "at", "seconds"), [(1, 21, 40.0), (30, 30, 160.0)])
+def test_a_rank_is_late_by_the_longest_wait_of_steps_with_a_sync(every: int, at: int, seconds: float) -> None:
+    """Of 20 steps and a sync, without the first step; in the others replicas do not meet."""
+    mesh = mesh_of(2.0)
+    mesh.watch = SimpleNamespace(step_seconds=math.inf)
+    patience, told = Patience(mesh), dict[int, str]()
+    for step in range(1, 41):
+        idle = 99.0 if step == 1 else 8.0 if step == 30 else 0.1
+        result = StepResult(**RESULT, outcome=StepOutcome(**OUTCOME), idle=idle)
+        if line := patience.after(result, syncs=step % every == 0):
+            told[step] = line
+    assert mesh.watch.step_seconds == seconds
+    assert [*told] == [at]
 
 
 def test_leaves_of_nested_values_have_paths() -> None:
