@@ -93,7 +93,6 @@ def adapters(mesh: Mesh, folder: str, stage: int, axes: Mapping[str, Any]) -> No
     assert all(value <= 1e-9 for value in found.values()), found
 
 
-<<<<<<< HEAD
 def adapters_alone(mesh: Mesh, folder: str, kind: str, matrices: Sequence[str], axes: Mapping[str, Any]) -> None:
     """Adapters of experts alone, of which a rank may have one, or get no token."""
 
@@ -105,7 +104,8 @@ def adapters_alone(mesh: Mesh, folder: str, kind: str, matrices: Sequence[str], 
 
     found = differences(folder, "alone", (adapted(), adapted()), sentences(), parallel=dict(axes))
     assert all(value <= 1e-9 for value in found.values()), found
-=======
+
+
 def merged(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
     """Streamed weights have the adapters of experts merged as PEFT does it, several in one module, wherever the experts are."""
     models = [_with_experts() for _ in range(2)]
@@ -123,7 +123,6 @@ def merged(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
     assert found.keys() == wanted.keys()
     for name, each in wanted.items():
         torch.testing.assert_close(found[name], each, rtol=1e-12, atol=1e-12, msg=name)
->>>>>>> mendD
 
 
 def loop(mesh: Mesh, folder: str, kind: str) -> None:
