@@ -101,8 +101,7 @@ class DeviceBatch(dict[str, Any]):
 
     @contextmanager
     def present(self, loads: ExpertLoads | None = None) -> Iterator[None]:
-        """Inside the block the tensors are on the device, and masks are those of the batch; `following` is being copied. `loads`
-        counts the tokens of experts."""
+        """Inside the block tensors are on the device, masks are the batch's, `loads` counts, and `following` is being copied."""
         self.send()
         if self.following is not None:
             self.following.send()

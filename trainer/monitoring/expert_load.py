@@ -29,8 +29,7 @@ class ExpertLoads:
         self._mesh, self._rate = mesh, bias_rate
         self._counts: dict[str, Tensor] = {}
         self._biases: dict[str, list[Tensor]] = {}
-        self.real: Tensor | bool = False
-        """The tokens of the present forward that count, bool `[tokens]`, or all, or none."""
+        self.real: Tensor | bool = False  # The present forward's tokens that count, bool `[tokens]`; all; none.
         saved = adapter_names(model) if is_adapted(model) else None
         for name, own in experts_of(model).items():
             count = own * mesh.experts.size
@@ -54,8 +53,7 @@ class ExpertLoads:
         # Recomputation in backward counts no token again.
         if self.real is False or torch._C._current_graph_task_id() >= 0:
             return
-        counts, integers = self._counts[name], (torch.int32, torch.int64)
-        # The numbers of experts come before or behind their weights.
+        counts, integers = self._counts[name], (torch.int32, torch.int64)  # They come before or behind weights.
         for each in (each for each in (*args, *kwargs.values()) if getattr(each, "dtype", None) in integers):
             counted = (flat := each.reshape(-1)) >= 0  # Others stand for no expert.
             if isinstance(self.real, Tensor):
