@@ -18,7 +18,6 @@ from transformers import GenerationConfig, GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
 from zeromesh.errors import LayoutError, some
-from zeromesh.options import Placement
 from zeromesh.overrides import cached_tensors_removed
 from zeromesh.pipeline.generation import CACHE
 from zeromesh.rng import kept_generators, seed_all
@@ -79,13 +78,13 @@ def generate(
 
 
 class _ModelCalls:
-    """The model calls of one generation, for `rows` prompts of this rank. Ranks that gather parameters from each other make equally
+    """The model calls of one generation, for `rows` prompts of this rank. Ranks that lack parts of the model make equally
     many: before a call they agree whether some rank continues, and finished ranks take part with a dummy input."""
 
     def __init__(self, model: Any, placed: PlacedModel, rows: int) -> None:
         mesh, engine, pipeline = placed.mesh, placed.engine, placed.divided.pipeline
-        sharded = engine is not None and engine.options.placements.parameters is Placement.SHARDED
-        self._model, self._mesh, self._has_peers = model, mesh, sharded and mesh.data.size > 1
+        self._has_peers = engine is not None and engine.lacks_parameters and mesh.data.size > 1
+        self._model, self._mesh = model, mesh
         self._microbatches, call = 1, partial(type(model).__call__, model)
         if pipeline is None or engine is None:
             self.compute: Callable[[dict[str, Any]], Any] = lambda inputs: call(**inputs)

@@ -2,7 +2,7 @@
 
 exchange    rank 0 broadcasts new requests, every replica its new tokens; all ranks know of all requests
 partition   each request goes to the replica with the fewest open tokens, the costliest first
-forwards    each replica runs its batches, one for each stage; all agree on the number if replicas gather others' parameters
+forwards    each replica runs its batches, one for each stage; all agree on the number if replicas lack parts of the model
 """
 
 import sys
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from zeromesh.options import Placement
 from zeromesh.trainer.generation.requests import Deliver, Inbox, News, Progress, Request
 from zeromesh.trainer.generation.row_cache import token_bytes
 from zeromesh.trainer.generation.running_batch import ForwardKind, RunningBatch
@@ -47,8 +46,8 @@ class RequestLoop:
         """The maximal number of tokens still to be computed for each open request, by replica; equal on all ranks."""
         self._queue: list[tuple[int, Request, GenerationConfig]] = []
         """Requests that no replica has yet, each with the maximal number of tokens to be computed."""
-        self._together = engine.options.placements.parameters is Placement.SHARDED and mesh.data.size > 1
-        """True if every forward gathers parameters between replicas."""
+        self._together = engine.lacks_parameters and mesh.data.size > 1
+        """True if every forward exchanges parameters or tokens between replicas."""
 
     def run(self, inbox: Inbox | None) -> int:
         """Continue the requests of rank 0's inbox until it is stopped and all have ended. Returns this rank's computed tokens."""
@@ -104,7 +103,7 @@ class RequestLoop:
                 min(self._batches, key=lambda batch: batch.open_tokens).add(request, settings)
 
     def _run_forwards(self, most: int, *, eager: bool) -> None:
-        """Run up to `most` forwards of each batch, equally many on replicas that gather each other's parameters."""
+        """Run up to `most` forwards of each batch, equally many on replicas that lack parts of the model."""
         for batch in self._batches:
             batch.plan(eager=eager)
         if self._pipeline is not None:
@@ -128,7 +127,7 @@ class RequestLoop:
             batch.remove_ended()
 
     def _largest(self, number: int) -> int:
-        """Return the largest number of the replicas that gather each other's parameters, where idle ones take part."""
+        """Return the largest number of the replicas that lack parts of the model, where idle ones take part."""
         if not self._together:
             return number
         return int(self._mesh.data.all_reduce_max(torch.tensor([number]), "forwards")[0])

@@ -52,9 +52,16 @@ class Judge:
         if buffers := persistent_buffers(self.engine.model):
             raise ConfigError(f"a forward that is not counted may change {min(buffers)}; leave it out", where=where)
         inexact = is_accelerator(self.mesh.device) and not torch.are_deterministic_algorithms_enabled()
-        self._compares = self.mesh.data.size > 1 and not (self.streams or inexact)
-        if self.settings.audit_steps and not self._compares:
-            why = "without run.deterministic" if inexact else "of a stream" if self.streams else "with one data rank"
+        lacking = {
+            "of a stream": self.streams,
+            "with one data rank": self.mesh.data.size == 1,
+            # Gradients of a rank's experts are of the tokens of all ranks, which compute other microbatches then.
+            "with experts on other data ranks (parallel.expert)": self.mesh.shape.swaps_tokens,
+            "without run.deterministic": inexact,
+        }
+        why = next((reason for reason, holds in lacking.items() if holds), None)
+        self._compares = why is None
+        if self.settings.audit_steps and why is not None:
             raise ConfigError(f"a microbatch {why} has no equal bits elsewhere to compare; leave it out", where=where)
 
     def begin(self, step: int, microbatches: int, again: Callable[[int, slice], Computed]) -> None:

@@ -19,7 +19,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
-from zeromesh.options import Placement, ZeroOptions
+from zeromesh.options import ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
 from zeromesh.telemetry.status_board import Activity
@@ -112,7 +112,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
             ),
             **whole,
         )
-        if options.placements.parameters is Placement.SHARDED or mesh.model_size > 1:
+        if engine.lacks_parameters or mesh.model_size > 1:
             trained.replace_save_pretrained()
         figures = map(Detail, run.stats.notes)
         console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)

@@ -102,6 +102,11 @@ class MeshShape:
         """Return True if several ranks divide `what` among them."""
         return any(getattr(self, name) > 1 for name in axes_of(what))
 
+    @property
+    def swaps_tokens(self) -> bool:
+        """True if ranks with different samples send each other tokens, since they have different experts."""
+        return any(len({*map(self.data_index, group)}) > 1 for group in self.groups(EXPERT))
+
     def coordinate(self, rank: int) -> dict[Axis, int]:
         """Return the index of `rank` along each axis, from 0. Raises `LayoutError` when the mesh has no such rank."""
         if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.world_size:

@@ -24,7 +24,7 @@ from zeromesh.optim.fused_optimizer import GroupRules, Hyperparameters, hyperpar
 from zeromesh.optim.gradients import GradientReducer, GradientShards
 from zeromesh.optim.optimizer_step import OptimizerStep, StepOutcome
 from zeromesh.optim.replicas import ReplicaGroups
-from zeromesh.options import ZeroOptions
+from zeromesh.options import Placement, ZeroOptions
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.telemetry.step_recorder import StepPhase
 from zeromesh.units.build import BuiltUnits, build_units, make_trainable, open_tiers, ring_bytes, slot_bytes
@@ -132,6 +132,12 @@ class ZeroEngine:
             sums = self.options.precision.sums
             self._states[averaged] = FullState(self.model, self.units, self.mesh, sums, weights_of)
         return self._states[averaged]
+
+    @property
+    def lacks_parameters(self) -> bool:
+        """True if data ranks lack parameters, those of other shards or other experts. Each call of the model then needs all of
+        these ranks, which make equally many, and none can save the model by itself."""
+        return self.options.placements.parameters is Placement.SHARDED or self.mesh.shape.swaps_tokens
 
     @property
     def loss_scale(self) -> float:

@@ -12,7 +12,7 @@ import zeromesh
 from tests.distributed.trainer.context_cases import EXPERTS, LATENT, gone_on
 from tests.distributed.trainer.lora_cases import _with_experts
 from tests.support.architecture_cases import differences
-from tests.support.plain import error_of, fitted
+from tests.support.plain import after_steps, error_of, fitted
 from tests.support.trainer_cases import LLAMA, digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ZeromeshError
@@ -165,6 +165,54 @@ def saved(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
     plain = tf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     wanted = plain.generate(ids, max_new_tokens=5, do_sample=False)[0, 6:].tolist()
     assert [each.tokens for each in found] == [wanted]
+
+
+def between_steps(mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int) -> None:
+    """A callback saves the whole model, and generates more tokens on some ranks than on others; so do evaluations and a generator,
+    of whose answers some end early."""
+    target, ids = Path(folder) / "saved", sentences()[mesh.rank]["input_ids"][None, :4]
+    fields = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": list(range(20, 45)), "pad_token_id": 0}
+    own, told = {**fields, "max_new_tokens": 2 + 5 * mesh.rank, "eos_token_id": None}, dict[str, Any]()
+
+    def look(trainer: Trainer, step: int) -> None:
+        if step == 2:
+            trainer.model.save_pretrained(target)
+            told.update(whole={name: each.clone() for name, each in trainer.state_dict()})
+            told.update(tokens=trainer.generate(ids, **own)[0].tolist())
+            told.update(predicted=trainer.predict(sentences(4)[1:], predict_with_generate=True, **fields).predictions)
+
+    config = settings(folder, parallel=dict(axes), zero={"stage": stage})
+    fitted(seeded(_qwen), config, sentences(), callbacks=[after_steps(look)])
+    mesh.world.barrier("writing of the directory")
+    plain = tf.AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager")
+    with InFloat64():
+        wanted = plain.generate(ids, **own)[0].tolist()
+    saved = plain.state_dict()
+    for name, value in told["whole"].items():
+        torch.testing.assert_close(saved[name], value, rtol=0, atol=0, msg=name)
+    assert told["tokens"] == wanted
+    assert len(told["predicted"]) == 3
+    prompts, sections = [[3, 7, 11, 5], [1, 2], [9] * 7, [4, 4, 8], [5]], {"precision": {"compute": "float32"}}
+    patient = {**axes, "timeout_seconds": 10}
+    with zeromesh.Generator(target, {"parallel": patient, "zero": {"stage": stage}, **sections}) as generator:
+        found = [each.tokens for each in generator.generate(prompts, **fields)]
+    plain = plain.float()
+    for prompt, tokens in zip(prompts, found, strict=True):
+        assert tokens == plain.generate(torch.tensor([prompt]), **fields)[0, len(prompt) :].tolist()
+    assert len({*map(len, found)}) > 1, "all prompts ended at once"
+
+
+def judged(mesh: Mesh, folder: str, axes: Mapping[str, Any]) -> None:
+    """A spike is not laid to a machine where ranks compute each other's tokens, and an audit is refused."""
+    recovery: dict[str, Any] = {"spike_factor": 1.0001, "spike_window": 2, "on_spike": "accept"}
+    config = settings(folder, parallel=dict(axes), recovery=recovery, optimizer={"lr": 0.3}, run={"max_steps": 8})
+    with Trainer(seeded(_mixtral), config, sentences()) as trainer:
+        assert len(trainer.fit().losses) == 8
+    if mesh.rank == 0:
+        assert any("judged" in line for line in lines_of(Path(folder) / "run")), "no step was suspicious"
+    refusing = settings(folder, parallel=dict(axes), recovery={"audit_steps": 2}, run={"name": "audited"})
+    said = error_of(partial(fitted, seeded(_mixtral), refusing, sentences()))
+    assert "recovery.audit_steps: a microbatch with experts on other data ranks (parallel.expert)" in said
 
 
 def bytes_told(mesh: Mesh, folder: str, recompute: str) -> None:

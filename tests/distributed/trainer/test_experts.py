@@ -48,6 +48,8 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
             row(2, "stages_alike", axes=TWO),
             row(4, "stages_alike", FULL, axes=TWO),
             row(2, "saved", axes=TWO),
+            *(row(2, "between_steps", *marks, axes=TWO, stage=n) for n, marks in enumerate(((), (FULL,), (), (FULL,)))),
+            row(2, "judged", axes=TWO),
             *(row(2, "bytes_told", recompute=recompute) for recompute in ("none", "block")),
             row(2, "refused"),
             *(row(2, "implementations", kind=kind) for kind in ("qwen", "skewed")),

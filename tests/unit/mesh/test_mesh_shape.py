@@ -55,6 +55,18 @@ def test_what_axes_divide_says_who_sums_what() -> None:
     assert shape.model_size == 2
 
 
+def test_experts_of_one_sample_may_all_be_on_ranks_that_compute_it() -> None:
+    for swaps, shape in (
+        (True, MeshShape(shard=2, expert=2)),
+        (False, MeshShape(shard=2)),
+        (False, MeshShape(shard=2, context=2, expert=2)),
+        (True, MeshShape(shard=2, context=2, expert=4)),
+        (False, MeshShape(replicate=2, context=2, tensor=2, expert=2)),
+        (True, MeshShape(shard=2, context=3, expert=2)),
+    ):
+        assert shape.swaps_tokens is swaps, shape
+
+
 @given(shapes)
 def test_resolve_finds_the_shard_axis(shape: MeshShape) -> None:
     others = {axis: getattr(shape, axis) for axis in AXES if axis != "shard"}
