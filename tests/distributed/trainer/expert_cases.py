@@ -325,7 +325,6 @@ def between_steps(mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int) 
     assert told["tokens"] == wanted
     assert len(told["predicted"]) == 3
     prompts, sections = [[3, 7, 11, 5], [1, 2], [9] * 7, [4, 4, 8], [5]], {"precision": {"compute": "float32"}}
-    with zeromesh.Generator(target, {"parallel": dict(axes), "zero": {"stage": stage}, **sections}) as generator:
     patient = {**axes, "timeout_seconds": 10}
     with zeromesh.Generator(target, {"parallel": patient, "zero": {"stage": stage}, **sections}) as generator:
         found = [each.tokens for each in generator.generate(prompts, **fields)]
