@@ -540,7 +540,7 @@ class TrainingLoop:
             load_weights(checkpoints.store.path(best.step), run.model.require_engine())
             run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
         # Replicas that take local steps skip some of their own: what is said, and judged, is their mean.
-        progress.skipped = sum(row[0] for row in run.mesh.world.gather_integers([progress.skipped])) // run.mesh.world_size
+        progress.skipped = sum(map(sum, run.mesh.world.gather_integers([progress.skipped]))) // run.mesh.world_size
         steady = progress.seconds[1:] or progress.seconds
         per_step = (progress.tokens - progress.resumed.tokens) / max(1, len(progress.seconds))
         report = FitReport(
