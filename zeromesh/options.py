@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from zeromesh.comm.wire import BLOCK
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import Codec
 from zeromesh.flat.narrow_states import STATE_FORMATS, StateFormat
@@ -253,8 +254,10 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
 
     @property
     def alignment(self) -> int:
-        """The elements of which parameters and shards begin at a multiple: whole blocks of moments that rest in blocks."""
-        return self.optimizer.format.block or ALIGNMENT
+        """The elements of which parameters and shards begin at a multiple: whole blocks of moments that rest in blocks, and of what
+        replicas may encode, so that rows that end where a tier does begin at whole blocks of the codec, too."""
+        encodes = self.replicas == "divided" and self.wire != "exact"
+        return max(self.optimizer.format.block or ALIGNMENT, BLOCK if encodes else ALIGNMENT)
 
     def dividing(self, replicas: int) -> int:
         """Return the number of ranks, of `replicas` that hold one shard, which divide its states among them."""

@@ -51,10 +51,13 @@ class WireCodec:
         return data
 
     def encode_into(self, data: torch.Tensor, values: torch.Tensor, start: int, numel: int) -> None:
-        """Encode `values`, 1-D, as elements from `start` on, a multiple of `BLOCK`, of the `numel` that `data` has."""
+        """Encode `values`, 1-D, as elements from `start` on, a multiple of `BLOCK`, of the `numel` that `data` has. Raises
+        `RuntimeError` for another start of a codec in blocks."""
         if self.name not in LEVELS:
             data.view(torch.bfloat16)[start : start + values.numel()].copy_(values)
             return
+        if start % BLOCK:
+            raise RuntimeError(f"{self.name} encodes whole blocks of {BLOCK} elements, and element {start} begins none")
         codes, scales, levels = *self._parts(data, numel), LEVELS[self.name]
         for first in range(0, values.numel(), _CHUNK):
             part, at = values[first : first + _CHUNK].float(), start + first

@@ -10,6 +10,7 @@ import torch
 
 from zeromesh.comm.transport import Reduction
 from zeromesh.comm.wire import LEVELS, Wire, WireCodec, gather_parts, sum_parts
+from zeromesh.environment import number_of_start
 from zeromesh.errors import ConfigError
 from zeromesh.flat.layout import Positions
 from zeromesh.intervals import Interval, grouped
@@ -87,14 +88,14 @@ def _choose_wire(mesh: Mesh, elements: int, options: ZeroOptions) -> tuple[Wire,
         obstacle = "no replicas divide states; set zero.replicas: divided and parallel.replicate to the number of hosts"
     elif not across and (name == "auto" or options.transport != "gloo"):
         obstacle = "replicas share a host, inside which nothing is sent that needs a codec; leave it out"
-    if name != "auto":
+    if name != "auto" and not (obstacle and number_of_start()):  # A later start goes on with the hosts that are left.
         if obstacle:
             problem = f"{name} encodes what replicas on several hosts send each other, and {obstacle}"
             raise ConfigError(problem, where="parallel.wire")
         return (chosen := WireCodec(name=name)), between.format(name, f": {_cost(chosen, options)}")
     if obstacle or options.precision.compute is torch.float64:
         return None, between.format("exact", f", since {obstacle or 'float64 is not rounded'}")
-    numel, codecs = min(elements, _TRIED_ELEMENTS), [WireCodec(name=each) for each in ("bfloat16", *LEVELS)]
+    numel, codecs = max(1, min(elements, _TRIED_ELEMENTS)), [WireCodec(name=each) for each in ("bfloat16", *LEVELS)]
     tried = [int(1e9 * _seconds(mesh, numel, each, options)) for each in (None, *codecs)]
     exact, *others = map(max, zip(*mesh.world.gather_integers(tried), strict=True))
     least, best = min(zip(others, codecs, strict=True), key=lambda each: each[0])

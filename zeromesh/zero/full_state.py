@@ -161,7 +161,9 @@ class CheckpointState:
         master, optimizer = bucket.master, self._updater.optimizer_of(bucket)
         tensors = []
         if not (reading and bucket.trainable):
-            tensors.append((MODEL, bucket.dtype, master if reading else bucket.own_copy or master))
+            # A copy of the same dtype is the master weights, but for what a codec between replicas left out.
+            own = master if reading or master.dtype == bucket.dtype else bucket.own_copy or master
+            tensors.append((MODEL, bucket.dtype, own))
         states = {MASTER: master} if bucket.trainable and (reading or master.dtype != bucket.dtype) else {}
         states |= optimizer.moments if optimizer is not None else {}
         states |= {AVERAGE: bucket.average} if bucket.average is not None else {}

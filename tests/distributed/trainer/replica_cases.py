@@ -19,6 +19,7 @@ from zeromesh.comm.wire import WireCodec, sum_parts
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.units.unit import all_buckets
+from zeromesh.zero.full_state import MASTER, MODEL
 
 KINDS = CONTEXT_KINDS | EXPERT_KINDS
 SINGLE = {"compute": "float32", "master": "float32", "reduce": "float32"}
@@ -98,6 +99,14 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
             copy, own = bucket.copy.load(mesh.device), bucket.own_copy.load(mesh.device)
             assert len({*mesh.replicate.gather_json(digest({"copy": copy}), "copies")}) == 1
             apart.append(float((own - bucket.master.load(mesh.device)).abs().max()))
+        state = trainer.engine.checkpoint_state
+        written = {
+            each.spec.name: each.values.load(mesh.device) for each in state.shards_to_write() if each.spec.kind == MODEL
+        }
+        held = {
+            each.spec.name: each.values.load(mesh.device) for each in state.shards_to_read() if each.spec.kind == MASTER
+        }
+        assert digest(written) == digest(held)  # A checkpoint has master weights, not what others were told.
 
     for name in ("exact", wire):
         config = settings(

@@ -45,6 +45,7 @@ test_what_replicas_send_is_encoded = tried(
         row(4, "encoded", FULL, wire="int4", bound=0.5 / 7),
         row(2, "encoded", FULL, wire="bfloat16", bound=2.0**-8),
         row(2, "encoded", FULL, wire="int8", bound=0.5 / 127, offload=FILES),
+        row(2, "encoded", wire="int8", bound=0.5 / 127, offload={"parameters": {"tier": "file", "fraction": 0.7}}),
         row(
             2,
             "refused",

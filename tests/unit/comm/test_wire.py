@@ -53,5 +53,13 @@ def test_zeros_stay_and_what_is_not_finite_is_told(codec: WireCodec) -> None:
         assert not bool(_decoded(codec, codec.encode(values), 300).norm().isfinite())
 
 
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_start_inside_a_block_is_refused(name: str) -> None:
+    codec = WireCodec(name=name)
+    data = torch.empty(codec.nbytes(512), dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match="element 64 begins none"):
+        codec.encode_into(data, torch.ones(256), 64, 512)
+
+
 def test_bytes_of_codecs() -> None:
     assert [codec.nbytes(1024) for codec in CODECS] == [2048, 1024 + 16, 512 + 16]
