@@ -1,11 +1,13 @@
 """Replicas that divide the states of their shards, beside one process that has all of them."""
 
+import os
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -151,6 +153,16 @@ def refused(mesh: Mesh, folder: str, wire: str, said: str, **sections: Any) -> N
     config = settings(folder, precision=SINGLE, **sections)
     config["parallel"] |= {"replicate": 2, "wire": wire}
     assert said in error_of(partial(fitted, seeded(llama), config, sentences()), ConfigError)
+
+
+def left_alone(mesh: Mesh, folder: str) -> None:
+    """A later start, whose replicas are on the one host that is left, goes on without the codec that the first start was given."""
+    sections = {"parallel": {"replicate": 2, "wire": "int8"}, "zero": {"replicas": "divided"}}
+    config = settings(folder, precision=SINGLE, **sections)
+    with patch.dict(os.environ, {"TORCHELASTIC_RESTART_COUNT": "1"}), redirect_stdout(StringIO()) as printed:
+        found = fitted(seeded(llama), config, sentences())
+    assert mesh.rank or "exact between replicas, since replicas share a host" in printed.getvalue()
+    assert found is not None
 
 
 def automatic(mesh: Mesh, folder: str) -> None:

@@ -54,6 +54,7 @@ test_what_replicas_send_is_encoded = tried(
             zero={"replicas": "divided"},
         ),
         row(2, "automatic"),
+        row(2, "left_alone"),
         row(3, "own_part"),
     ],
     timeout=120,
