@@ -13,10 +13,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from torch import nn
 
 import tests.support.durable_runs as runs
 from tests.support.waiting import is_running, logged_steps, wait_for
 from zeromesh.errors import CheckpointError, ConfigError
+from zeromesh.trainer import Trainer
+from zeromesh.trainer.callbacks.callback import Callback
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 FULL = pytest.mark.full
@@ -99,6 +102,31 @@ def test_a_run_goes_on_after_its_latest_step(
     assert f"states of step {since} are on files (offload.durable): no checkpoint is read" in said
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not list((tmp_path / "run" / "offload").iterdir()), "a run that is whole needs no files"
+
+
+class Unfreezes(Callback):
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step == 3:
+            trainer.model[2].requires_grad_(True)
+
+
+def frozen() -> nn.Module:
+    model = runs.build()
+    model[2].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": NARROW}], ids=["no copy", "copy"])
+def test_weights_that_are_trained_later_are_on_files(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """Those that were frozen when the model was built, with and without a copy in another dtype that is gathered."""
+    whole = runs.train(tmp_path / "whole", settings, frozen, [Unfreezes()])
+    restore = runs.at("update 5", strike)
+    with pytest.raises(StruckError):
+        runs.train(tmp_path / "lost", settings, frozen, [Unfreezes()])
+    restore()
+    found = runs.train(tmp_path / "lost", settings, frozen, [Unfreezes()])
+    assert found["losses"] == {step: loss for step, loss in whole["losses"].items() if step > 4}
+    assert found["weights"] == whole["weights"]
 
 
 def test_a_torn_record_does_not_count(base: Path, tmp_path: Path) -> None:

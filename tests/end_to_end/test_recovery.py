@@ -85,6 +85,8 @@ class Faults(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         self.step = state.global_step + 1
         self.steps.append(self.step)
+        if asked.get("unfreezes"):
+            model[2].requires_grad_(self.step >= asked["unfreezes"])
         self.strike(f"begin of {self.step}")
         self.strike(f"begin of {self.step}, time {self.steps.count(self.step)}")
 
@@ -122,6 +124,9 @@ dataset = [{"x": x, "y": x[:1]} for x in points]
 for step in asked.get("poisoned", ()):
     dataset[SampleOrder(length=len(points), seed=0).dataset_index(12 * step)]["y"] = torch.tensor([1e9]).double()
 faults, model = Faults(), build() if asked.get("given") else build
+if asked.get("given"):
+    (first := model[0].weight).register_hook(lambda gradient: gradient * gradient.sign().clamp(min=0))
+    model[2].requires_grad_("unfreezes" not in asked)
 if asked.get("first") == "fit":
     with Trainer(build, {**settings, "run": {**settings["run"], "name": "first"}}, train_dataset=dataset) as trainer:
         trainer.fit()
@@ -143,7 +148,8 @@ with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], 
     if asked.get("first") == "barrier":
         trainer.mesh.world.barrier("data of the script")
     losses = trainer.fit(*asked.get("fit", ())).losses
-    end = {"begun": faults.begun, "losses": losses, "is the model": trainer.model is model}
+    end = {"begun": faults.begun, "losses": losses}
+    end["is the model"] = bool(asked.get("given")) and trainer.model is model and model[0].weight is first
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
 (folder / f"end-{rank}").write_text(json.dumps(end))
 """.replace("STEPS", str(STEPS))
@@ -215,6 +221,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
     "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},
 }
+GIVEN: dict[str, dict[str, Any]] = {"given": {"given": True}, "unfreezes": {"given": True, "unfreezes": 3}}
 LOCAL: dict[str, Any] = {
     "parallel": {"replicate": 3, "sync_every": 4, "outer": {"lr": 0.7, "momentum": 0.9}},
     "zero": {"stage": 1},
@@ -229,7 +236,7 @@ def undisturbed_runs(
 
     def of(layout: str) -> Run:
         if layout not in found:
-            asked = {"given": True} if layout == "given" else {"settings": LAYOUTS[layout]}
+            asked = GIVEN.get(layout) or {"settings": LAYOUTS[layout]}
             found[layout] = run(tmp_path_factory.mktemp("undisturbed"), **asked)
         return found[layout]
 
@@ -298,13 +305,17 @@ def test_ranks_are_lost_again_while_the_others_recover(undisturbed_run: Run, tmp
     assert not found.lost_steps
 
 
-@pytest.mark.parametrize("when", ["begin of 1", pytest.param(2, marks=FULL), 5])
+@pytest.mark.parametrize(
+    ("when", "layout"),
+    [("begin of 1", "given"), pytest.param(2, "given", marks=FULL), (5, "given"), (6, "unfreezes")],
+)
 def test_the_model_of_the_user_is_the_one_that_is_trained(
-    undisturbed_runs: Callable[[str], Run], tmp_path: Path, when: Any
+    undisturbed_runs: Callable[[str], Run], tmp_path: Path, when: Any, layout: str
 ) -> None:
-    """Before the first checkpoint too, as its values are in memory; before the first step only the script can make it again."""
-    found = run(tmp_path, (when, 1, "SIGKILL"), given=True)
-    assert found.went_well(undisturbed_runs("given"))
+    """With its parameters and their hooks. Before the first checkpoint too, as its values are in memory; before the first step only
+    the script can make it again."""
+    found = run(tmp_path, (when, 1, "SIGKILL"), **GIVEN[layout])
+    assert found.went_well(undisturbed_runs(layout))
     assert all(found.end(rank)["is the model"] for rank in range(RANKS))
     assert (found.pids(0)[0] == found.pids(0)[-1]) is (when != "begin of 1")
 
@@ -391,7 +402,7 @@ REPOSITORY = str(Path(__file__).parents[2])
         ("record of 2", {"optimizer": {"name": "adamw", "states": "int8"}}, {}),
         pytest.param(6, {"offload": {"optimizer": "file"}}, {}, marks=FULL),
         pytest.param(6, IN_BACKWARD, {}, marks=FULL),
-        pytest.param(6, {}, {"given": True}, marks=FULL),
+        (6, {}, {"given": True, "unfreezes": 2}),
         pytest.param(6, {}, {"buffers": True}, marks=FULL),
         pytest.param(6, {"optimizer": {"name": "muon"}}, {}, marks=FULL),
         pytest.param(6, {"optimizer": {"name": "adagrad"}}, {}, marks=FULL),

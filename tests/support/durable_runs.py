@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,10 @@ def settings(folder: Path, asked: Any) -> dict[str, Any]:
     return found
 
 
-def train(folder: Path, asked: Any, model: Any = build) -> dict[str, Any]:
+def train(folder: Path, asked: Any, model: Any = build, callbacks: Sequence[Any] = ()) -> dict[str, Any]:
     """Train the run, or go on with it; returns losses by step, all weights, and lines on evaluations."""
-    with Trainer(model, settings(folder, asked), train_dataset=points(), eval_dataset=points()[:12]) as trainer:
+    data: dict[str, Any] = {"train_dataset": points(), "eval_dataset": points()[:12]}
+    with Trainer(model, settings(folder, asked), **data, callbacks=callbacks) as trainer:
         losses = trainer.fit().losses
         end: dict[str, Any] = {
             "weights": [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]

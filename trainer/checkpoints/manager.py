@@ -358,8 +358,9 @@ def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: Trai
     engine.load_progress(**progress)
     if reader is not None:
         _fill(reader, engine, state.averages, state.callbacks, whole=True)
-    elif (averages := engine.optimizer_step.averages) is not None:
-        averages.count = state.averages
+    else:
+        with engine.loading(averaged_updates=state.averages, finishing=True):
+            pass  # Weights that were frozen at first are on files only now, and are gathered anew.
 
 
 def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:

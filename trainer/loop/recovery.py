@@ -47,7 +47,7 @@ from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.loop.context import RunContext, RunProgress
 from zeromesh.trainer.loop.snapshots import Snapshots
 from zeromesh.trainer.monitoring.step_stats import StepResult
-from zeromesh.units.unit import Bucket
+from zeromesh.units.unit import Bucket, set_values
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import persistent_buffers
 
@@ -84,7 +84,8 @@ class Recovery:
     """The source of the states that the run goes on with: `memory`, a `snapshot`, `files` that stay, or a `checkpoint`."""
     snapshots: Snapshots | None = None
     _is_empty: bool = False  # The model has lost its values.
-    _dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of its parameters, as they were
+    _given: dict[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
+    """The dtype and `requires_grad` of each parameter as the user has given the model."""
     _left: dict[str, Any] = field(default_factory=dict)  # as `cause`, of this process
     _kept: Kept | None = None
     _record: dict[str, Any] | None = None
@@ -154,7 +155,8 @@ class Recovery:
         left = [each for each in mesh.world.gather_json(self._left, "ranks that have stayed") if each]
         self.cause, self.source = min(left, key=lambda each: each["time"], default={}), "checkpoint"
         if self.model is not None and not self._left:
-            self._dtypes = {name: each.dtype for name, each in self.model.named_parameters(remove_duplicate=False)}
+            named = self.model.named_parameters(remove_duplicate=False)
+            self._given = {name: (each.dtype, each.requires_grad) for name, each in named}
             if left:
                 self._empty(self.model)  # As those who have stayed have done.
         if self.memory is not None:
@@ -315,7 +317,7 @@ class Recovery:
         nowhere else, or the run has changed the model in ways that it cannot undo."""
         trained, engine = run.model, run.model.engine
         taken, durable = self.snapshots is not None and self.snapshots.number > 0, run.config.offload.durable
-        if durable and not all(each.requires_grad for each in model.parameters()):
+        if durable and not all(trained for _, trained in self._given.values()):
             return False  # Files have no frozen weights.
         elsewhere = self._kept is not None or taken or durable or bool(self._store(run).steps())
         if not elsewhere or trained.module is not model or run.config.model.lora:
@@ -331,17 +333,14 @@ class Recovery:
         return CheckpointStore(run.config.run.directory / FOLDER)
 
     def _empty(self, model: nn.Module) -> None:
-        """Give a model parameters on meta, whose values come from memory or from a checkpoint."""
-        self._is_empty, made = True, dict[int, nn.Parameter]()
-        for owner, module in model.named_modules():
-            for name, each in module._parameters.items():
-                if each is None:
-                    continue
-                if id(each) not in made:
-                    dtype = self._dtypes[f"{owner}.{name}".removeprefix(".")]
-                    empty = nn.Parameter(torch.empty(each.shape, dtype=dtype, device="meta"), each.requires_grad)
-                    empty.stored, made[id(each)] = _Elsewhere(dtype), empty  # type: ignore[attr-defined]
-                module._parameters[name] = made[id(each)]
+        """Make a model's parameters as they were given, but without values, which come from memory or from a checkpoint. They stay
+        the same objects, whose hooks count, and to which the user's code may refer."""
+        self._is_empty = True
+        for name, each in model.named_parameters():
+            dtype, trained = self._given[name]
+            each.grad = None
+            set_values(each, torch.zeros((), dtype=dtype, device=each.device).expand(each.shape))
+            each.requires_grad_(trained).stored = _Elsewhere(dtype)  # type: ignore[attr-defined]
 
 
 def note_act(run: RunContext, feed: Feed, act: Mapping[str, Any], positions: range) -> None:

@@ -195,9 +195,14 @@ class Snapshots:
         """Copy all states, if a snapshot is due after this step. `state` returns that of the trainer on this rank."""
         if not self._own.slots or step < self._due:
             return
-        (before, since), began, mesh = self._since, time.perf_counter(), self._mesh
+        (before, since), began, mesh, shards = self._since, time.perf_counter(), self._mesh, self._shards(engine)
+        # Parameters that are trained since then have more states than there is room for.
+        if any(mesh.world.gather_json(_nbytes(shards) != self._lengths[mesh.rank], "sizes of snapshots")):
+            self._loaded = False
+            if not self.begin(engine, step):
+                return
         start, number = self._identity = (self._identity[0], self.number + 1)
-        shards, slot = self._shards(engine), self._own.slots[number % 2]
+        slot = self._own.slots[number % 2]
         for shard, part in _parts(shards, slot):
             shard.values.copy_to(part)
         facts: dict[str, Any] = {"step": step, "start": start, "number": number, "rank": mesh.rank}

@@ -44,7 +44,7 @@ class HostMemory:
         dividers = options.dividing(mesh.replicate.size)
         layouts = plan_layouts(plan, self.shards, options.alignment, experts=mesh.experts.size, dividers=dividers)
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
-        held = [parameter for parameter in model.parameters() if not parameter.is_meta]
+        held = [each for each in model.parameters() if not (each.is_meta or hasattr(each, "stored"))]
         freed = [sum(each.nbytes for each in held if on_accelerator(each) is there) for there in (False, True)]
         self.free = available_bytes()
         memory = device_memory(mesh.device) if self.on_device else None

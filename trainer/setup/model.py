@@ -252,7 +252,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
     mesh.world.require_same({"model": type(model).__name__, **plan}, LayoutError, advice=advice)
     if mesh.world_size == 1:
         return []
-    held = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    held = {name: tensor for name, tensor in tensors.items() if not (tensor.is_meta or hasattr(tensor, "stored"))}
     digests = [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) >> 1 for tensor in held.values()]
     rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]

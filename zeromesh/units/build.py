@@ -459,7 +459,7 @@ def make_trainable(bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
     _require_master_weights([slot.spec for slot in bucket.layout.slots], options)
     dtype = options.precision.master
     bucket.set_trainable(True)
-    if bucket.master.dtype != dtype or bucket.divided:
+    if bucket.master.dtype != dtype or bucket.divided or options.offload.durable:
         what = f"master weights of {bucket.name}"
         bucket.copy = bucket.master
         bucket.master = tiers.allocate(bucket.length, dtype, options.offload.optimizer, Purpose.MASTER, what)

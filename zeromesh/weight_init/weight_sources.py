@@ -248,7 +248,7 @@ class BuiltSource(ParameterSource):
         named = [(name, parameter) for name, parameter in model.named_parameters() if name not in without]
         self._values = {name: parameter.detach() for name, parameter in named}
         self._elsewhere: dict[str, Any] = {name: each for name, each in named if hasattr(each, "stored")}
-        """The parameters on meta whose values lie in another form, in their attribute `stored` until they are released: it has the
+        """The parameters whose values lie in another form, in their attribute `stored` until they are released: it has the
         methods `read(start, end)`, and `encoded_by(codec)`, which returns None where another codec has encoded them."""
 
     def read(self, fqn: str, start: int, end: int) -> torch.Tensor:
