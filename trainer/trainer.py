@@ -29,6 +29,7 @@ from zeromesh.trainer.config.foreign_names import KEY_BY_NAME
 from zeromesh.trainer.config.load import ARGUMENTS_ADVICE, ConfigSource, Consent, load_config, suggestion
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.collate import Collate, MapDataset
+from zeromesh.trainer.data.streaming import is_read_once
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.hub.upload import open_repository, push
@@ -180,7 +181,8 @@ class Trainer(ModelOnMesh):
                 self._run.config = self._run.config.changed(checkpoint={"resume": named})
         config = self.config
         first = self._mesh is None or self._mesh.watch.operations_begun == self._joined_at
-        recovery = Recovery.begin(config, self.inputs.model, stays=first)
+        stays = first and not is_read_once(self.inputs.train_dataset)
+        recovery = Recovery.begin(config, self.inputs.model, stays=stays)
         while True:
             try:
                 report = self._fit(recovery)

@@ -36,21 +36,25 @@ Goal = Literal["lowest", "highest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
+    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better,
+    and `latest` is the step of the latest that counts: a recovery may repeat one."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
     value: Annotated[float, Field(ge=-math.inf)] | None = None  # NaN is none
     step: _Count = 0
     waited: _Count = 0
+    latest: _Count | None = None
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
-        """Return the best value after one more evaluation; NaN is never better."""
+        """Return the best value after an evaluation, if it is another than the latest; NaN is never better."""
+        if step == self.latest:
+            return self
         gain = math.inf if self.value is None else (value - self.value) * (1 if goal == "highest" else -1)
         better = gain > 0 and not math.isnan(value)
         enough = better and gain >= min_improvement
         kept = replace(self, value=value, step=step) if better else self
-        return replace(kept, waited=0 if enough else self.waited + 1)
+        return replace(kept, waited=0 if enough else self.waited + 1, latest=step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

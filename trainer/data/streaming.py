@@ -9,11 +9,12 @@ import json
 import logging
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, Literal, cast
 from zlib import crc32
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zeromesh.errors import CheckpointError, DataError, counted, summary
 from zeromesh.offload import tensor_bytes
@@ -29,6 +30,8 @@ _REASONS = (
     "beginning; data.resume: state would go on from the state, with other samples",
     "the stream goes on from its own state (data.resume: state); samples may be missing, or come twice",
 )
+_beginnings: MutableMapping[Any, Any] = WeakIdKeyDictionary()
+"""The states of the sources of this process before it read any sample of them: where they stand later is in mid-stream."""
 _REREAD, _STATE_TRIED, _STATE_INEXACT, _STATE_TRUSTED = range(1, len(_REASONS))
 
 
@@ -56,6 +59,8 @@ class StreamedDataset:
         self._saved_states: dict[int, dict[str, Any]] = {}
         """States of the source by the index of the next sample: those of the latest blocks, and some that are older."""
         self._beginning = self._source_state()
+        if self._beginning is not None and hasattr(source, "__weakref__"):
+            self._beginning = _beginnings.setdefault(source, self._beginning)
 
     def __getitem__(self, index: int) -> Any:
         """Return sample `index`. Raises `DataError` for a stream without any sample."""
@@ -165,7 +170,7 @@ class StreamedDataset:
 
     def _save_state(self) -> None:
         if self._iterator is None:
-            self._open()
+            self._open(self._beginning)
         numbers = dict(zip(_COUNTERS, (self._next, self._crc, self._epoch, self._epoch_start), strict=True))
         self._saved_states[self._next] = {**numbers, "stream": self._source_state()}
         recent, apart = self._next - 3 * self.block, -(-self._proof // 4 // self.block) * self.block
@@ -189,6 +194,11 @@ _COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside 
 def is_stream(dataset: Any) -> bool:
     """Return True for a dataset that can only be iterated over."""
     return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+
+
+def is_read_once(dataset: Any) -> bool:
+    """Return True for a stream that no reader in the same process can read again from its beginning."""
+    return hasattr(dataset, "__next__") and not hasattr(dataset, "load_state_dict")
 
 
 def digest(sample: Any, limit: int | None = None) -> int:

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_
 from datasets.distributed import split_dataset_by_node
 
 from zeromesh.errors import CheckpointError, DataError
-from zeromesh.trainer.data.streaming import StreamedDataset, digest, is_stream
+from zeromesh.trainer.data.streaming import StreamedDataset, digest, is_read_once, is_stream
 
 
 class Numbers:
@@ -184,6 +184,26 @@ def test_an_iterator_is_read_on() -> None:
     second[0]
     second.restore(state, "here")
     assert values(second, range(12, 20)) == list(range(12, 20))
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("make", [lambda: Stateful(40), lambda: stream(40)])
+def test_a_stream_that_was_read_in_this_process_is_read_from_its_beginning(make: Any, begun: bool) -> None:
+    source = make()
+    values(StreamedDataset(source, block=4), range(6))
+    later = StreamedDataset(source, block=4)  # As in a process that stays when other ranks are lost.
+    if begun:
+        later.begin_again()
+    assert values(later, range(4)) == [0, 1, 2, 3]
+    state = StreamedDataset(make(), block=4).state(8)
+    last = StreamedDataset(source, block=4)
+    last.restore(state, "here")
+    assert values(last, range(8, 12)) == [8, 9, 10, 11]
+
+
+def test_an_iterator_without_a_state_is_read_once() -> None:
+    assert is_read_once(iter(Numbers(4)))
+    assert not any(is_read_once(each) for each in (Numbers(4), Stateful(4), stream(4), [1], None))
 
 
 def test_a_generator_that_has_ended_is_no_empty_dataset() -> None:
