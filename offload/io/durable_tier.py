@@ -100,7 +100,8 @@ class DurableTier(FileTier):
         return open_in(directory, f"{self._name}.states")
 
     def allocate(self, nbytes: int, label: str) -> DurableSlot:
-        """Return the slot of that label in `resumed`, else a new one."""
+        """Return the slot of that label in `resumed`, else a new one. Raises `StorageError` for a commit that has failed."""
+        self.wait()  # The commit under way reads which slots there are.
         found = self._slots[label] = self._slots.get(label) or DurableSlot(self, nbytes, label)
         return found
 

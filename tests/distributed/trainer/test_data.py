@@ -101,10 +101,10 @@ def sent_ahead(mesh: Mesh, folder: str, workers: int) -> dict[str, Any]:
         send(self)
 
     @contextmanager
-    def noted_present(self: DeviceBatch) -> Iterator[None]:
+    def noted_present(self: DeviceBatch, *loads: Any) -> Iterator[None]:
         with ExitStack() as inside:
             with device.no_waits("a batch is used, and the next one sent"):
-                inside.enter_context(present(self))
+                inside.enter_context(present(self, *loads))
             yield
 
     def noted_loss(self: Stepper, batch: Any, seed: float) -> Any:

@@ -36,7 +36,8 @@ def loop_of(replicas: int, answer: Answer, *, rows: int, heard: list[Progress]) 
     options = SimpleNamespace(
         precision=SimpleNamespace(compute=torch.float32), placements=SimpleNamespace(parameters=Placement.REPLICATED)
     )
-    engine, model = SimpleNamespace(options=options, evaluation=nullcontext), llama().eval()
+    engine = SimpleNamespace(options=options, evaluation=nullcontext, lacks_parameters=False)
+    model = llama().eval()
     placed: Any = SimpleNamespace(
         mesh=mesh, module=model, settings=ModelSettings(model, None), divided=SimpleNamespace(pipeline=None),
         require_engine=lambda: engine, adapters=AdapterRows(model),
