@@ -125,6 +125,7 @@ def reference(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Ref
     return find
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("way", "axes", "stage"), [pytest.param(*case, marks=() if case in QUICK else FULL) for case in CASES]
 )

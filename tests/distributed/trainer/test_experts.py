@@ -13,36 +13,40 @@ MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 MODELS = ("mixtral", "qwen", "biased", "latent", "skewed")
 UNCLIPPED = {"name": "skewed", "max_steps": 5, "clip_norm": 0.0, "on_nonfinite": "stop"}
 TWO, RECOMPUTED = {"expert": 2}, {"activation_checkpointing": "block"}
-test_a_model_trains_with_spread_experts = tried(
-    "expert_cases",
-    [
-        *(row(2, "exact", kind=kind, axes=TWO) for kind in MODELS),
-        *(row(2, "exact", FULL, kind=kind, axes=TWO, stage=stage) for kind in MODELS for stage in (0, 1, 2)),
-        *(row(4, "exact", FULL, kind=kind, axes=TWO) for kind in MODELS),
-        *(row(4, "exact", FULL, kind=kind, axes={"expert": 4}) for kind in MODELS),
-        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "tensor": 2}),
-        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "pipeline": 2}),
-        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "replicate": 2}),
-        row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "context": 2}),
-        row(4, "exact", FULL, kind="mixtral", axes={"expert": 4, "context": 2}),
-        *(
-            row(2, "exact", *marks, kind="skewed", axes=TWO, stage=stage, offload=offload, model=RECOMPUTED)
-            for stage, offload, marks in (
-                (2, {"optimizer": "host"}, (FULL,)),
-                (3, {"optimizer": "file", "parameters": "file"}, ()),
-                (3, {"optimizer": "host", "activations": "host"}, (FULL,)),
-                (3, {"gradients": "file", "optimizer": "file"}, (FULL,)),
-            )
-        ),
-        row(2, "exact", FULL, kind="mixtral", axes=TWO, model=RECOMPUTED),
-        # A rank without a token keeps up with the others, whose reductions and updates wait for its own.
-        row(2, "exact", kind="deep", axes=TWO, stage=2),
-        row(2, "exact", FULL, kind="deep", axes=TWO),
-        row(2, "exact", kind="skewed", axes=TWO, optimizer={"in_backward": True}, run=UNCLIPPED),
-        # The auxiliary loss is of a microbatch, whose tokens are on both ranks.
-        row(2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}),
-    ],
-    timeout=120,
+test_a_model_trains_with_spread_experts = pytest.mark.sampled(2)(
+    tried(
+        "expert_cases",
+        [
+            *(row(2, "exact", kind=kind, axes=TWO) for kind in MODELS),
+            *(row(2, "exact", FULL, kind=kind, axes=TWO, stage=stage) for kind in MODELS for stage in (0, 1, 2)),
+            *(row(4, "exact", FULL, kind=kind, axes=TWO) for kind in MODELS),
+            *(row(4, "exact", FULL, kind=kind, axes={"expert": 4}) for kind in MODELS),
+            row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "tensor": 2}),
+            row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "pipeline": 2}),
+            row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "replicate": 2}),
+            row(4, "exact", FULL, kind="mixtral", axes={"expert": 2, "context": 2}),
+            row(4, "exact", FULL, kind="mixtral", axes={"expert": 4, "context": 2}),
+            *(
+                row(2, "exact", *marks, kind="skewed", axes=TWO, stage=stage, offload=offload, model=RECOMPUTED)
+                for stage, offload, marks in (
+                    (2, {"optimizer": "host"}, (FULL,)),
+                    (3, {"optimizer": "file", "parameters": "file"}, ()),
+                    (3, {"optimizer": "host", "activations": "host"}, (FULL,)),
+                    (3, {"gradients": "file", "optimizer": "file"}, (FULL,)),
+                )
+            ),
+            row(2, "exact", FULL, kind="mixtral", axes=TWO, model=RECOMPUTED),
+            # A rank without a token keeps up with the others, whose reductions and updates wait for its own.
+            row(2, "exact", kind="deep", axes=TWO, stage=2),
+            row(2, "exact", FULL, kind="deep", axes=TWO),
+            row(2, "exact", kind="skewed", axes=TWO, optimizer={"in_backward": True}, run=UNCLIPPED),
+            # The auxiliary loss is of a microbatch, whose tokens are on both ranks.
+            row(
+                2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}
+            ),
+        ],
+        timeout=120,
+    )
 )
 test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
     tried(

@@ -27,19 +27,21 @@ test_replicas_are_plain_models_that_are_brought_together = tried(
     timeout=120.0,
 )
 
-test_replicas_go_apart_and_come_together = tried(
-    "local_cases",
-    [
-        row(2, "traffic", device="cpu"),
-        row(4, "traffic", FULL, outer=DILOCO, device="cpu"),
-        row(2, "faulty", outer=DILOCO),
-        row(2, "lacking"),
-        row(2, "asked"),
-        row(2, "late"),
-        row(2, "refused"),
-        row(2, "resumed", before=2, after=2, outer=DILOCO),
-        row(4, "resumed", before=2, after=4),
-        row(4, "resumed", FULL, before=4, after=2, outer=DILOCO),
-    ],
-    timeout=120.0,
+test_replicas_go_apart_and_come_together = pytest.mark.sampled(2)(
+    tried(
+        "local_cases",
+        [
+            row(2, "traffic", device="cpu"),
+            row(4, "traffic", FULL, outer=DILOCO, device="cpu"),
+            row(2, "faulty", outer=DILOCO),
+            row(2, "lacking"),
+            row(2, "asked"),
+            row(2, "late"),
+            row(2, "refused"),
+            row(2, "resumed", before=2, after=2, outer=DILOCO),
+            row(4, "resumed", before=2, after=4),
+            row(4, "resumed", FULL, before=4, after=2, outer=DILOCO),
+        ],
+        timeout=120.0,
+    )
 )

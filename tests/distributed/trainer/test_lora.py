@@ -73,14 +73,16 @@ def variant(name: str, stage: int, **axes: int) -> Any:
     )
 
 
-test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = tried(
-    "lora_cases",
-    [
-        variant("linear layers", 1),
-        *(variant(name, 3) for name in VARIANTS),
-        *(variant(name, 3, **axes) for name in VARIANTS for axes in ({"tensor": 2}, {"pipeline": 2})),
-        variant("linear layers", 2, tensor=2, pipeline=2),
-    ],
+test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = pytest.mark.sampled(2)(
+    tried(
+        "lora_cases",
+        [
+            variant("linear layers", 1),
+            *(variant(name, 3) for name in VARIANTS),
+            *(variant(name, 3, **axes) for name in VARIANTS for axes in ({"tensor": 2}, {"pipeline": 2})),
+            variant("linear layers", 2, tensor=2, pipeline=2),
+        ],
+    )
 )
 test_adapters_on_ranks = pytest.mark.sampled(2)(
     tried(

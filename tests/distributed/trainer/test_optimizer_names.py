@@ -81,6 +81,7 @@ def test_what_cannot_be_exact_is_refused(
         assert re.search(said, each)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
     [

@@ -9,32 +9,40 @@ FULL = pytest.mark.full
 TWO, PAIRS = {"replicate": 2}, {"replicate": 2, "shard": 2}
 MANY = {"batch": {"global_size": 10, "micro_size": 1}}
 FILES = {"optimizer": "file", "parameters": "file"}
-test_states_are_divided_over_replicas = tried(
-    "replica_cases",
-    [
-        *(row(4, "exact", axes=PAIRS, stage=stage) for stage in (1, 3)),
-        row(4, "exact", FULL, axes=PAIRS, stage=2),
-        row(4, "exact", FULL, axes={"replicate": 4}, **MANY),
-        *(row(2, "exact", FULL, axes=TWO, stage=stage, **MANY) for stage in (1, 2, 3)),
-        row(2, "exact", axes=TWO, ema={"decay": 0.9}, offload=FILES, **MANY),
-        row(2, "exact", FULL, axes=TWO, stage=1, offload={"optimizer": "file"}, **MANY),
-        row(4, "exact", FULL, axes=PAIRS, offload=FILES, **MANY),
-        row(2, "exact", FULL, axes=TWO, offload={"optimizer": {"tier": "file", "fraction": 0.5}, "parameters": "host"}),
-        row(4, "exact", FULL, axes=PAIRS, zero={"reduce_once": True}, **MANY),
-        row(4, "exact", FULL, axes={**PAIRS, "transport": "gloo"}, zero={"gathered_budget": 0}, **MANY),
-        row(2, "exact", FULL, axes={**TWO, "transport": "gloo"}, zero={"overlap": False}),
-        row(4, "exact", axes={**TWO, "tensor": 2, "sequence": True}, stage=2),
-        row(4, "exact", FULL, axes={**TWO, "tensor": 2}),
-        row(4, "exact", FULL, axes={**TWO, "pipeline": 2}, **MANY),
-        row(4, "exact", FULL, axes={**TWO, "context": 2}, **MANY),
-        row(4, "exact", FULL, axes={**PAIRS, "expert": 2}, kind="mixtral"),
-        row(2, "exact", FULL, axes=TWO, kind="lora"),
-        row(2, "alike"),
-        row(4, "alike", FULL),
-        row(2, "alike", FULL, precision=NARROW),
-        row(4, "counted"),
-    ],
-    timeout=120,
+test_states_are_divided_over_replicas = pytest.mark.sampled(2)(
+    tried(
+        "replica_cases",
+        [
+            *(row(4, "exact", axes=PAIRS, stage=stage) for stage in (1, 3)),
+            row(4, "exact", FULL, axes=PAIRS, stage=2),
+            row(4, "exact", FULL, axes={"replicate": 4}, **MANY),
+            *(row(2, "exact", FULL, axes=TWO, stage=stage, **MANY) for stage in (1, 2, 3)),
+            row(2, "exact", axes=TWO, ema={"decay": 0.9}, offload=FILES, **MANY),
+            row(2, "exact", FULL, axes=TWO, stage=1, offload={"optimizer": "file"}, **MANY),
+            row(4, "exact", FULL, axes=PAIRS, offload=FILES, **MANY),
+            row(
+                2,
+                "exact",
+                FULL,
+                axes=TWO,
+                offload={"optimizer": {"tier": "file", "fraction": 0.5}, "parameters": "host"},
+            ),
+            row(4, "exact", FULL, axes=PAIRS, zero={"reduce_once": True}, **MANY),
+            row(4, "exact", FULL, axes={**PAIRS, "transport": "gloo"}, zero={"gathered_budget": 0}, **MANY),
+            row(2, "exact", FULL, axes={**TWO, "transport": "gloo"}, zero={"overlap": False}),
+            row(4, "exact", axes={**TWO, "tensor": 2, "sequence": True}, stage=2),
+            row(4, "exact", FULL, axes={**TWO, "tensor": 2}),
+            row(4, "exact", FULL, axes={**TWO, "pipeline": 2}, **MANY),
+            row(4, "exact", FULL, axes={**TWO, "context": 2}, **MANY),
+            row(4, "exact", FULL, axes={**PAIRS, "expert": 2}, kind="mixtral"),
+            row(2, "exact", FULL, axes=TWO, kind="lora"),
+            row(2, "alike"),
+            row(4, "alike", FULL),
+            row(2, "alike", FULL, precision=NARROW),
+            row(4, "counted"),
+        ],
+        timeout=120,
+    )
 )
 SENT = "int8 encodes what replicas on several hosts send each other"
 HERE = "replicas share a host, inside which nothing is sent"

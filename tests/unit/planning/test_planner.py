@@ -335,7 +335,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ("layers", "ranks", "fixed", "traces"),
     [
         # For 1, 2, 4 and 8 tensor ranks 1 and 2 samples, and once whether blocks can be recomputed.
-        pytest.param(8, 8, {"recompute": "none"}, 4 * 2 + 1, id="8 layers"),
+        pytest.param(8, 8, {"recompute": "none"}, 4 * 2 + 1, id="8 layers", marks=pytest.mark.full),
         # For 1, 2, 4 and 8 tensor ranks: nothing, some or all recomputed; 1 and 2 samples.
         pytest.param(80, 512, {}, 4 * 3 * 2, id="80 layers", marks=pytest.mark.full),
     ],
