@@ -1,4 +1,4 @@
-"""What long and uneven sequences cost: `OMP_NUM_THREADS=1 python scripts/benchmarks/bench_context.py [PART ...]`.
+"""Measures what long and uneven sequences cost: `OMP_NUM_THREADS=1 python scripts/benchmarks/bench_context.py [PART ...]`.
 
 A part is a row of `PARTS`, all by default. Each prints a table.
 

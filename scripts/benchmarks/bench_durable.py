@@ -1,4 +1,4 @@
-"""What `offload.durable` costs: seconds a step and bytes moved from and to files, beside the same run without it.
+"""Measures what `offload.durable` costs: seconds a step and bytes moved from and to files, beside the same run without it.
 
 `python scripts/benchmarks/bench_durable.py --folder /a/disk` trains a small Llama with states on files, in turn with and without
 `offload.durable`, and prints the fastest step of each kind, which depends least on what else the machine does, the median, and the

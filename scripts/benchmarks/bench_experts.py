@@ -4,8 +4,8 @@ A Qwen3-MoE of 26.5 million parameters in fp32 (4 layers of 32 experts, of which
 with torch's AdamW on two ranks, one a host: `python scripts/benchmarks/bench_experts.py`. Hosts are network namespaces, joined by a
 cable that sends at one of `--rates`; `local` are two ranks of this host. That needs root, `ip`, `tc` and `unshare`. The ways take
 turns, `--rounds` times; medians of steps and rounds are printed, and ratios to `fsdp2+expert`. Each way prints the loss of its last
-step, which has to be one and the same, but for `alone`: there each rank trains the whole model by itself, on its own samples, which
-says what a rank computes at least. Ten minutes on two idle cores.
+step, which has to be one and the same, but for `alone`: there each rank trains the whole model by itself, on its own samples: it
+sends nothing, but updates all parameters, of which ranks that divide them update a half. Ten minutes on two idle cores.
 """
 
 import argparse

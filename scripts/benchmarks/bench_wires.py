@@ -1,4 +1,4 @@
-"""What replicas on two hosts with a thin wire cost: `python scripts/benchmarks/bench_wires.py [--rates 1gbit ...] [PART ...]`.
+"""Measures what replicas on two hosts with a thin wire cost: `python scripts/benchmarks/bench_wires.py [PART ...]`.
 
 Hosts are network namespaces with names of their own, joined by a bridge, each with two ranks; what a host sends is slowed down by a
 token bucket (`tc tbf`). That needs root, `ip`, `tc` and `unshare`. A part is one of these, both by default:

@@ -8,7 +8,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from inspect import signature
@@ -115,7 +115,8 @@ class DeviceBatch(dict[str, Any]):
                 value.record_stream(stream)
             dtype = self._compute if value.is_floating_point() and name != "labels" else value.dtype
             self[name] = value.to(self._device, dtype, non_blocking=True)
-        with self._attention.in_force(), override(loads or {}, "real", self._attention.real_tokens()):
+        counting = nullcontext() if loads is None else override(loads, "real", self._attention.real_tokens())
+        with self._attention.in_force(), counting:
             yield
 
     def work(self, seed: float, streams: Streams, loads: ExpertLoads | None = None) -> MicrobatchWork:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,8 @@ from zeromesh import Trainer
 from zeromesh.comm.wire import WireCodec, sum_parts
 from zeromesh.errors import ConfigError
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.mesh.rank_order import ProcessLocation
+from zeromesh.optim.replicas import ReplicaGroups
 from zeromesh.units.unit import all_buckets
 from zeromesh.zero.full_state import MASTER, MODEL
 
@@ -163,6 +166,21 @@ def left_alone(mesh: Mesh, folder: str) -> None:
         found = fitted(seeded(llama), config, sentences())
     assert mesh.rank or "exact between replicas, since replicas share a host" in printed.getvalue()
     assert found is not None
+
+
+def untrained(mesh: Mesh, folder: str) -> None:
+    """Replicas on two hosts that train nothing, as those of a pipeline's stage may, try codecs all the same."""
+    notes = []
+
+    def look(trainer: Trainer, *_: Any) -> None:
+        assert trainer.engine is not None
+        ranks, options = trainer.engine.mesh, replace(trainer.engine.options, wire="auto")
+        with patch.object(ranks, "locations", [ProcessLocation(host=str(rank)) for rank in range(2)]):
+            notes.append(ReplicaGroups(ranks, (), options, ranks.replicate).note)
+
+    config = settings(folder, precision=SINGLE, parallel={"replicate": 2}, zero={"replicas": "divided"})
+    fitted(seeded(llama), config, sentences(), callbacks=[calling(on_train_begin=look)])
+    assert "a part of 1 elements took exact" in str(notes[0])
 
 
 def automatic(mesh: Mesh, folder: str) -> None:

@@ -63,6 +63,7 @@ test_what_replicas_send_is_encoded = tried(
         ),
         row(2, "automatic"),
         row(2, "left_alone"),
+        row(2, "untrained"),
         row(3, "own_part"),
     ],
     timeout=120,
