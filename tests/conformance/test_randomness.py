@@ -67,6 +67,7 @@ def _train_stack(mesh: Mesh, model: nn.Module, layout: Layout) -> str:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "layout"), LAYOUTS, ids=str)
 def test_dropout_is_the_same_in_every_layout(laboratory: Laboratory, size: int, layout: Layout) -> None:
     """Microbatches of two samples: one rank runs four a step, four ranks run one each."""

@@ -287,6 +287,7 @@ def test_a_stopped_rank_is_named_soon_once_usual_waits_are_known(tmp_path: Path)
     assert "a rank at work is late after 5.0 seconds" in found.process.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "when", ["record of 5", "position 1 of 5", pytest.param("position 2 of 5", marks=FULL), "position 3 of 5"]
 )
@@ -305,6 +306,7 @@ def test_ranks_are_lost_again_while_the_others_recover(undisturbed_run: Run, tmp
     assert not found.lost_steps
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("when", "layout"),
     [("begin of 1", "given"), pytest.param(2, "given", marks=FULL), (5, "given"), (6, "unfreezes")],
@@ -320,6 +322,7 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
     assert (found.pids(0)[0] == found.pids(0)[-1]) is (when != "begin of 1")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("asked", "pids"),
     [
@@ -395,6 +398,7 @@ IN_BACKWARD = {"optimizer": {"in_backward": True}, "run": {"clip_norm": 0.0, "on
 REPOSITORY = str(Path(__file__).parents[2])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("when", "settings", "asked"),
     [

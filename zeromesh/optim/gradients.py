@@ -14,9 +14,12 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import compress, count
 
 import torch
 import xxhash
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.comm.transport import Reduction
 from zeromesh.errors import PhaseError
@@ -119,6 +122,18 @@ class GradientReducer:
                 self._add_to_sum(arrivals)
             if arrivals.sequence is None or self._options.overlap:
                 self.launch_ready()
+
+    def give_up_missing(self, bucket: Bucket) -> None:
+        """Wait no longer for gradients that the running backward will not compute, as those of modules that only other ranks have
+        called: those ranks may wait for this bucket before they exchange the activations that this rank's backward needs next."""
+        arrivals = self._arrivals[id(bucket)]
+        if arrivals.missing:
+            lacking = set(compress(count(), bucket.training)) - arrivals.arrived
+            arrivals.missing = sum(backward_reaches(bucket.parameters[index]) for index in lacking)
+            if not arrivals.missing:
+                self.incomplete[bucket.unit_index] -= 1
+                if arrivals.sequence is None:
+                    self._add_to_sum(arrivals)
 
     def launch_ready(self, *, wait: bool = False) -> None:
         """Launch the complete buckets that are next in order, and finish reductions that peers completed. `wait`: wait for peers
@@ -299,6 +314,14 @@ class GradientReducer:
             self._after_reduction(bucket)
         else:
             self._unfinished_wholes.append((bucket, reduction))
+
+
+def backward_reaches(parameter: nn.Parameter) -> bool:
+    """Return whether the graph of the running backward has the node that accumulates a parameter's gradient. Raises `RuntimeError`
+    inside `torch.autograd.grad` of the parameter."""
+    # Keeping the node would keep its parameter alive, and with it the engine, which garbage collection could not free.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
 def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.autograd.graph import get_gradient_edge
 
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
+from zeromesh.optim.gradients import backward_reaches
 from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.overrides import override
 from zeromesh.rng import Streams
@@ -208,11 +208,8 @@ class AutogradPasses(Passes):
 
     def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
-        will_run = torch._C._will_engine_execute_node
         try:
-            with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-                # Keeping a node would keep its parameter alive, and with it the engine, which garbage collection could not free.
-                return any(will_run(get_gradient_edge(each).node) for each in trained if each.requires_grad)
+            return any(backward_reaches(each) for each in trained if each.requires_grad)
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 

@@ -407,6 +407,8 @@ class Passes:
             # Autograd runs ready nodes in the reverse order of their creation, so units that forward used only later will not be
             # read again. A complete gradient would not prove this: a parameter may be frozen, or be read through `detach`.
             later = progress.first_visits.get(index, 0) > call
+            for bucket in self.units[index].trainable if later and self.gradients.incomplete[index] else ():
+                self.gradients.give_up_missing(bucket)
             if not later or index in progress.kept or self.gradients.incomplete[index]:
                 needed.append(index)
             elif (left := self.units[index]).phase is Phase.LIVE:

@@ -92,6 +92,7 @@ def test_every_event_sees_the_same_on_two_ranks(workers: Workers, tmp_path: Path
     workers.run(2, f"{CASES}:recorded", folder=str(tmp_path / "two"), **given)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=FULL) if name in ALIKE else name for name in CALLBACKS])
 def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, name: str) -> None:
     """Also by what it makes the run do: a recorder beside it sees the same."""
@@ -99,20 +100,25 @@ def test_a_callback_sees_and_does_the_same(workers: Workers, tmp_path: Path, nam
     workers.run(1, f"{CASES}:both", folder=str(tmp_path), fields=fields, callbacks=callbacks, scores=scores)
 
 
-test_what_is_around_callbacks_is_the_same = tried(
-    CASES,
-    [
-        (1, "ignoring", {"keys": ["hidden_states"], "never": [], "gathered": 1}),
-        (1, "ignoring", {"keys": [], "never": ["hidden_states"], "gathered": 2}),
-        (1, "ignoring", {"keys": None, "never": ["hidden_states"], "gathered": 1}),
-        (1, "resumed", {"fields": RESUMED, "scores": [0.6, 0.5, 0.4, 0.3]}),
-        pytest.param(1, "linked", {}, marks=FULL),
-        (2, "linked", {}),
-        (1, "shown", {"name": "PrinterCallback"}),
-        (1, "shown", {"name": "ProgressCallback"}),
-        pytest.param(
-            1, "tensorboard", {}, marks=pytest.mark.skipif(find_spec("tensorboard") is None, reason="no TensorBoard")
-        ),
-        pytest.param(1, "wandb_offline", {}, marks=FULL),
-    ],
+test_what_is_around_callbacks_is_the_same = pytest.mark.sampled(2)(
+    tried(
+        CASES,
+        [
+            (1, "ignoring", {"keys": ["hidden_states"], "never": [], "gathered": 1}),
+            (1, "ignoring", {"keys": [], "never": ["hidden_states"], "gathered": 2}),
+            (1, "ignoring", {"keys": None, "never": ["hidden_states"], "gathered": 1}),
+            (1, "resumed", {"fields": RESUMED, "scores": [0.6, 0.5, 0.4, 0.3]}),
+            pytest.param(1, "linked", {}, marks=FULL),
+            (2, "linked", {}),
+            (1, "shown", {"name": "PrinterCallback"}),
+            (1, "shown", {"name": "ProgressCallback"}),
+            pytest.param(
+                1,
+                "tensorboard",
+                {},
+                marks=pytest.mark.skipif(find_spec("tensorboard") is None, reason="no TensorBoard"),
+            ),
+            pytest.param(1, "wandb_offline", {}, marks=FULL),
+        ],
+    )
 )

@@ -70,7 +70,29 @@ def _keywords() -> Any:
     return Keywords(tf.LlamaConfig(**{**LLAMA, "use_cache": False}))
 
 
+class Aside(torch.nn.Module):
+    """An MLP, and beside it one that is called for rare tokens alone, which many shares of a batch do not have."""
+
+    def __init__(self, mlp: torch.nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.rare = mlp, torch.nn.Linear(LLAMA["hidden_size"], LLAMA["hidden_size"])
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out, rare = self.mlp(rows), rows[..., 0] > 0
+        return torch.index_put(out, (rare,), out[rare] + self.rare(rows[rare])) if rare.any() else out
+
+
+def _asides() -> Any:
+    model = llama(num_hidden_layers=6)
+    for layer in model.model.layers:
+        layer.mlp = Aside(layer.mlp)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = torch.where(torch.arange(VOCABULARY) < VOCABULARY - 2, -20.0, 20.0)
+    return model
+
+
 KINDS = {
+    "asides": _asides,
     "llama": llama,
     "keywords": _keywords,
     "sinks": _sinks,

@@ -32,6 +32,9 @@ test_loops_bytes_and_refusals = tried(
         row(2, "refused"),
         row(2, "stages_alike"),
         row(2, "exact", kind="keywords", axes=TWO),
+        row(
+            2, "exact", kind="asides", axes=TWO
+        ),  # The ranks whose gradients are complete wait for none that do not come.
     ],
 )
 

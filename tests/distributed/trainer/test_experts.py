@@ -48,7 +48,7 @@ test_a_model_trains_with_spread_experts = pytest.mark.sampled(2)(
         timeout=120,
     )
 )
-test_loops_and_ways_to_compute = pytest.mark.sampled(2)(
+test_loops_and_ways_to_compute = pytest.mark.sampled(3)(
     tried(
         "expert_cases",
         [

@@ -33,20 +33,30 @@ test_data_are_passed_over = pytest.mark.sampled(2)(
     )
 )
 
-test_a_wrong_rank_is_named = tried(
-    "judging_cases",
-    [
-        row(3, "named", odd=1, bit=HIGH, why="the"),
-        row(3, "named", odd=0, bit=NAN_BITS, why="the loss is nan"),
-        row(3, "named", odd=2, bit=LOW, why="an audit found other bits", recovery=AUDIT),
-        row(2, "named", odd=1, bit=HIGH, why="the", times=1),
-        row(
-            6, "named", FULL, odd=1, bit=LOW, why="an audit", group="ranks 0, 1", recovery=AUDIT, parallel={"tensor": 2}
-        ),
-        row(2, "unclear"),
-        row(2, "equal_with_random_numbers", FULL),
-        row(4, "equal_with_random_numbers", parallel={"context": 2}),
-    ],
+test_a_wrong_rank_is_named = pytest.mark.sampled(2)(
+    tried(
+        "judging_cases",
+        [
+            row(3, "named", odd=1, bit=HIGH, why="the"),
+            row(3, "named", odd=0, bit=NAN_BITS, why="the loss is nan"),
+            row(3, "named", odd=2, bit=LOW, why="an audit found other bits", recovery=AUDIT),
+            row(2, "named", odd=1, bit=HIGH, why="the", times=1),
+            row(
+                6,
+                "named",
+                FULL,
+                odd=1,
+                bit=LOW,
+                why="an audit",
+                group="ranks 0, 1",
+                recovery=AUDIT,
+                parallel={"tensor": 2},
+            ),
+            row(2, "unclear"),
+            row(2, "equal_with_random_numbers", FULL),
+            row(4, "equal_with_random_numbers", parallel={"context": 2}),
+        ],
+    )
 )
 
 test_what_is_done_about_a_spike = pytest.mark.sampled(2)(

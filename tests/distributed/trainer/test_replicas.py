@@ -46,25 +46,27 @@ test_states_are_divided_over_replicas = pytest.mark.sampled(2)(
 )
 SENT = "int8 encodes what replicas on several hosts send each other"
 HERE = "replicas share a host, inside which nothing is sent"
-test_what_replicas_send_is_encoded = tried(
-    "replica_cases",
-    [
-        row(2, "encoded", wire="int8", bound=0.5 / 127),
-        row(4, "encoded", FULL, wire="int4", bound=0.5 / 7),
-        row(2, "encoded", FULL, wire="bfloat16", bound=2.0**-8),
-        row(2, "encoded", FULL, wire="int8", bound=0.5 / 127, offload=FILES),
-        row(2, "encoded", wire="int8", bound=0.5 / 127, offload={"parameters": {"tier": "file", "fraction": 0.7}}),
-        row(
-            2,
-            "refused",
-            wire="int8",
-            said=f"parallel.wire: {SENT}, and {HERE}",
-            zero={"replicas": "divided"},
-        ),
-        row(2, "automatic"),
-        row(2, "left_alone"),
-        row(2, "untrained"),
-        row(3, "own_part"),
-    ],
-    timeout=120,
+test_what_replicas_send_is_encoded = pytest.mark.sampled(2)(
+    tried(
+        "replica_cases",
+        [
+            row(2, "encoded", wire="int8", bound=0.5 / 127),
+            row(4, "encoded", FULL, wire="int4", bound=0.5 / 7),
+            row(2, "encoded", FULL, wire="bfloat16", bound=2.0**-8),
+            row(2, "encoded", FULL, wire="int8", bound=0.5 / 127, offload=FILES),
+            row(2, "encoded", wire="int8", bound=0.5 / 127, offload={"parameters": {"tier": "file", "fraction": 0.7}}),
+            row(
+                2,
+                "refused",
+                wire="int8",
+                said=f"parallel.wire: {SENT}, and {HERE}",
+                zero={"replicas": "divided"},
+            ),
+            row(2, "automatic"),
+            row(2, "left_alone"),
+            row(2, "untrained"),
+            row(3, "own_part"),
+        ],
+        timeout=120,
+    )
 )
