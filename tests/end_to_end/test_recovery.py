@@ -85,6 +85,8 @@ class Faults(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         self.step = state.global_step + 1
         self.steps.append(self.step)
+        if asked.get("holds"):
+            self.held = [each for unit in trainer.engine.units for each in unit.buckets]
         if asked.get("unfreezes"):
             model[2].requires_grad_(self.step >= asked["unfreezes"])
         self.strike(f"begin of {self.step}")
@@ -320,6 +322,15 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
     assert found.went_well(undisturbed_runs(layout))
     assert all(found.end(rank)["is the model"] for rank in range(RANKS))
     assert (found.pids(0)[0] == found.pids(0)[-1]) is (when != "begin of 1")
+
+
+def test_ranks_that_hold_states_have_no_memory_and_new_ones_neither(
+    undisturbed_runs: Callable[[str], Run], tmp_path: Path
+) -> None:
+    """A callback keeps states of the mesh that is gone, so that all ranks go on without memory, also those that come later."""
+    found = run(tmp_path, (6, 1, "SIGKILL"), (7, 1, "SIGKILL"), **GIVEN["unfreezes"], holds=True)
+    assert found.went_well(undisturbed_runs("unfreezes"))
+    assert len({*found.pids(0)}) == 1
 
 
 @pytest.mark.sampled(2)

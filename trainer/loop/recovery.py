@@ -152,13 +152,16 @@ class Recovery:
 
     def _look_around(self, mesh: Mesh) -> None:
         """Find out, on all ranks alike, who has stayed, and if the states in memory are those of this layout, around one update."""
-        left = [each for each in mesh.world.gather_json(self._left, "ranks that have stayed") if each]
+        rows = mesh.world.gather_json([self._left, self.memory is None], "ranks that have stayed")
+        left = [each for each, _ in rows if each]
         self.cause, self.source = min(left, key=lambda each: each["time"], default={}), "checkpoint"
         if self.model is not None and not self._left:
             named = self.model.named_parameters(remove_duplicate=False)
             self._given = {name: (each.dtype, each.requires_grad) for name, each in named}
             if left:
                 self._empty(self.model)  # As those who have stayed have done.
+        if any(lacks for _, lacks in rows):  # An earlier start has given it up, which new processes do not know.
+            self.memory = None
         if self.memory is not None:
             self._look_at(self.memory, mesh)
 

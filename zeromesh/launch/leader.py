@@ -212,7 +212,7 @@ class Leader:
             if each.failure:
                 found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
                 each.processes -= each.failure.left_out * (each.failure.left_out < each.processes)
-        cause = min([*found, *self._lost], key=lambda each: each.distance > 0, default=None)
+        cause = min([*found, *self._lost], key=lambda each: each.distance, default=None)
         if cause is None:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):

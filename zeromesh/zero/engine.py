@@ -434,6 +434,7 @@ class ZeroEngine:
     def close(self) -> None:
         """Remove the hooks, release shared memory and remove files."""
         self._hooks.remove()
+        self._passes.close()
         self._experts.close()
         # The callbacks and the objects that call them refer to each other, a cycle that would keep memory alive.
         self.optimizer_step.before_change = self._passes.gradients.on_summed = lambda bucket: None

@@ -242,6 +242,10 @@ class Passes:
         for group in self._groups:
             group.transport.poll()
 
+    def close(self) -> None:
+        """Forget a pass that an error has ended: hooks in its graph refer to this object, a cycle that would keep memory alive."""
+        self._progress = PassProgress()
+
     def make_live(self, unit: Unit) -> None:
         """Make a unit live, and start to gather the units that are next in the recorded order."""
         place = len(self._gathered)

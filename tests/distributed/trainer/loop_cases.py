@@ -5,6 +5,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
@@ -152,6 +153,23 @@ def left_when_closed(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
         assert not any(bucket() is not None for bucket in made)
     finally:
         gc.enable()
+
+
+def left_after_an_error(mesh: Mesh, folder: str) -> None:
+    """No bucket is still there after an error in the middle of a forward, whose graph refers to the engine."""
+    made: list[weakref.ref[Bucket]] = []
+
+    def fail(*_: Any) -> None:
+        made.extend(map(weakref.ref, all_buckets(trainer.engine.units)))
+        raise ValueError("in the last of the blocks")
+
+    model = seeded(partial(llama, num_hidden_layers=3))
+    model.model.layers[-1].register_forward_pre_hook(fail)
+    with Trainer(model, settings(folder, model={"loss": "native"}), sentences()) as trainer:
+        assert "in the last of the blocks" in error_of(trainer.fit, ValueError)
+    gc.collect()
+    assert made
+    assert not any(bucket() is not None for bucket in made)
 
 
 def by_samples(mesh: Mesh, folder: str, tokens: int | None = None) -> None:

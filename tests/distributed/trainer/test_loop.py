@@ -43,6 +43,7 @@ test_a_run_does_what_a_plain_loop_does = pytest.mark.sampled(2)(
             (2, "left_when_closed", {"sections": UPDATES}),
             (2, "left_when_closed", {"sections": {"parallel": {"pipeline": 2}}}),
             pytest.param(2, "left_when_closed", {"sections": {"parallel": {"tensor": 2}}}, marks=FULL),
+            (1, "left_after_an_error", {}),
             # Metrics are exact over uneven data.
             (1, "metrics", {"samples": 7, "micro": 3, "sections": {}}),
             (3, "metrics", {"samples": 11, "micro": 2, "sections": {}}),
