@@ -55,18 +55,19 @@ def default_collate(samples: Sequence[Any], indices: Sequence[int]) -> dict[str,
     """Stack samples, mappings of field to tensor, array, list or number, into tensors `[batch, ...]`, as transformers'
     `default_data_collator` does: a `label` or `label_ids` becomes `labels`, and fields of text or None are left out. Python
     integers become int64, floats float32. Raises `DataError`, with dataset `indices`, for samples that cannot be stacked."""
+    first, batch = indices[0], dict[str, Tensor]()
+    fields: dict[str, int] = {}  # with the first sample that has each
     for index, sample in zip(indices, samples, strict=True):
         if not isinstance(sample, Mapping):
             cure = "give mappings of field names (the model's arguments, such as input_ids and labels) to tensors"
             raise DataError(f"sample {index} is a {type(sample).__name__}; {cure}, or pass a data_collator")
-    first, batch = indices[0], dict[str, Tensor]()
-    for field in [name for name, value in samples[0].items() if not isinstance(value, str | bytes | None)]:
+        fields = {name: index for name, value in sample.items() if not isinstance(value, str | bytes | None)} | fields
+    for field, having in fields.items():
         rows: list[Tensor] = []
         for index, sample in zip(indices, samples, strict=True):
-            if field not in sample:
+            if isinstance(value := sample.get(field), str | bytes | None):
                 cure = f"it has {_field_list(sample)}. Give all samples the same fields, or pass a data_collator"
-                raise DataError(f"sample {index} has no field {field!r}, which sample {first} has; {cure}")
-            value = sample[field]
+                raise DataError(f"sample {index} has no numbers in {field!r}, as sample {having} has; {cure}")
             try:
                 # torch has no indexing or comparison for wide unsigned types.
                 wide = isinstance(value, np.ndarray) and value.dtype.kind == "u" and value.dtype.itemsize > 1
@@ -223,7 +224,12 @@ class BatchRules:
             why = f"sample {index}: {name} is text ({label!r:.40}), of which no number can be made"
             cure = f"number the classes, such as by dataset.class_encode_column({name!r}) of datasets"
             raise DataError(f"{why}; {cure}, or pass a data_collator that does")
-        if not (found := self.drop_fields(sample)) and sample:
+        found = self.drop_fields(sample)
+        texts = [name for name, value in found.items() if name in (self.named or ()) and isinstance(value, str | bytes)]
+        if texts and self.collate is None:
+            why = f"sample {index}: {texts[0]} is text, which the model's forward takes by name and no tensor can be made of"
+            raise DataError(f"{why}; pass a data_collator that keeps it, or remove the field")
+        if not found and sample:
             why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}"
             cure = "if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"
             raise DataError(f"{why}. Name its fields after them, or, {cure}")

@@ -70,7 +70,9 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
             stack({"input_ids": [1, 2]}, {"input_ids": [1, 2, 3]}),
             r"sample 8: field 'input_ids' has shape \[3\], but that of sample 7.* has \[2\]; pad or cut",
         ),
-        (stack({"a": 1, "b": 2}, {"a": 1}), r"sample 8 has no field 'b'.*'a' \(int\)"),
+        (stack({"a": 1, "b": 2}, {"a": 1}), r"sample 8 has no numbers in 'b', as sample 7 has; it has 'a' \(int\)"),
+        (stack({"a": 1}, {"a": 1, "b": 2}), r"sample 7 has no numbers in 'b', as sample 8 has; it has 'a' \(int\)"),
+        (stack({"a": 1, "b": None}, {"a": 1, "b": 2}), r"sample 7 has no numbers in 'b'.*'b' \(NoneType\)"),
         (stack((1, 2), (3, 4)), "sample 7 is a tuple; give mappings"),
         (stack({"a": [[1], [1, 2]]}, {"a": [[1], [1]]}), r"sample 7: field 'a' \(list\) is no array"),
         (stack({"a": {}}, {"a": {}}), r"field 'a' \(dict\) is no array of numbers"),
@@ -164,6 +166,12 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
     assert batch["x"].tolist() == [1, 3]
     with pytest.raises(DataError, match=r"sample 1 has no field that the model's forward takes: 'x' \(int\), 'text'"):
         BatchRules(collate=collate, named=frozenset(), unused=True).make_batch(rows, [1, 3])
+
+
+def test_text_that_forward_takes_is_not_dropped() -> None:
+    rules = BatchRules(named=frozenset({"x", "task"}))
+    with pytest.raises(DataError, match="sample 1: task is text, which the model's forward takes by name"):
+        rules.make_batch([{"x": 1, "task": "a"}] * 2, [1])
 
 
 SAMPLE = {
