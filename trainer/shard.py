@@ -52,7 +52,7 @@ from zeromesh.trainer.setup.model import divide_model, synchronize_initial_value
 from zeromesh.units.unit import AtRest
 from zeromesh.weight_init.weight_sources import wrap_passed_model
 from zeromesh.zero.autograd_engine import AutogradEngine, GuardedParameter
-from zeromesh.zero.full_state import WEIGHTS
+from zeromesh.zero.full_state import WEIGHTS, require_storable
 from zeromesh.zero.sharded_optimizer import ChainedOptimizer, ShardedOptimizer, settings_of
 
 _LOGGER = logging.getLogger(__name__)
@@ -362,9 +362,11 @@ def save(
 
     Raises:
         StorageError: when it cannot be written; incomplete files are removed.
+        LayoutError: for a tensor, or the state of a module, that a checkpoint cannot hold, unless it is left out.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
+    require_storable(engine.model, "name it in `without`", without)
     progress = engine.progress()
     groups: list[dict[str, Any]] = []
     for group in () if optimizer is None else optimizer.param_groups:

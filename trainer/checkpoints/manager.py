@@ -27,13 +27,14 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import AVERAGE, WEIGHTS
+from zeromesh.zero.full_state import AVERAGE, WEIGHTS, require_storable
 
 LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside those of callbacks
 
 
 class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
-    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` where none can be written."""
+    """Saves and resumes a run, on all ranks; `linked` adds transformers' names. Raises `StorageError` where none can be written,
+    and `LayoutError` for a model that none can hold."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         *,
         linked: bool = False,
     ) -> None:
+        if config.checkpoint.every_steps:
+            require_storable(engine.model, "set checkpoint.every_steps: 0")
         self.store = CheckpointStore(directory / FOLDER)
         self._section, self._mesh, self._engine = config.checkpoint, engine.mesh, engine
         self._processing_class, self._note = processing_class, note

@@ -10,7 +10,7 @@ import xxhash
 from torch import nn
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
-from zeromesh.checkpoint.io.format import REPLICA, TensorSpec, spec_of
+from zeromesh.checkpoint.io.format import DTYPE_NAMES, REPLICA, TensorSpec, spec_of
 from zeromesh.errors import LayoutError, PhaseError, WeightsDifferError, first_lines, ranks_text
 from zeromesh.flat.encoded_shard import EncodedTensor, ReadElements, encoded_part
 from zeromesh.flat.layout import ParameterSpec, Region, part_of, share_of
@@ -237,6 +237,21 @@ def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
         buffer.data = buffer.data.contiguous()
     everything, values = Interval(start=0, end=buffer.numel()), TieredTensor.of(buffer.detach().reshape(-1))
     return TensorShard(spec=spec, region=Region.whole(spec.shape), interval=everything, values=values)
+
+
+def require_storable(model: nn.Module, cure: str, without: Collection[str] = ()) -> None:
+    """Raise `LayoutError`, with a `cure`, for parameters, persistent buffers and states of modules that no checkpoint can hold, but
+    those `without` which it is written."""
+    found = dict(model.named_parameters()) | persistent_buffers(model)
+    for name in found.keys() - {*without}:
+        if (each := found[name]).layout is not torch.strided or each.dtype not in DTYPE_NAMES:
+            why = f"{name} is a tensor of {each.dtype} and {each.layout}, which files of safetensors do not hold"
+            raise LayoutError(f"{why}; register a buffer that can be made again with persistent=False, or {cure}")
+    for module, kind in [(name, type(each)) for name, each in model.named_modules()]:
+        name = f"{module}._extra_state".lstrip(".")
+        if kind.get_extra_state is not nn.Module.get_extra_state and name not in without:
+            why = f"{name} of a {kind.__name__} (get_extra_state) is no tensor of the model, and checkpoints do not hold it"
+            raise LayoutError(f"{why}; keep what it has in persistent buffers, or {cure}")
 
 
 def buffers_by_stage(model: nn.Module, pipeline: ProcessSet) -> list[list[TensorSpec]]:

@@ -11,6 +11,7 @@ import zeromesh
 from tests.distributed.contract.shard_cases import EXACT, LOOPS, LOSSES
 from tests.support.tables import row, tried
 from tests.support.workers import Workers
+from zeromesh.checkpoint.io.format import DTYPES
 from zeromesh.errors import PhaseError
 from zeromesh.trainer.shard import engine_of
 
@@ -89,4 +90,18 @@ def test_a_buffer_of_quantized_values_stays() -> None:
     model.register_buffer("table", torch.quantize_per_tensor(torch.eye(2), 0.5, 0, torch.qint8))
     zeromesh.shard(model)
     assert dict(zeromesh.state_dict(model))["table"].dequantize().equal(torch.eye(2))
+    zeromesh.unshard(model)
+
+
+def test_buffers_of_every_dtype_of_files_are_saved_and_loaded(tmp_path: Path) -> None:
+    model, made = nn.Linear(2, 2), dict[str, torch.Tensor]()
+    for code, dtype in DTYPES.items():
+        made[code] = torch.arange(3).to(dtype) if code != "F8_E8M0" else torch.tensor([0.5, 1, 2]).to(dtype)
+        model.register_buffer(code, made[code].clone())
+    zeromesh.shard(model)
+    zeromesh.save(tmp_path, model)
+    for buffer in model.buffers():
+        buffer.view(torch.uint8).zero_()
+    zeromesh.load(tmp_path, model)
+    assert all(model.get_buffer(code).view(torch.uint8).equal(each.view(torch.uint8)) for code, each in made.items())
     zeromesh.unshard(model)

@@ -18,7 +18,7 @@ from zeromesh.offload import TieredTensor
 from zeromesh.options import OptimizerSettings, Precision, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import _describe_part, persistent_buffers, tensors_by_stage
+from zeromesh.zero.full_state import _describe_part, persistent_buffers, require_storable, tensors_by_stage
 
 
 class Tied(nn.Module):
@@ -210,3 +210,29 @@ def test_buffers_are_listed_once_without_those_that_do_not_persist(model: Tied) 
     shards["norm.running_mean"].values.write(0, torch.arange(4.0)).wait()
     assert model.norm.running_mean.tolist() == [0.0, 1.0, 2.0, 3.0]
     assert isinstance(shards["norm.running_mean"].values, TieredTensor)
+
+
+class Counter(nn.Module):
+    def get_extra_state(self) -> Any:
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (torch.ones(2, dtype=torch.complex128), "inner.table is a tensor of torch.complex128 and torch.strided"),
+        (torch.eye(2).to_sparse(), "inner.table is a tensor of torch.float32 and torch.sparse_coo"),
+        (nn.Parameter(torch.ones(2, dtype=torch.complex128), requires_grad=False), "inner.table is a tensor"),
+        (Counter(), r"inner.table._extra_state of a Counter \(get_extra_state\) is no tensor of the model"),
+    ],
+)
+def test_what_no_checkpoint_holds_is_refused_unless_it_is_left_out(model: Tied, made: Any, words: str) -> None:
+    require_storable(model, "leave it out")
+    model.inner = nn.Module()
+    if type(made) is torch.Tensor:
+        model.inner.register_buffer("table", made)
+    else:
+        model.inner.table = made
+    with pytest.raises(LayoutError, match=f"{words}.*, or leave it out"):
+        require_storable(model, "leave it out")
+    require_storable(model, "leave it out", ["inner.table", "inner.table._extra_state"])
