@@ -26,7 +26,7 @@ from zeromesh.intervals import round_up
 from zeromesh.overrides import override, replaced
 from zeromesh.pipeline.stages.build import BALANCE
 from zeromesh.tensor.autograd_collectives import uncompiled
-from zeromesh.trainer.data.collate import IGNORED_LABEL, shifted
+from zeromesh.trainer.data.collate import IGNORED_LABEL, padding_begins, shifted
 from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.units.plan import without_adapters
 
@@ -136,11 +136,18 @@ class PackedAttention:
         return {**found, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def real_tokens(self) -> Tensor | bool:
-        """Return bool `[rows x share]`, False for tokens of this rank's share that only fill it; True if there are none."""
-        documents, shares = self.documents, self._shares
-        if documents is None or shares is None or (length := self._ids().shape[1]) == documents.length:
+        """Return bool `[rows, share]`, False for tokens of this rank's share that are padding; True if there are none."""
+        batch, documents, shares = self._unpadded, self.documents, self._shares
+        known = all(getattr(batch.get(name), "ndim", 0) == 2 for name in ("labels", "position_ids"))
+        if self._padding is not None:
+            real = self._padding.cpu().bool()
+        elif documents is None or not (known or shares):
             return True
-        return shares.share(torch.arange(documents.length) < length, 0).repeat(documents.rows)
+        else:
+            ends = padding_begins(batch).cpu() if known else torch.tensor([self._ids().shape[1]])
+            real = (torch.arange(documents.length) < ends.unsqueeze(1)).expand(documents.rows, -1)
+        real = real if shares is None else shares.share(real, 1)
+        return bool(real.all()) or real
 
     def _ids(self) -> Any:
         return next(
@@ -223,9 +230,8 @@ class PackedAttention:
         rows, length = self._ids().shape[:2]
         wholes = [shares.gather_with_gradient(each.unflatten(0, (rows, -1)), 1) for each in logits]
         call = signature(own).bind(tuple(each[:, :length].flatten(0, 1) for each in wholes), *arguments, **named)
-        if (padding := self._unpadded.get("attention_mask")) is not None:
-            padding = padding.to(logits[0].device, non_blocking=True)
-        call.arguments["attention_mask"] = padding
+        padding = None if self._padding is None else self._padding[:, :length]
+        call.arguments["attention_mask"] = None if padding is None else padding.to(logits[0].device, non_blocking=True)
         return own(*call.args, **call.kwargs) / shares.exchange.size
 
 

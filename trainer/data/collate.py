@@ -90,18 +90,19 @@ def _field_list(sample: Mapping[str, Any]) -> str:
     return ", ".join(f"{field!r} ({type(value).__name__})" for field, value in sample.items()) or "no field"
 
 
+def padding_begins(batch: Mapping[str, Any]) -> Tensor:
+    """Return where each row ends: before its last document by `position_ids` if that has no target and is not the first."""
+    targets = batch["labels"] != IGNORED_LABEL
+    places = torch.arange(targets.shape[1], device=targets.device)
+    last = ((batch["position_ids"] == 0) * places).amax(dim=1)
+    return torch.where((targets & (places >= last[:, None])).any(dim=1) | (last == 0), len(places), last)
+
+
 def without_padding(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     """Cut the trailing columns that are padding in all rows of a text batch, fields `[batch, sequence]`, to a `multiple` of
-    columns: a model that balances experts counts padding too. Padding is where `attention_mask` is 0, or the last document of a row
-    by its `position_ids` if that has no target. An `attention_mask` of ones is dropped."""
+    columns: a model that balances experts by a loss counts padding too. An `attention_mask` of ones is dropped."""
     length = batch["input_ids"].shape[1]
-    places = torch.arange(length)
-    if "attention_mask" in batch:
-        ends = batch["attention_mask"].sum(dim=1)
-    else:
-        last = ((batch["position_ids"] == 0) * places).amax(dim=1)
-        learnt = ((batch["labels"] != IGNORED_LABEL) & (places >= last[:, None])).any(dim=1)
-        ends = torch.where(learnt, length, last)
+    ends = batch["attention_mask"].sum(dim=1) if "attention_mask" in batch else padding_begins(batch)
     end = min(-(-int(ends.max()) // multiple) * multiple, length)
     found = {name: value[:, :end].contiguous() if value.ndim > 1 else value for name, value in batch.items()}
     if "attention_mask" in found and bool(found["attention_mask"].all()):

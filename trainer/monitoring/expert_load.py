@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zeromesh.errors import ConfigError
+from zeromesh.kernels.tiles import PRESENT
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.adapters import adapter_names, is_adapted
 from zeromesh.units.plan import experts_of
@@ -29,7 +30,7 @@ class ExpertLoads:
         self._mesh, self._rate = mesh, bias_rate
         self._counts: dict[str, Tensor] = {}
         self._biases: dict[str, list[Tensor]] = {}
-        self.real: Tensor | bool = False  # The present forward's tokens that count, bool `[tokens]`; all; none.
+        self.real: Tensor | bool = False  # The present forward's tokens that count, bool `[rows, length]`; all; none.
         saved = adapter_names(model) if is_adapted(model) else None
         for name, own in experts_of(model).items():
             count = own * mesh.experts.size
@@ -49,17 +50,19 @@ class ExpertLoads:
             why = f"the routers of {type(model).__name__} have no buffer {which}; set it to 0"
             raise ConfigError(why, where="optimizer.expert_bias_rate")
 
-    def _count(self, name: str, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _count(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         # Recomputation in backward counts no token again.
         if self.real is False or torch._C._current_graph_task_id() >= 0:
             return
         counts, integers = self._counts[name], (torch.int32, torch.int64)  # They come before or behind weights.
         for each in (each for each in (*args, *kwargs.values()) if getattr(each, "dtype", None) in integers):
-            counted = (flat := each.reshape(-1)) >= 0  # Others stand for no expert.
+            counted = (chosen := each.reshape(-1, each.shape[-1])) >= 0  # Others stand for no expert.
             if isinstance(self.real, Tensor):
-                counted &= self.real.repeat_interleave(len(flat) // len(self.real)).to(flat.device, non_blocking=True)
+                self.real = self.real.to(each.device, non_blocking=True)
+                real = self.real[:, PRESENT["tokens"]].reshape(-1, 1)
+                counted &= real if len(real) == len(chosen) else True  # Others are no tokens of the batch's sequences.
             # The number behind the last expert's is dropped: the size of a selection would be asked of the device.
-            counts += torch.bincount(flat.where(counted, len(counts)), minlength=len(counts))[: len(counts)]
+            counts += torch.bincount(chosen.where(counted, len(counts)).flatten(), minlength=len(counts))[: len(counts)]
 
     def begin_step(self) -> None:
         for each in self._counts.values():

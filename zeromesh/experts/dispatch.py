@@ -38,7 +38,7 @@ def spread_experts(
     the parts of all parameters; `parts` are those of tensor parallelism, of `layer_ranks` ranks. `undo` restores the model's own
     modules, with experts that are whole and on the meta device. Raises `LayoutError` for models that have no such modules, and for
     numbers of experts that ranks cannot divide."""
-    counts, found = experts_of(model), dict(parts)
+    counts, found, divided = experts_of(model), dict(parts), set[nn.Parameter]()
     if not counts:
         raise LayoutError(
             f"{type(model).__name__} has no modules of experts whose forward takes hidden states, numbers of experts and "
@@ -49,14 +49,17 @@ def spread_experts(
         raise LayoutError(f"parallel.expert: {exchange.size} ranks cannot have equally many experts: {sizes}")
 
     def divide(name: str, parameter: nn.Parameter, dim: int, *own: Interval) -> None:
-        """Leave this rank the intervals `own` of a parameter along `dim`."""
+        """Leave this rank the intervals `own` of a parameter along `dim`, once if several modules have it."""
+        if parameter in divided:
+            return
         whole = Region.whole(tuple(parameter.shape))
         before = found.get(name) or ParameterPart(region=whole, holders=tuple(range(layer_ranks)))
         dims = (*before.region.dims[:dim], own, *before.region.dims[dim + 1 :])
         region = Region(shape=before.region.shape, dims=dims)
         found[name] = replace(before, region=region, experts=True)
         local = torch.empty(region.local_shape, dtype=parameter.dtype, device="meta")
-        replace_parameter(model, parameter, nn.Parameter(local, requires_grad=parameter.requires_grad), undo)
+        divided.add(made := nn.Parameter(local, requires_grad=parameter.requires_grad))
+        replace_parameter(model, parameter, made, undo)
 
     for name, count in counts.items():
         module, each = model.get_submodule(name), count // exchange.size

@@ -8,9 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from zeromesh.overrides import override
 from zeromesh.rng import GeneratorStates, kept_generators
 
 Gradients = tuple[Tensor | None, ...]
+PRESENT = {"tokens": slice(None)}
+"""The tokens of the sequence that a module sees in forward: those of a tile, or all of them outside of one."""
 
 
 def run_in_tiles(forward: Callable[[Tensor], Tensor], params: Sequence[nn.Parameter], tokens: int, x: Tensor) -> Tensor:
@@ -38,7 +41,8 @@ class _TiledPass:
         whole: Tensor | None = None
         with self._autocast():
             for places, tile in self._tiles(x):
-                out = self._forward(tile)
+                with override(PRESENT, "tokens", places):
+                    out = self._forward(tile)
                 whole = out.new_empty(*x.shape[:2], *out.shape[2:]) if whole is None else whole
                 whole[:, places] = out
         return cast(Tensor, whole)

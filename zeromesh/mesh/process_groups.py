@@ -24,14 +24,15 @@ from zeromesh.telemetry.watchdog import Watchdog
 _numbers = itertools.count()
 _sockets: dict[int, str] = {}
 """The descriptors that gloo has opened for groups, and what `/proc` says that they are, since numbers are used again."""
-GroupPurpose = Literal["control", "data", "reduce"]
+GroupPurpose = Literal["control", "data", "gather", "reduce"]
 """The purpose of a process group. Calls on one group match in order, so calls without a common order need separate groups.
 
-`control` is a CPU group for agreements. `data` gathers parameters and moves activations. `reduce` reduces gradients: reductions
-start as gradients arrive, so their order among gathers differs between ranks; a common group would match one with the other."""
+`control` is a CPU group for agreements. `data` moves activations in the order of the program, `gather` parameters as reads of
+shards end, `reduce` gradients as they arrive. So their order among each other differs between ranks, and sets along different
+axes may have equal ranks: a common group would match one with the other."""
 Purposes = Collection[GroupPurpose]
 SetGroups = dict[GroupPurpose, dist.ProcessGroup]
-"""The process groups of a set of ranks. A purpose that was not requested uses the control group, where that is possible."""
+"""The process groups of a set of ranks. A purpose that was not requested uses the group of gathers, or else the control group."""
 
 
 class MeshGroups:
@@ -99,11 +100,13 @@ class MeshGroups:
         control = found["control"]
         if control is None:
             return None
-        return {purpose: found.get(purpose) or control for purpose in ("control", "data", "reduce")}
+        return {each: found.get(each) or found.get("gather") or control for each in ("control", "data", "reduce")}
 
     def create_along(self, shape: MeshShape, axes: Sequence[Axis], purposes: Purposes = ()) -> SetGroups | None:
         """Create the groups of this rank's set over `axes` of the mesh. All ranks of the world call this in the same order."""
         own = shape.group_of(self._rank, *axes)
+        if self.works is not None:  # A device launches gathers in the order of the program too.
+            purposes = ["data" if each == "gather" else each for each in purposes]
         made = sum((purpose, own, "") not in self._groups for purpose in ("control", *purposes))
         links = [self.create(ranks, purposes) for ranks in groups_in_turn(shape, self._rank, axes, made)]
         return next(filter(None, links), None)

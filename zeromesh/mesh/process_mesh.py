@@ -45,8 +45,8 @@ _STARTS_AS_LONG = 5  # times the timeout of a step: processes import and read mo
 _NODES = Path("/sys/devices/system/node")
 
 _PURPOSES: dict[tuple[Axis, ...], tuple[GroupPurpose, ...]] = {(name,): ("data",) for name in AXES}
-_PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("data", "reduce")}
-_PURPOSES |= {(EXPERT,): ("data",), (EXPERT_SHARD,): ("data", "reduce")}
+_PURPOSES |= {axes_of("batch", but=["states"]): ("data",), axes_of("states"): ("gather", "reduce")}
+_PURPOSES |= {(EXPERT,): ("data",), (EXPERT_SHARD,): ("gather", "reduce")}
 """The process groups besides the control group that a set over these axes has."""
 
 

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,6 +21,7 @@ from zeromesh.flat.encoded_shard import codec_of_part
 from zeromesh.flat.layout import ParameterPart, ParameterSpec, StageCopies
 from zeromesh.intervals import grouped
 from zeromesh.options import EncodedWeights
+from zeromesh.rng import kept_generators
 
 ROOT = ""
 COUNT = "num_experts"
@@ -152,18 +154,27 @@ def _adds_rows(module: nn.Module, known: dict[Any, bool]) -> bool:
         values[name] = row.expand(3, *each.shape[1:])
 
     def run(begin: int, end: int, *args: Tensor) -> Any:
-        few, own = type(module).__new__(type(module)), {name: each[begin:end] for name, each in values.items()}
-        vars(few).update(vars(module) | {COUNT: end - begin, "_parameters": own})
+        few = _twin(module)
+        vars(few).update({COUNT: end - begin, "_parameters": {name: each[begin:end] for name, each in values.items()}})
         return unwrap(type(module).forward)(few, *args)
 
     for size in sorted({size for each in values.values() for size in each.shape[1:]}):  # One is that of hidden states.
         hidden, weights, chosen = random(6, size), random(6, 2).sigmoid(), torch.tensor([[0, 2]] * 6, device="cpu")
-        with suppress(Exception):  # Of another size, or of other arguments.
+        with suppress(Exception), kept_generators():  # Of another size, or of other arguments.
             wanted = run(0, 3, hidden, chosen, weights)
             first, last = (run(at, at + 1, hidden, 0 * chosen[:, :1], torch.ones_like(weights[:, :1])) for at in (0, 2))
             apart = wanted - first * weights[:, :1] - last * weights[:, 1:]
             known[key] |= bool(apart.abs().max() <= 1e-3 * wanted.abs().max() > 0)
     return known[key]
+
+
+def _twin(module: nn.Module) -> Any:
+    """Return a module with these parameters, and copies of what a forward may change, such as a buffer that counts."""
+    made, own = type(module).__new__(type(module)), vars(module).items()
+    vars(made).update({name: copy(each) if isinstance(each, list | dict | set) else each for name, each in own})
+    made._buffers.update({name: each.clone() for name, each in made._buffers.items() if each is not None})
+    made._modules.update({name: _twin(each) for name, each in made._modules.items() if each is not None})
+    return made
 
 
 def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> None:

@@ -36,25 +36,17 @@ _COPIES = frozenset({"CloneBackward0"})
 
 
 class _ModuleHook:
-    """A hook on a module. Copies of the hook do nothing: a copied or pickled module belongs to no engine."""
+    """A hook that skips the first values that torch tells it. Copies of it do nothing: a copied module belongs to no engine."""
 
-    def __init__(self, call: Callable[..., None] | None = None) -> None:
-        self._call = call
+    def __init__(self, call: Callable[..., None] | None = None, skipped: int = 2) -> None:
+        self._call, self._skipped = call, skipped
 
-    def __call__(self, _module: nn.Module, _args: Any, *output: Any) -> None:
+    def __call__(self, *told: Any) -> None:
         if self._call is not None:
-            _outside_transforms(self._call, *output)
+            _outside_transforms(self._call, *told[self._skipped :])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ModuleHook, ()
-
-
-class _InputHook(_ModuleHook):
-    """A hook on a module that gets its arguments."""
-
-    def __call__(self, _module: nn.Module, *given: Any) -> None:
-        if self._call is not None:
-            _outside_transforms(self._call, _module, *given)
 
 
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
@@ -133,11 +125,10 @@ def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str,
 
 
 def watch_inputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[..., None]) -> Callable[[], None]:
-    """Have `call(name, module, args, kwargs)` run before each forward of these modules; returns a call that ends this."""
+    """Have `call(name, args, kwargs)` run before each forward of these modules; returns a call that ends this."""
     handles = ExitStack()
     for name, module in modules:
-        hook = _InputHook(partial(call, name))
-        handles.enter_context(module.register_forward_pre_hook(hook, with_kwargs=True))
+        handles.enter_context(module.register_forward_pre_hook(_ModuleHook(partial(call, name), 1), with_kwargs=True))
     return handles.close
 
 

@@ -1,9 +1,11 @@
 """Models whose experts are spread over ranks, beside one process that has all of them."""
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
@@ -17,6 +19,7 @@ from tests.support.architecture_cases import differences
 from tests.support.plain import after_steps, error_of, fitted
 from tests.support.trainer_cases import LLAMA, digest, lines_of, llama, seeded, sentences, settings
 from zeromesh import Trainer
+from zeromesh.comm.transport import GatherBuffer
 from zeromesh.errors import ZeromeshError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.models.small_copy import InFloat64
@@ -74,6 +77,14 @@ def _losing() -> Any:
     return _mixtral(output_router_logits=True, router_aux_loss_coef=0.1)
 
 
+def _tied() -> Any:
+    """Two layers have the same experts."""
+    model = _mixtral()
+    for leaf in ("gate_up_proj", "down_proj"):
+        setattr(model.model.layers[1].mlp.experts, leaf, getattr(model.model.layers[0].mlp.experts, leaf))
+    return model
+
+
 KINDS = {
     "mixtral": _mixtral,
     "losing": _losing,
@@ -83,6 +94,7 @@ KINDS = {
     "skewed": _skewed,
     "deep": _deep,
     "square": _square,
+    "tied": _tied,
 }
 
 
@@ -153,11 +165,42 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
         torch.testing.assert_close(found, wanted_state[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def balanced(mesh: Mesh, folder: str, axes: Mapping[str, Any], length: int = 99, **sections: Any) -> dict[str, Any]:
-    """The biases of routers after four steps on samples of at most `length` tokens, and the loads that they follow."""
+def uneven_reads(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any]) -> None:
+    """Reads of parameters end at once on even ranks, and on odd ones not before their values are needed."""
+    poll = GatherBuffer.poll
+
+    def at_once(buffer: GatherBuffer) -> None:
+        while buffer._queue and (reading := buffer._queue[0]._reading) is not None and not reading.done():
+            time.sleep(0)
+        poll(buffer)
+
+    with patch.object(GatherBuffer, "poll", (lambda buffer: None) if mesh.rank % 2 else at_once):
+        files = {"transport": "gloo", "timeout_seconds": 5, **axes}
+        exact(mesh, folder, kind, files, offload={"parameters": "file"}, batch={"micro_size": 1})
+
+
+def _padded(sample: dict[str, torch.Tensor], how: str) -> dict[str, torch.Tensor]:
+    """The sample with padding up to 12 tokens, which a mask or a document of its own tells."""
+    length, places = len(sample["input_ids"]), torch.arange(12)
+    found = {
+        name: torch.nn.functional.pad(sample[name], (0, 12 - length), value=value)
+        for name, value in (("input_ids", 0), ("labels", -100))
+    }
+    told = {"mask": {"attention_mask": (places < length).long()}, "document": {"position_ids": places % length}}
+    return found | told[how]
+
+
+def balanced(
+    mesh: Mesh, folder: str, axes: Mapping[str, Any], length: int = 99, ragged: str = "", **sections: Any
+) -> dict[str, Any]:
+    """The biases of routers after four steps on samples of at most `length` tokens, and the loads that they follow. Those that are
+    `ragged` have different lengths, and padding if that says how it is told."""
     rate = {"expert_bias_rate": 0.01}
     config = settings(folder, parallel=dict(axes), optimizer=rate, run={"log_every": 1}, **sections)
     samples = [{name: each[:length] for name, each in sample.items()} for sample in sentences()]
+    for at, sample in enumerate(samples if ragged else ()):
+        samples[at] = {name: sample["input_ids"][: 6 + 5 * at % 7].clone() for name in sample}
+    samples = [_padded(sample, ragged) for sample in samples] if ragged not in ("", "alone") else samples
     with Trainer(seeded(_latent), config, samples) as trainer:
         losses = trainer.fit().losses
         biases = [each.tolist() for name, each in trainer.model.named_buffers() if name.endswith("correction_bias")]
@@ -385,6 +428,9 @@ def refused(mesh: Mesh, folder: str) -> None:
     )
     assert "optimizer.expert_bias_rate: the routers of MixtralForCausalLM have no buffer" in said(
         _mixtral(), optimizer={"expert_bias_rate": 0.1}
+    )
+    assert "parallel.tensor does not divide experts that adapters change" in said(
+        _with_experts(), parallel={"tensor": 2, "expert": 1}
     )
     assert "needs whole tensors" in said(_mixtral(), optimizer={"name": "muon"})
     spread = _mixtral()

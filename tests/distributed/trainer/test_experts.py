@@ -53,6 +53,12 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(3)(
         "expert_cases",
         [
             row(2, "loop", kind="mixtral"),
+            # Ranks read parameters at different speeds while they exchange tokens, over groups of equal ranks.
+            row(2, "uneven_reads", kind="qwen", axes=TWO),
+            row(2, "uneven_reads", kind="mixtral", axes={"context": 2}),
+            row(2, "uneven_reads", FULL, kind="qwen", axes={"context": 2, "context_method": "heads"}),
+            row(4, "uneven_reads", FULL, kind="qwen", axes={"context": 2, "expert": 4}),
+            row(2, "exact", kind="tied", axes=TWO),
             row(2, "adapters", stage=3, axes=TWO),
             row(4, "adapters", FULL, stage=2, axes=TWO),
             row(2, "adapters_alone", kind="skewed", matrices=MATRICES, axes=TWO),
@@ -96,6 +102,28 @@ def test_only_tokens_of_the_batch_move_biases(workers: Workers, tmp_path: Path, 
     for each in workers.run(2, "expert_cases:balanced", folder=str(tmp_path / "two"), axes=axes, **sections):
         assert each["losses"] == pytest.approx(one["losses"], rel=1e-9)
         assert each["biases"] == one["biases"]
+
+
+def test_padding_moves_no_biases(workers: Workers, tmp_path: Path) -> None:
+    """Padding is told by a mask or by a document of its own, also to ranks that share sequences, and in tiles."""
+
+    def run(ranks: int, name: str, **given: Any) -> Any:
+        folder = str(tmp_path / name)
+        return workers.run(ranks, "expert_cases:balanced", folder=folder, **{"axes": {}, "ragged": "mask", **given})[0]
+
+    one = run(1, "alone", ragged="alone", batch={"micro_size": 1})
+    assert any(*one["biases"])
+    ways: dict[str, tuple[int, dict[str, Any]]] = {
+        "mask": (1, {}),
+        "document": (1, {"ragged": "document"}),
+        "tiles": (1, {"model": {"tile_tokens": 5}}),
+        "shared": (2, {"axes": {"context": 2}}),
+        "shared documents": (2, {"axes": {"context": 2}, "ragged": "document"}),
+    }
+    for name, (ranks, given) in ways.items():
+        found = run(ranks, name, batch={"micro_size": 4}, **given)
+        assert found["losses"] == pytest.approx(one["losses"], rel=1e-9), name
+        assert (found["biases"], found["loads"]) == (one["biases"], one["loads"]), name
 
 
 def test_biases_of_routers_even_out_the_loads_of_all_ranks(workers: Workers, tmp_path: Path) -> None:

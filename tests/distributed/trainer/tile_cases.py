@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from tests.distributed.parallel.parallel_cases import KINDS
+from tests.distributed.trainer.expert_cases import KINDS as EXPERTS
 from tests.distributed.trainer.lora_cases import adapted
 from tests.support.architecture_cases import differences
 from tests.support.plain import apart
@@ -24,6 +25,7 @@ def _with_unused() -> Any:
 BUILDS: dict[str, Any] = {
     "unused": lambda: seeded(_with_unused),
     **{kind: lambda kind=kind: seeded(KINDS[kind]) for kind in ("llama", "gpt2", "frozen")},
+    "experts": lambda: seeded(EXPERTS["mixtral"]),
     "adapted": lambda: adapted(target_modules=["q_proj", "gate_proj", "down_proj"]),
 }
 

@@ -1,5 +1,6 @@
 """From models to units and buckets."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -167,16 +168,20 @@ def test_parameters_without_elements_have_a_place() -> None:
 
 
 class Experts(nn.Module):
-    """Three experts, whose weights multiply their results, or what goes in, or the results of a few tokens."""
+    """Three experts, whose weights multiply their results, or what goes in, or the results of a few tokens. A forward counts in
+    a buffer and in a list, and draws random numbers."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.num_experts, self.kind = 3, kind
         self.up = nn.Parameter(torch.randn(3, 16, 8), requires_grad=False)
         self.down = nn.Parameter(torch.randn(3, 8, 16), requires_grad=False)
+        self.inside, self.calls = nn.BatchNorm1d(16, affine=False), list[float]()
 
     def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden_states)
+        self.inside.num_batches_tracked += 1
+        self.calls.append(random.random() + float(torch.rand(())))
         most = chosen.numel() // self.num_experts if self.kind == "capacity" else None
         for expert in range(self.num_experts):
             rows, at = (each[:most] for each in torch.where(chosen == expert))
@@ -208,6 +213,9 @@ def test_frozen_experts_are_apart_if_a_trial_finds_that_weights_multiply_their_r
     found = {spec.experts for spec in specs_of(plan_model(model, torch.float32)) if "gate" not in spec.fqn}
     assert found == ({"experts", "more"} if apart else {""})
     assert torch.equal(torch.get_rng_state(), generator)
+    for each in (model["experts"], model["more"]):
+        assert each.calls == []
+        assert each.inside.num_batches_tracked.is_meta or not each.inside.num_batches_tracked
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -233,6 +233,9 @@ class _Planner:
             raise LayoutError(f"{name}: style {style} of a parameter alone is not known; give its module another one")
         if style == "moe_tp_experts":
             held = {leaf: tuple(parameter.shape) for leaf, parameter in module.named_parameters()}
+            if any(leaf.startswith("base_layer.") for leaf in held):
+                why = f"{name}: parallel.tensor does not divide experts that adapters change (target_parameters)"
+                raise LayoutError(f"{why}; set parallel.tensor: 1, and spread them over ranks by parallel.expert")
             dims = intermediate_dims(held) if getattr(module, "is_concatenated", True) else None
             if dims is None:
                 shapes = ", ".join(f"{leaf} {list(shape)}" for leaf, shape in held.items())
