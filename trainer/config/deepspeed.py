@@ -271,8 +271,7 @@ def _precision_and_zero(read: Translation) -> Pairs:
         else:
             yield "precision.compute", compute
     elif not any(f"{name}.enabled" in read.automatic for name in sections):
-        compute = "float32"
-        yield "precision.compute", compute
+        yield "precision.compute", "float32"
     if compute == "float16":
         yield "precision.loss_scale.initial_scale", 2.0 ** read.count("fp16.initial_scale_power", 0, 126)
         yield "precision.loss_scale.growth_interval", read.count("fp16.loss_scale_window")

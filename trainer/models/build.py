@@ -101,8 +101,7 @@ def directory_of(
 
 def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, *, where: str) -> str | None:
     """Download a repository to every host's cache; returns its commit, or None for a directory."""
-    here = Path(source).expanduser().is_dir()
-    rows = [row[0] for row in mesh.world.gather_integers([int(here)])]
+    rows = [row[0] for row in mesh.world.gather_integers([int(Path(source).expanduser().is_dir())])]
     if all(rows):
         if revision is not None:
             problem = f"{revision!r} is of a repository, and {source!r} is a directory; leave it out"
