@@ -1,7 +1,7 @@
 """Flat tensors that rest on a tier, or with their last elements on the device, and `Tiers`, which allocates and counts them."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -96,9 +96,13 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":
-        """Make a tiered tensor of one part, which views `tensor`, 1-D, and counts as resting on `tier`."""
-        length = tensor.numel()
-        return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
+        """Make a tiered tensor that views the elements of `tensor` in order, of any shape and strides, and counts as resting on
+        `tier`. It has one part if `tensor` is contiguous or 1-D, but for one that repeats an element, and else one for each row."""
+        parts: list[TieredPart] = []
+        for row in _rows(tensor) if tensor.numel() else ():
+            start = parts[-1].end if parts else 0
+            parts.append(TieredPart(start=start, end=start + row.numel(), tier=tier, memory=row))
+        return cls(tensor.dtype, parts)
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +219,16 @@ class TieredTensor:
     def _require_all(self, count: int) -> None:
         if count != self.numel:
             raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
+
+
+def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    if tensor.ndim == 1 and (tensor.stride(0) or len(tensor) == 1):
+        yield tensor
+    elif tensor.is_contiguous():
+        yield tensor.view(-1)
+    else:  # Nothing can be written to an expanded row, only to each of its elements.
+        for each in tensor.unbind():
+            yield from _rows(each)
 
 
 def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bool) -> Transfer:

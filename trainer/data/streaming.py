@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.errors import CheckpointError, DataError, counted, summary
 from zeromesh.offload import tensor_bytes
 from zeromesh.rng import kept_generators, seed_all, seed_of
+from zeromesh.trainer.data.collate import loads_batches
 
 _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+>")
@@ -192,8 +193,9 @@ _COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside 
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True for a dataset that can only be iterated over."""
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+    """Return True for a dataset whose samples can only be iterated over."""
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return hasattr(dataset, "__iter__") and not indexed and not loads_batches(dataset)
 
 
 def is_read_once(dataset: Any) -> bool:
