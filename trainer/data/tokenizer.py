@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import os
 import resource
 import signal
@@ -123,8 +124,9 @@ class PretrainedTokenizer:
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         self.require_bounded_template()
         keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        apply = partial(self.tokenizer.apply_chat_template, **keys)
         with library_errors(before="the chat template refuses these messages: ", kind=DataError):
-            return list(self.tokenizer.apply_chat_template(list(messages), **keys))
+            return list(apply(readable(list(messages), partial(apply, tokenize=False))))
 
     def require_bounded_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None):
@@ -219,6 +221,30 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
         what = "makes too much text" if os.WIFEXITED(status) else late
         raise DataError(f"the chat template {what}; give another one (chat_template.jinja beside the tokenizer)")
     _BOUNDED_TEMPLATES.add(template)
+
+
+def joined_text(content: Any) -> Any:
+    """Return the content of a message with a list of parts of text, as OpenAI has them, joined by spaces; other content as it is.
+    Raises `DataError` for other parts."""
+    if not isinstance(content, list):
+        return content
+    texts = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise DataError("content is a list of other parts than text; allowed are text and {type: text, text: ...}")
+    return " ".join(texts)
+
+
+def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> list[dict[str, Any]]:
+    """Return messages with parts of text joined, or as they are if the template reads parts: others leave their text out, write
+    them as Python or JSON, or raise an error. Raises `DataError` as `joined_text`."""
+    joined = [{**each, "content": joined_text(each["content"])} if "content" in each else each for each in messages]
+    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
+    with suppress(DataError, *_TEMPLATE_ERRORS):
+        written = render(messages) if parts else ""
+        forms = [form for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))]
+        if all(part["text"].strip() in written for part in parts) and not any(form in written for form in forms):
+            return messages
+    return joined
 
 
 def has_tokenizer(directory: Path) -> bool:

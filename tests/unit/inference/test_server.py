@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, joined_text
 from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.inference.server import app
 from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
@@ -68,7 +68,7 @@ class Repeating:
 
 class _Tokens(ByteTokenizer):
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        return list("".join(f"{message['role']}:{message['content']};" for message in messages).encode())
+        return list("".join(f"{message['role']}:{joined_text(message['content'])};" for message in messages).encode())
 
 
 class Scene:

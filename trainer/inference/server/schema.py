@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
+from zeromesh.trainer.data.tokenizer import joined_text
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _GREEDY_BELOW = 1e-5  # dividing logits by a lower temperature may overflow, and the best token is drawn in any case
@@ -110,18 +111,14 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(max_length=64)]
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content")
     @classmethod
     def _text(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        texts: list[Any] = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("parts have type text and a text; others are not taken")
-        return " ".join(texts)
+        joined_text(content)  # raises an error for other parts than text
+        return content
 
     @field_validator("tool_calls", mode="before")
     @classmethod
