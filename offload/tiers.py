@@ -1,9 +1,10 @@
 """Flat tensors that rest on a tier, or with their last elements on the device, and `Tiers`, which allocates and counts them."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -98,10 +99,9 @@ class TieredTensor:
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":
         """Make a tiered tensor that views the elements of `tensor` in order, of any shape and strides, and counts as resting on
         `tier`. It has one part if `tensor` is contiguous or 1-D, but for one that repeats an element, and else one for each row."""
-        parts: list[TieredPart] = []
-        for row in _rows(tensor) if tensor.numel() else ():
-            start = parts[-1].end if parts else 0
-            parts.append(TieredPart(start=start, end=start + row.numel(), tier=tier, memory=row))
+        rows = _rows(tensor) if tensor.numel() else []
+        ends = zip(rows, accumulate(map(len, rows)), strict=True)
+        parts = [TieredPart(start=end - len(row), end=end, tier=tier, memory=row) for row, end in ends]
         return cls(tensor.dtype, parts)
 
     @property
@@ -221,14 +221,11 @@ class TieredTensor:
             raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
 
 
-def _rows(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    if tensor.ndim == 1 and (tensor.stride(0) or len(tensor) == 1):
-        yield tensor
-    elif tensor.is_contiguous():
-        yield tensor.view(-1)
-    else:  # Nothing can be written to an expanded row, only to each of its elements.
-        for each in tensor.unbind():
-            yield from _rows(each)
+def _rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    # Nothing can be written to an expanded row, only to each of its elements.
+    if tensor.is_contiguous() or (tensor.ndim == 1 and tensor.stride(0)):
+        return [tensor.view(-1)]
+    return [row for each in tensor.unbind() for row in _rows(each)]
 
 
 def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bool) -> Transfer:

@@ -23,9 +23,10 @@ class TorchSchedule:
         optimizer = make_optimizer(settings, None, folders=folders)
         self._own = _momentum_of(optimizer.param_groups[0])
         with errors_as(ConfigError, f"lr_scheduler, with optimizer.name {settings.name}: ", ValueError):
-            scheduler = make(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            scheduler = make(optimizer) if callable(make) else make
+        if scheduler is make or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
             cure = "give a callable that makes a scheduler of torch.optim, whose rate depends on the step alone"
+            cure += ", of the optimizer that it is called with, such as lambda optimizer: StepLR(optimizer, 30)"
             raise ConfigError(f"lr_scheduler gave a {type(scheduler).__name__}; {cure}")
         self._settings, self._optimizer, self._scheduler = settings, optimizer, scheduler
         self._rates = [self._current_values()]

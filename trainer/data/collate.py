@@ -38,7 +38,7 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(repr, dataset))
         raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
-    if loads_batches(dataset):
+    if getattr(dataset, "batch_sampler", None) is not None:  # None: of a DataLoader with batch_size=None
         cure = "give its dataset, with its collate_fn as data_collator, and batch.global_size and batch.micro_size"
         raise DataError(f"{name} is a {type(dataset).__name__}, whose items are batches and not samples; {cure}")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -47,11 +47,6 @@ def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
         raise DataError(f"{name} is a {type(dataset).__name__} without length or indexing; {cure}")
     if len(dataset) == 0:
         raise DataError(f"{name} is empty; give at least one sample")
-
-
-def loads_batches(dataset: Any) -> bool:
-    """Return True for a torch `DataLoader`, but for one that loads single samples (`batch_size=None`)."""
-    return getattr(dataset, "batch_sampler", None) is not None
 
 
 def is_library(collate: Collate | None) -> bool:

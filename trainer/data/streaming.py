@@ -19,7 +19,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeromesh.errors import CheckpointError, DataError, counted, summary
 from zeromesh.offload import tensor_bytes
 from zeromesh.rng import kept_generators, seed_all, seed_of
-from zeromesh.trainer.data.collate import loads_batches
 
 _LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(rb" at 0x[0-9a-fA-F]+>")
@@ -193,9 +192,9 @@ _COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside 
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True for a dataset whose samples can only be iterated over."""
+    """Return True for a dataset whose samples can only be iterated over: not for a `DataLoader`, which gives batches."""
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    return hasattr(dataset, "__iter__") and not indexed and not loads_batches(dataset)
+    return hasattr(dataset, "__iter__") and not indexed and getattr(dataset, "batch_sampler", None) is None
 
 
 def is_read_once(dataset: Any) -> bool:

@@ -224,8 +224,7 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
 
 
 def joined_text(content: Any) -> Any:
-    """Return the content of a message with a list of parts of text, as OpenAI has them, joined by spaces; other content as it is.
-    Raises `DataError` for other parts."""
+    """Return the content of a message, a list of parts of text joined by spaces. Raises `DataError` for other parts."""
     if not isinstance(content, list):
         return content
     texts = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
@@ -238,11 +237,11 @@ def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, An
     """Return messages with parts of text joined, or as they are if the template reads parts: others leave their text out, write
     them as Python or JSON, or raise an error. Raises `DataError` as `joined_text`."""
     joined = [{**each, "content": joined_text(each["content"])} if "content" in each else each for each in messages]
-    parts = [part for each in messages if isinstance(each.get("content"), list) for part in each["content"]]
+    lists = [each["content"] for each in messages if isinstance(each.get("content"), list)]
     with suppress(DataError, *_TEMPLATE_ERRORS):
-        written = render(messages) if parts else ""
-        forms = [form for part in parts for form in (str(part), json.dumps(part, ensure_ascii=False))]
-        if all(part["text"].strip() in written for part in parts) and not any(form in written for form in forms):
+        written = render(messages) if lists else ""
+        raw = any(form in written for parts in lists for form in (str(parts), json.dumps(parts, ensure_ascii=False)))
+        if not raw and all(part["text"].strip() in written for parts in lists for part in parts):
             return messages
     return joined
 

@@ -50,6 +50,7 @@ def test_a_stream_goes_on_over_epochs() -> None:
     assert is_stream({1})
     assert is_stream(DataLoader([1], None))
     assert not is_stream(DataLoader([1]))
+    assert not is_stream(DataLoader(Dataset.from_dict({"x": [1]}).to_iterable_dataset(), 1))
 
 
 class Stateful:

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic_core import from_json
 
 from zeromesh.errors import PhaseError, QueueFullError, ZeromeshError
-from zeromesh.trainer.data.tokenizer import joined_text
 
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 _GREEDY_BELOW = 1e-5  # dividing logits by a lower temperature may overflow, and the best token is drawn in any case
@@ -113,12 +112,6 @@ class ChatMessage(BaseModel):
     role: Annotated[str, Field(max_length=64)]
     content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
-
-    @field_validator("content")
-    @classmethod
-    def _text(cls, content: Any) -> Any:
-        joined_text(content)  # raises an error for other parts than text
-        return content
 
     @field_validator("tool_calls", mode="before")
     @classmethod
