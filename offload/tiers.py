@@ -4,7 +4,6 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
@@ -100,8 +99,7 @@ class TieredTensor:
         """Make a tiered tensor that views the elements of `tensor` in order, of any shape and strides, and counts as resting on
         `tier`. It has one part if `tensor` is contiguous or 1-D, but for one that repeats an element, and else one for each row."""
         rows = _rows(tensor) if tensor.numel() else []
-        ends = zip(rows, accumulate(map(len, rows)), strict=True)
-        parts = [TieredPart(start=end - len(row), end=end, tier=tier, memory=row) for row, end in ends]
+        parts = [TieredPart(start=n * len(m), end=(n + 1) * len(m), tier=tier, memory=m) for n, m in enumerate(rows)]
         return cls(tensor.dtype, parts)
 
     @property
@@ -222,7 +220,7 @@ class TieredTensor:
 
 
 def _rows(tensor: torch.Tensor) -> list[torch.Tensor]:
-    # Nothing can be written to an expanded row, only to each of its elements.
+    # All rows are of one length. Nothing can be written to an expanded row, only to each of its elements.
     if tensor.is_contiguous() or (tensor.ndim == 1 and tensor.stride(0)):
         return [tensor.view(-1)]
     return [row for each in tensor.unbind() for row in _rows(each)]

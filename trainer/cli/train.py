@@ -336,10 +336,8 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
         keys = [f"model.{name}={json.dumps(each)}" for name, each in saved_with_base(path).items()]
         return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
-        kinds = (
-            "a configuration, a run, a checkpoint of a run, an adapter, or a model directory that save_pretrained wrote"
-        )
-        raise ConfigError(f"a directory without {CONFIG} or config.json; give {kinds}", where=source)
+        why = f"a directory without {CONFIG} or config.json; give a configuration, a run, a checkpoint of a run, an adapter"
+        raise ConfigError(f"{why}, or a model directory (a run of TRL has one: model)", where=source)
     return None, (f"model.source={path}", f"run.name={path.resolve().name}", 'model.train=["!*"]'), None
 
 

@@ -79,8 +79,7 @@ class PretrainedTokenizer:
             raise DataError(f"processing_class is a {type(self.tokenizer).__name__}; {cure}: data.tokenizer")
         if self.end_of_text is None:
             raise DataError(
-                f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
-                "are joined with an end-of-text token: set tokenizer.eos_token and save it again"
+                "the tokenizer has neither eos_token nor sep_token to end texts: set eos_token, and save it"
             )
 
     @property
@@ -126,7 +125,7 @@ class PretrainedTokenizer:
         keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
         apply = partial(self.tokenizer.apply_chat_template, **keys)
         with library_errors(before="the chat template refuses these messages: ", kind=DataError):
-            return list(apply(readable(list(messages), partial(apply, tokenize=False))))
+            return list(apply(readable(list(map(dict, messages)), partial(apply, tokenize=False))))
 
     def require_bounded_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None):
@@ -227,7 +226,7 @@ def joined_text(content: Any) -> Any:
     """Return the content of a message, a list of parts of text joined by spaces. Raises `DataError` for other parts."""
     if not isinstance(content, list):
         return content
-    texts = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
+    texts: list[Any] = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
     if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
         raise DataError("content is a list of other parts than text; allowed are text and {type: text, text: ...}")
     return " ".join(texts)
@@ -255,13 +254,11 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     if spec is None or spec == BYTES:
         return ByteTokenizer()
     if not (path := Path(spec).expanduser()).is_dir():
-        why = f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine"
-        cure = "save the tokenizer with save_pretrained and give that directory"
-        raise DataError(f"{why}; hub names are not looked up: {cure}")
+        why = f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are not looked up"
+        raise DataError(f"{why}: save the tokenizer with save_pretrained and give that directory")
     if not has_tokenizer(path):
         why = f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)})"
-        cure = "or bytes for a model whose tokens are the bytes of a text"
-        raise DataError(f"{why}; give a directory that save_pretrained of a tokenizer wrote, {cure}")
+        raise DataError(f"{why}; give one that save_pretrained of a tokenizer wrote, or bytes for a model of bytes")
     from transformers import AutoTokenizer
 
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):

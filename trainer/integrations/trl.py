@@ -112,8 +112,6 @@ def train(config: TrainerConfig) -> None:
         return
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(directory / "model"))
-    if trl_config.process_index == 0:
-        print_lines([f"saved {directory / 'model'}, which generate and serve take"])
 
 
 def _is_complete(checkpoint: Path, arguments: Any) -> bool:

@@ -247,7 +247,7 @@ def test_a_scheduler_of_torch_is_a_function_of_the_step() -> None:
         (
             StepLR(torch.optim.SGD([torch.zeros(1)], 1.0), 1),
             "adamw",
-            "lr_scheduler gave a StepLR; give a callable that",
+            "lr_scheduler gave a StepLR; give a function of",
         ),
         (lambda optimizer: LambdaLR(optimizer, [abs, abs]), "adamw", "lr_scheduler, with optimizer.name adamw: "),
         (

@@ -153,7 +153,7 @@ def test_the_configuration_runs_once(
     config = load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"])
     trl.train(config)
     assert (tmp_path / "dpo/model/config.json").is_file()
-    assert f"saved {tmp_path}/dpo/model, which generate and serve take" in capsys.readouterr().out
+    capsys.readouterr()
     trl.train(config)
     assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "dpo").glob("checkpoint-*")] == ["checkpoint-2"]
