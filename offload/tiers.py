@@ -96,9 +96,11 @@ class TieredTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, tier: Tier = Tier.DEVICE) -> "TieredTensor":
-        """Make a tiered tensor of one part, which views `tensor`, 1-D, and counts as resting on `tier`."""
-        length = tensor.numel()
-        return cls(tensor.dtype, [TieredPart(start=0, end=length, tier=tier, memory=tensor)] if length else [])
+        """Make a tiered tensor that views the elements of `tensor` in order, of any shape and strides, and counts as resting on
+        `tier`. It has one part if `tensor` is contiguous or 1-D, but for one that repeats an element, and else one for each row."""
+        rows = _rows(tensor) if tensor.numel() else []
+        parts = [TieredPart(start=n * len(m), end=(n + 1) * len(m), tier=tier, memory=m) for n, m in enumerate(rows)]
+        return cls(tensor.dtype, parts)
 
     @property
     def nbytes(self) -> int:
@@ -215,6 +217,13 @@ class TieredTensor:
     def _require_all(self, count: int) -> None:
         if count != self.numel:
             raise ValueError(f"{count} elements to copy, for a tensor of {self.numel}")
+
+
+def _rows(tensor: torch.Tensor) -> list[torch.Tensor]:
+    # All rows are of one length. Nothing can be written to an expanded row, only to each of its elements.
+    if tensor.is_contiguous() or (tensor.ndim == 1 and tensor.stride(0)):
+        return [tensor.view(-1)]
+    return [row for each in tensor.unbind() for row in _rows(each)]
 
 
 def _move(dtype: torch.dtype, part: TieredPart, data: torch.Tensor, *, write: bool) -> Transfer:

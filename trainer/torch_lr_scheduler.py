@@ -23,9 +23,9 @@ class TorchSchedule:
         optimizer = make_optimizer(settings, None, folders=folders)
         self._own = _momentum_of(optimizer.param_groups[0])
         with errors_as(ConfigError, f"lr_scheduler, with optimizer.name {settings.name}: ", ValueError):
-            scheduler = make(optimizer)
-        if isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
-            cure = "give a callable that makes a scheduler of torch.optim, whose rate depends on the step alone"
+            scheduler = make(optimizer) if callable(make) else make
+        if not callable(make) or isinstance(scheduler, ReduceLROnPlateau) or not isinstance(scheduler, LRScheduler):
+            cure = "give a function of the optimizer, such as lambda it: StepLR(it, 30), with a rate by the step alone"
             raise ConfigError(f"lr_scheduler gave a {type(scheduler).__name__}; {cure}")
         self._settings, self._optimizer, self._scheduler = settings, optimizer, scheduler
         self._rates = [self._current_values()]

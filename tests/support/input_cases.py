@@ -88,6 +88,7 @@ INPUTS: dict[str, Function[[dict[str, Any]], Trainer]] = {
     "no samples": lambda c: Trainer(llama(), c, []),
     "splits": lambda c: Trainer(llama(), c, datasets.DatasetDict(train=_rows(), test=_rows())),
     "stream": lambda c: Trainer(llama(), c, _rows(), _rows().to_iterable_dataset()),
+    "batches": lambda c: Trainer(llama(), c, torch.utils.data.DataLoader(sentences(), 3)),  # type: ignore[arg-type]
     "a name": lambda c: Trainer(llama(), c, "stdlib"),  # type: ignore[arg-type]
     "tuples": lambda c: Trainer(llama(), c, torch.utils.data.TensorDataset(torch.ones(9, 2))),
     "ragged": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x[:7], labels=lambda x: x[:7]), 5)),

@@ -154,8 +154,10 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         "model.head": head,
         "data.sequence_length": min(1024, limit) if type(limit) is int else 1024,
         "run.name": name_of_file(f"{model.resolve().name}-{'lora' if options.lora else 'tuned'}.yaml"),
-        "run.epochs": 3,
     }
+    # A number of steps that is asked for is not cut short by a default.
+    own = dict(each.partition("=")[::2] for each in options.overrides)
+    keys |= {"run.epochs": 3} if own.get("run.max_steps", "null") == "null" else {}
     if given := options.evaluation:
         # One path, or several by the names before `=` or those of the files.
         sets = {name or name_of_file(path): path for name, _, path in (each.rpartition("=") for each in given)}
@@ -334,10 +336,8 @@ def resolve_source(source: str) -> tuple[Path | None, tuple[str, ...], Path | No
         keys = [f"model.{name}={json.dumps(each)}" for name, each in saved_with_base(path).items()]
         return None, (f"run.name={json.dumps(path.resolve().name)}", *keys), None
     if not (path / "config.json").is_file():
-        kinds = (
-            "a configuration, a run, a checkpoint of a run, an adapter, or a model directory that save_pretrained wrote"
-        )
-        raise ConfigError(f"a directory without {CONFIG} or config.json; give {kinds}", where=source)
+        why = f"a directory without {CONFIG} or config.json; give a configuration, a run, a checkpoint of a run, an adapter"
+        raise ConfigError(f"{why}, or a model directory (a run of TRL has one: model)", where=source)
     return None, (f"model.source={path}", f"run.name={path.resolve().name}", 'model.train=["!*"]'), None
 
 

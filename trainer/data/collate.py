@@ -32,12 +32,15 @@ class MapDataset(Protocol):
 
 
 def check_dataset(dataset: Any, *, name: str = "train_dataset") -> None:
-    """Raise `DataError` for a dataset that is empty, has no length, or is a mapping of splits."""
+    """Raise `DataError` for a dataset that is empty, has no length, is a mapping of splits, or has batches for samples."""
     if isinstance(dataset, str | bytes | os.PathLike):
         raise DataError(f"{name} is {str(dataset)!r}; give a dataset, or name text in the configuration: data.train")
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(repr, dataset))
         raise DataError(f"{name} is a mapping of splits ({splits}); pass one of them, such as {name}[...]")
+    if getattr(dataset, "batch_sampler", None) is not None:  # None: of a DataLoader with batch_size=None
+        cure = "give its dataset, with its collate_fn as data_collator, and batch.global_size and batch.micro_size"
+        raise DataError(f"{name} is a {type(dataset).__name__}, whose items are batches and not samples; {cure}")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         why = "samples are dealt by index, so that any number of ranks sees the same data"
         cure = f"{why}: pass a map-style dataset, or list(dataset) where it fits in memory"

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from zeromesh.environment import export
-from zeromesh.errors import DataError, library_errors, summary
+from zeromesh.errors import DataError, errors_as, library_errors, summary
 from zeromesh.trainer.config.sections.formats import FOR_TEMPLATES, Messages
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.text_sources import Row, TextSource
-from zeromesh.trainer.data.tokenizer import Encoded, TokenArray, Tokenizer, require_bounded
+from zeromesh.trainer.data.tokenizer import Encoded, TokenArray, Tokenizer, joined_text, readable, require_bounded
 
 _ROWS_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 4 << 20
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -137,7 +137,7 @@ class Renderer:
                 return self.tokenizer.end_of_text
             turns = [each for value in self._parts(row).values() for each in value if each.get("role") == "assistant"]
             for (begin, end), turn in zip(rendered.answers[::-1], turns[::-1], strict=False):
-                if not (content := str(turn.get("content") or "").strip()):
+                if not (content := str(joined_text(turn.get("content")) or "").strip()):
                     continue
                 # A template closes a turn with one token (white space aside), or the content ends with a special one.
                 behind = rendered.text[begin:end].rpartition(content)[2].strip()
@@ -157,7 +157,8 @@ class Renderer:
         if bare := [each for each in value if not isinstance(each.get("role"), str)]:
             why = f"{row.where}: field {name!r} has a message without role, only {', '.join(map(repr, bare[0]))}"
             raise DataError(f"{why}; messages are {{role: system, user, assistant or tool, content: text}}")
-        return [_without_null(message) for message in value]
+        with errors_as(DataError, f"{row.where}: field {name!r}: ", DataError):
+            return readable([_without_null(each) for each in value], lambda turns: self._apply(row, turns)[0])
 
     def _template(self, row: Row) -> tuple[str, Any]:
         """Return the chat template for a row, and the row's tools or None."""

@@ -192,8 +192,9 @@ _COUNTERS = ("position", "chain", "epoch", "begun")  # in a saved state, beside 
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return True for a dataset that can only be iterated over."""
-    return hasattr(dataset, "__iter__") and not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"))
+    """Return True for a dataset whose samples can only be iterated over: not for a `DataLoader`, which gives batches."""
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return hasattr(dataset, "__iter__") and not indexed and getattr(dataset, "batch_sampler", None) is None
 
 
 def is_read_once(dataset: Any) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import json
 import os
 import resource
 import signal
@@ -78,8 +79,7 @@ class PretrainedTokenizer:
             raise DataError(f"processing_class is a {type(self.tokenizer).__name__}; {cure}: data.tokenizer")
         if self.end_of_text is None:
             raise DataError(
-                f"tokenizer {type(self.tokenizer).__name__} has neither eos_token nor sep_token; documents "
-                "are joined with an end-of-text token: set tokenizer.eos_token and save it again"
+                "the tokenizer has neither eos_token nor sep_token to end texts: set eos_token, and save it"
             )
 
     @property
@@ -123,8 +123,9 @@ class PretrainedTokenizer:
             raise DataError(f"{_NO_TEMPLATE}; give text, or a model whose tokenizer has one (chat_template.jinja)")
         self.require_bounded_template()
         keys = {"tools": tools, "add_generation_prompt": True, "return_dict": False}
+        apply = partial(self.tokenizer.apply_chat_template, **keys)
         with library_errors(before="the chat template refuses these messages: ", kind=DataError):
-            return list(self.tokenizer.apply_chat_template(list(messages), **keys))
+            return list(apply(readable(list(map(dict, messages)), partial(apply, tokenize=False))))
 
     def require_bounded_template(self) -> None:
         if getattr(self.tokenizer, "chat_template", None):
@@ -221,6 +222,29 @@ def require_bounded(template: str, render: Callable[..., object], *conversations
     _BOUNDED_TEMPLATES.add(template)
 
 
+def joined_text(content: Any) -> Any:
+    """Return the content of a message, a list of parts of text joined by spaces. Raises `DataError` for other parts."""
+    if not isinstance(content, list):
+        return content
+    texts: list[Any] = [one.get("text") for one in content if isinstance(one, Mapping) and one.get("type") == "text"]
+    if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
+        raise DataError("content is a list of other parts than text; allowed are text and {type: text, text: ...}")
+    return " ".join(texts)
+
+
+def readable(messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]) -> list[dict[str, Any]]:
+    """Return messages with parts of text joined, or as they are if the template reads parts: others leave their text out, write
+    them as Python or JSON, or raise an error. Raises `DataError` as `joined_text`."""
+    joined = [{**each, "content": joined_text(each["content"])} if "content" in each else each for each in messages]
+    lists = [each["content"] for each in messages if isinstance(each.get("content"), list)]
+    with suppress(DataError, *_TEMPLATE_ERRORS):
+        written = render(messages) if lists else ""
+        raw = any(form in written for parts in lists for form in (str(parts), json.dumps(parts, ensure_ascii=False)))
+        if not raw and all(part["text"].strip() in written for parts in lists for part in parts):
+            return messages
+    return joined
+
+
 def has_tokenizer(directory: Path) -> bool:
     return any((directory / name).is_file() for name in _FILE_NAMES)
 
@@ -230,13 +254,11 @@ def load_tokenizer(spec: str | Path | None) -> Tokenizer:
     if spec is None or spec == BYTES:
         return ByteTokenizer()
     if not (path := Path(spec).expanduser()).is_dir():
-        why = f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine"
-        cure = "save the tokenizer with save_pretrained and give that directory"
-        raise DataError(f"{why}; hub names are not looked up: {cure}")
+        why = f"data.tokenizer {str(spec)!r} is neither 'bytes' nor a directory on this machine; hub names are not looked up"
+        raise DataError(f"{why}: save the tokenizer with save_pretrained and give that directory")
     if not has_tokenizer(path):
         why = f"data.tokenizer {str(spec)!r} holds no tokenizer ({', '.join(_FILE_NAMES)})"
-        cure = "or bytes for a model whose tokens are the bytes of a text"
-        raise DataError(f"{why}; give a directory that save_pretrained of a tokenizer wrote, {cure}")
+        raise DataError(f"{why}; give one that save_pretrained of a tokenizer wrote, or bytes for a model of bytes")
     from transformers import AutoTokenizer
 
     with library_errors(before=f"data.tokenizer {str(spec)!r} cannot be loaded: ", kind=DataError):

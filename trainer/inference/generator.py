@@ -371,9 +371,8 @@ def find_source(source: str | PathLike[str]) -> str:
         return str(path) if path.is_dir() else str(source)
     if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
         return str(checkpoint_at(path))
-    cure = "a model directory that save_pretrained wrote, or the name of a model on the Hub"
-    why = f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, {cure}"
-    raise ConfigError(why, where=str(source))
+    why = f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, the name of a model on the Hub"
+    raise ConfigError(f"{why}, or a model directory (a run of TRL has one: model)", where=str(source))
 
 
 def layout_of(

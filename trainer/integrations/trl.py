@@ -20,7 +20,7 @@ from zeromesh.trainer.models.adapters import adapter_configs
 
 _KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
 _SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
-_CONVERTED_KEYS = frozenset(
+_KNOWN_KEYS = {*ARGUMENTS, *STEP_INTERVALS} | set(
     """
     model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
     data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir run.verbose checkpoint.resume
@@ -36,8 +36,8 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
     problems = [
         f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
-        for key in keys
-        if key not in (*ARGUMENTS, *STEP_INTERVALS, *_CONVERTED_KEYS) and key.partition(".")[0] not in _SECTIONS
+        for key, value in keys.items()
+        if not (value is None or key in _KNOWN_KEYS or key.partition(".")[0] in _SECTIONS)
     ]
     arguments = training_arguments(keys)
     if "model.activation_checkpointing" in keys:

@@ -89,8 +89,11 @@ def make_loss(
         raise ConfigError(f"adapters that learn prompts make targets of their own, which only the model knows; {cure}")
     arguments = signature(type(inside).forward).parameters
     if inside.base_model is inside and not any("label" in name for name in arguments):
-        cure = "pass compute_loss, or set model.head to a task"
-        raise ConfigError(f"{type(inside).__name__} has no head, and so no loss of its own; {cure}")
+        why, cure = "has no head, and so no loss of its own", "pass compute_loss, or set model.head to a task"
+        if "return_loss" in arguments:
+            why = "gives the mean loss of a microbatch, and only if it is called with return_loss=True"
+            cure = "pass compute_loss=lambda model, batch: (model(**batch, return_loss=True).loss * n, n)"
+        raise ConfigError(f"{type(inside).__name__} {why}; {cure}")
     kind, config = getattr(inside, "loss_type", None), inside.config
     if kind in _LABELLED or type(inside).__name__.endswith(_LABELLED_CLASSES):
         single = getattr(config, "problem_type", None) in (None, "single_label_classification")

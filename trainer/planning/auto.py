@@ -8,7 +8,7 @@ from zeromesh.environment import LaunchEnvironment, available_cores
 from zeromesh.errors import ConfigError, counted
 from zeromesh.offload import TierChoice, accelerator
 from zeromesh.trainer.config.trainer_config import TrainerConfig
-from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.collate import BatchRules, check_dataset
 from zeromesh.trainer.data.streaming import is_stream
 from zeromesh.trainer.data.tokenizer import BYTES, load_tokenizer
 from zeromesh.trainer.loop.context import UserInputs
@@ -123,6 +123,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     if is_stream(dataset):
         cure = "give parallel, zero.stage and batch.micro_size yourself"
         raise ConfigError(f"a stream is not read before the run begins; {cure}")
+    check_dataset(dataset)
 
     def batches(micro: int) -> dict[str, Any]:
         return rules.accepted(rules.make_batch(dataset, [index % len(dataset) for index in range(micro)]))

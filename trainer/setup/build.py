@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +263,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
     """Return the user's datasets, or those of the configuration. One rank of each host tokenizes uncached text, and others wait."""
     train, evaluation, tokenizer = inputs.train_dataset, inputs.eval_dataset, inputs.processing_class
     if train is not None or evaluation is not None:
-        streams = train is not None and not isinstance(train, str | bytes | PathLike) and is_stream(train)
+        streams = is_stream(train)
         whole = {} if train is None or streams else {"train_dataset": train}
         data = RunData(train=_make_streamed(train, config) if streams else train, eval=evaluation)
         for name, dataset in {**whole, **data.evaluation_sets()}.items():
@@ -278,8 +277,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         return _limit_eval_sets(pictures, count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         why = f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none"
-        cure = "give the directory that save_pretrained of its tokenizer wrote"
-        cure += ", or bytes for a model whose tokens are the bytes of a text"
+        cure = "give the directory of its tokenizer, or bytes for a model whose tokens are the bytes of a text"
         raise ConfigError(f"{why}; {cure}", where="data.tokenizer")
     own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"

@@ -390,11 +390,11 @@ def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, los
             why = f"{inputs.model} does not predict the next token, so plain text has no labels for it"
             cure = "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
             raise ConfigError(f"{why}; {cure}")
-    notes, train, size = [], feeds.data.train, feeds.plan.global_size
+    notes, size = [], feeds.plan.global_size
     resumes, store = config.checkpoint.resume not in ("auto", "never"), CheckpointStore(config.run.directory / FOLDER)
-    if train is not None and not isinstance(train, StreamedDataset) and len(train) < size:
-        samples = f"{counted(len(train), 'sample')} are fewer than a global batch of {size}"
-        notes.append(f"train_dataset: {samples}: they come again in it")
+    if config.batch.last == "carry" and (number := feeds.plan.epoch_size or size) < size:
+        few = f"train_dataset has {counted(number, 'sample')}, fewer than a global batch of {size}"
+        notes.append(f"{few}: samples come again in each")
     for name, feed in feeds.by_name().items():
         if isinstance(feed.dataset, StreamedDataset) and (resumes or store.steps()):
             continue  # A resumed stream was checked when the run began, and does not continue at its beginning.

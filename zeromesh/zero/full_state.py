@@ -232,10 +232,9 @@ def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool)
 
 
 def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
-    spec = spec_of(name, buffer)
-    if not buffer.is_contiguous():
-        buffer.data = buffer.data.contiguous()
-    everything, values = Interval(start=0, end=buffer.numel()), TieredTensor.of(buffer.detach().reshape(-1))
+    # A view, since the buffer's memory may be that of another one, which loading has to change with it.
+    spec, values = spec_of(name, buffer), TieredTensor.of(buffer.detach())
+    everything = Interval(start=0, end=buffer.numel())
     return TensorShard(spec=spec, region=Region.whole(spec.shape), interval=everything, values=values)
 
 

@@ -73,6 +73,15 @@ def test_a_model_without_a_head_needs_a_loss() -> None:
     with pytest.raises(ConfigError, match="BertModel has no head, and so no loss of its own; pass compute_loss"):
         make_loss(model)
     assert make_loss(model, compute_loss=lambda model, batch: (torch.zeros(()), 1)).count({}) is None
+    sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with torch.device("meta"):
+        pairs = tf.CLIPModel(
+            tf.CLIPConfig(text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 8})
+        )
+    with pytest.raises(
+        ConfigError, match=r"CLIPModel gives the mean .* with return_loss=True; pass compute_loss=lambda"
+    ):
+        make_loss(pairs)
 
 
 def test_missing_answers_and_transcripts_are_named() -> None:

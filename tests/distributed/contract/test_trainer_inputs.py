@@ -140,6 +140,7 @@ REFUSED = table("""
 no samples: DataError -> train_dataset is empty; give at least one sample
 splits: DataError -> train_dataset is a mapping of splits ('train', 'test'); pass one of them
 stream: DataError -> eval_dataset is a IterableDataset without length or indexing & list(dataset)
+batches: DataError -> train_dataset is a DataLoader, whose items are batches & with its collate_fn as data_collator
 a name: DataError -> train_dataset is 'stdlib'; give a dataset, or name text in the configuration: data.train
 tuples: DataError -> is a tuple; give mappings of field names & or pass a data_collator
 ragged: DataError -> field 'input_ids' has shape [7], but that of sample & pad or cut samples to one length

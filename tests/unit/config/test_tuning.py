@@ -129,6 +129,15 @@ def test_the_keys_of_a_start(
     assert options.tune
 
 
+@pytest.mark.parametrize(("key", "epochs"), [("run.max_steps=40", None), ("run.max_steps=null", 3)])
+def test_a_start_of_so_many_steps_has_them(tmp_path: Path, key: str, epochs: float | None) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    run = load_config(
+        None, parsed(key, "--model", str(directory(tmp_path)), "--data", f"{tmp_path}/a.txt").overrides
+    ).run
+    assert (run.epochs, run.most_steps) == (epochs, None if epochs else 40)
+
+
 @pytest.mark.parametrize(
     "words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)]
 )

@@ -8,6 +8,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 from transformers import BatchEncoding, DataCollatorForLanguageModeling, default_data_collator
 
 from tests.support.text_files import word_tokenizer
@@ -106,6 +107,10 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
         (lambda: check_dataset([]), "is empty"),
         (lambda: check_dataset({"train": [1], "test": [2]}), r"a mapping of splits \('train', 'test'\)"),
         (lambda: check_dataset(iter([1, 2])), "without length or indexing"),
+        (
+            lambda: check_dataset(DataLoader([1, 2], 2), name="eval_dataset"),
+            "eval_dataset is a DataLoader, whose items",
+        ),
         (lambda: count_targets(torch.tensor([1, 2]), causal=True), r"\[batch, sequence\]; these have shape \[2\]"),
         (lambda: BatchRules(collate=list).make_batch([1, 2], [0, 1]), "data_collator gave a list for samples 0, 1"),
     ],

@@ -164,6 +164,17 @@ def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw:
         assert [int(label != -100) for label in labels] == wanted["assistant_masks"]
 
 
+def test_parts_of_text_are_trained_on_as_text(tmp_path: Path, own: PretrainedTokenizer) -> None:
+    """Rows in OpenAI's form, with a list of parts for each content, have the tokens and targets of the same rows as text."""
+    rows: Any = [
+        {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in row["messages"]]}
+        for row in ROWS
+    ]
+    parts, text = [load(tmp_path, each, own) for each in (rows, ROWS)]
+    assert [learnt(sample) for sample in parts.train] == [learnt(sample) for sample in text.train]
+    assert parts.answer_ends == text.answer_ends != ()
+
+
 def test_a_template_that_forgets_is_refused(tmp_path: Path, own: PretrainedTokenizer) -> None:
     turns = [("user", "a"), ("assistant", "<think>hm</think>b"), ("user", "c"), ("assistant", "d")]
     rows = [{"messages": messages(turns[:2])}, {"messages": messages(turns)}]
@@ -255,6 +266,11 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),
         ([{"prompt": "a", "completion": messages(CHATS[1])}], PAIRS, "field 'prompt' is str; it should be text"),
         ([ASKED], {"chat_template": "{{ raise_exception('no') }}"}, "row 0: .* TemplateError: no"),
+        (
+            [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+            {},
+            "row 0: field 'messages': content is a list of other parts than text",
+        ),
         ([{**ASKED, "tools": "{"}], {}, "field 'tools' is text, and no JSON"),
         ([ASKED], {"chat_template": "a/b.jinja"}, "data.chat_template: no file 'a/b.jinja'"),
         ([{"messages": messages(CHATS[1][:1])}], {}, "1 row, and none has a target of the loss in its first 96 tokens"),

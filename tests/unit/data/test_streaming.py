@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset, concatenate_datasets, interleave_datasets
 from datasets.distributed import split_dataset_by_node
+from torch.utils.data import DataLoader
 
 from zeromesh.errors import CheckpointError, DataError
 from zeromesh.trainer.data.streaming import StreamedDataset, digest, is_read_once, is_stream
@@ -47,6 +48,9 @@ def test_a_stream_goes_on_over_epochs() -> None:
     assert is_stream(Numbers(1))
     assert not is_stream([1])
     assert is_stream({1})
+    assert is_stream(DataLoader([1], None))
+    assert not is_stream(DataLoader([1]))
+    assert not is_stream(DataLoader(Dataset.from_dict({"x": [1]}).to_iterable_dataset(), 1))
 
 
 class Stateful:

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.support.text_files import word_tokenizer
 from zeromesh.errors import DataError
-from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, PretrainedTokenizer, has_tokenizer, load_tokenizer, readable
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<sep>", "a", "b", "c"]
 TEMPLATE = "{% for m in messages %}{{ m.content }} {% endfor %}{% if tools %}b {% endif %}"
@@ -29,11 +30,45 @@ def test_ids_of_prompts_and_messages() -> None:
     assert (ids.tolist(), offsets.tolist()) == ([4, 5], [[0, 1], [2, 3]])
     question = [{"role": "user", "content": "a"}]
     assert tokenizer.encode_messages(question) == [4, 6]
+    assert tokenizer.encode_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}]) == [4, 6]
     tool = {"type": "function", "function": {"name": "a", "description": "a", "parameters": {"type": "object"}}}
     assert tokenizer.encode_messages(question, tools=[tool]) == [4, 5, 6]
     assert (tokenizer.decode([1, 4, 2]), tokenizer.decode_raw([1, 4, 2])) == ("<bos> a", "<bos> a <eos>")
     with pytest.raises(DataError, match="the tokenizer has none; give text, or a model whose tokenizer has one"):
         made().encode_messages(question)
+
+
+EACH = "{% for m in messages %}<{% if m.content is string %}{{ m.content }}{% else %}"
+PARTS = "{% for part in m.content %}{{ part.text }}{% endfor %}"
+END = "{% endif %}>{% endfor %}"
+"""Templates, and what they write of two parts."""
+TEMPLATES = {
+    "text alone": ("{% for m in messages %}<{{ m.content }}>{% endfor %}", "<hi a 'b'><yo>"),
+    "text by operators": ("{% for m in messages %}{{ '<' + m.content + '>' }}{% endfor %}", "<hi a 'b'><yo>"),
+    "text, else nothing": (EACH + END, "<hi a 'b'><yo>"),
+    "text, else JSON": (EACH + "{{ m.content | tojson }}" + END, "<hi a 'b'><yo>"),
+    "both": (EACH + PARTS + END, "<hia 'b'><yo>"),
+    "parts alone": ("{% for m in messages %}<" + PARTS + ">{% endfor %}", "<hia 'b'><yo>"),
+}
+
+
+@pytest.mark.parametrize("form", TEMPLATES)
+def test_parts_of_text_are_read_by_the_template_or_else_joined(form: str) -> None:
+    template, wanted = TEMPLATES[form]
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "a 'b'"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "yo"}]},
+    ]
+
+    def render(messages: Any) -> str:
+        return render_jinja_template([messages], chat_template=template)[0][0]
+
+    assert render(readable(turns, render)) == wanted
+    plain = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": []}]
+    assert readable(plain, render) is plain
+    for content in ([{"type": "image"}], ["hi"], [{"text": "hi"}], [{"type": "text"}]):
+        with pytest.raises(DataError, match="content is a list of other parts than text; allowed are text and"):
+            readable([{"role": "user", "content": content}], render)
 
 
 def test_bytes_of_prompts() -> None:

@@ -102,7 +102,9 @@ def test_sources(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint"):
         find_source(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match=r"a directory without config.json or config.resolved.yaml; give a run"):
+    with pytest.raises(
+        ConfigError, match=r"a directory without config.json or config.resolved.yaml; .*TRL has one: model"
+    ):
         find_source(tmp_path / "empty")
 
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.trainer.data.tokenizer import ByteTokenizer
+from zeromesh.trainer.data.tokenizer import ByteTokenizer, joined_text
 from zeromesh.trainer.generation.requests import Inbox, Progress
 from zeromesh.trainer.inference.server import app
 from zeromesh.trainer.inference.server.app import HttpServer, ServerOptions
@@ -68,7 +68,7 @@ class Repeating:
 
 class _Tokens(ByteTokenizer):
     def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None) -> list[int]:
-        return list("".join(f"{message['role']}:{message['content']};" for message in messages).encode())
+        return list("".join(f"{message['role']}:{joined_text(message['content'])};" for message in messages).encode())
 
 
 class Scene:
@@ -234,7 +234,7 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ("completions", {"prompt": "a" * (1 << 20)}, 413, "the body has more than 1048576 bytes"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),
         ("chat/completions", {"messages": [{"content": "a"}]}, 400, "messages.0.role: Field required"),
-        ("chat/completions", {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "messages.0.content"),
+        ("chat/completions", {"messages": [USER | {"content": [{"type": "image_url"}]}]}, 400, "list of other parts"),
         ("chat/completions", {**CHAT, "top_logprobs": 3}, 400, "top_logprobs: Input should be 0"),
         ("chat/completions", {**CHAT, "messages": [{"role": "user", "tool_calls": [3]}]}, 400, "messages.0.tool_calls"),
         ("chat/completions", {**CHAT, "tools": [NESTED]}, 400, "Invalid JSON"),

@@ -101,6 +101,34 @@ def intervals(numel: int, cut: int) -> st.SearchStrategy[tuple[int, int]]:
     return st.tuples(inside, inside).map(lambda pair: (min(pair), max(pair)))
 
 
+VIEWS = {
+    "of no dimension": (torch.zeros(()), lambda base: base, 1),
+    "empty": (torch.zeros(0, 3), lambda base: base.t(), 0),
+    "whole": (torch.zeros(2, 3), lambda base: base, 1),
+    "transposed": (torch.zeros(2, 3), lambda base: base.t(), 3),
+    "columns": (torch.zeros(4, 2, 3), lambda base: base[..., ::2], 8),
+    "one column": (torch.zeros(4, 3), lambda base: base[:, 1], 1),
+    "rows again": (torch.zeros(3), lambda base: base.expand(4, 3), 4),
+    "an element again": (torch.zeros(2, 1), lambda base: base.expand(2, 3), 6),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_any_view_is_written_in_order_into_the_memory_that_it_shows(view: str) -> None:
+    base, shown, parts = VIEWS[view]
+    target = shown(base)
+    expected = torch.arange(1.0, 1 + target.numel()).view(target.shape)
+    if "again" in view:
+        expected = expected[:1].expand_as(target) if view.startswith("rows") else expected[:, :1].expand_as(target)
+    tensor, out = TieredTensor.of(target), torch.zeros(target.numel())
+    assert (tensor.numel, len(tensor.parts)) == (target.numel(), parts)
+    tensor.copy_from(expected.reshape(-1))
+    tensor.copy_to(out)
+    assert torch.equal(shown(base), expected)
+    assert torch.equal(out, expected.reshape(-1))
+    assert all(part.memory.untyped_storage().data_ptr() == base.untyped_storage().data_ptr() for part in tensor.parts)
+
+
 @given(numel=st.integers(0, 10**9), choice=choices)
 def test_a_fraction_is_kept_within_one_grain(numel: int, choice: TierChoice) -> None:
     cut = choice.offloaded_numel(numel)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from model_zoo.small_models import small_model
 from plan_bar import BARS, MODELS, tried
+from torch import nn
+from torch.utils.data import DataLoader
 
 from tests.unit.planning.test_machine import MACHINE, MODEL, SMALL
 from tests.unit.tools.browser import Browser, find_browser, looks_of
 from zeromesh.environment import read_environment
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.offload import Purpose, TierChoice
 from zeromesh.optim.fused_optimizer import GroupRules
 from zeromesh.telemetry.step_recorder import StepPhase
@@ -78,6 +80,19 @@ def test_a_model_of_pictures_is_cut_as_its_own_data_show() -> None:
     assert subject.mesh_refusal(pipeline=2) == ""
     assert subject.blocks == 4
     subject.close()
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (iter([1]), "a stream is not read before the run begins"),
+        (DataLoader([1]), "train_dataset is a DataLoader, whose items are batches"),  # type: ignore[arg-type]
+        ([], "train_dataset is empty"),
+    ],
+)
+def test_a_plan_refuses_datasets_that_it_cannot_read_as_a_run_does(dataset: Any, words: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=words):
+        subject_of(_config(), UserInputs(model=nn.Linear(1, 1), train_dataset=dataset, compute_loss=lambda *_: None))
 
 
 def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None:

@@ -290,7 +290,9 @@ def test_init_of_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 def test_what_cannot_be_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a script's run the configuration's model was built, of which the checkpoint has no weight."""
     assert main(["evaluate", str(tmp_path)]) == 2
-    assert "a directory without config.resolved.yaml or config.json" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a directory without config.resolved.yaml or config.json" in said
+    assert "a model directory (a run of TRL has one: model)" in said
     run = tmp_path / "run"
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     (run / "config.resolved.yaml").write_text("{}\n")

@@ -19,8 +19,14 @@ import torch
 from zeromesh.errors import DataError
 from zeromesh.launch.signals import STOP_SIGNALS, StopSignals, handled_signals, stop_requests
 from zeromesh.trainer.checkpoints.trainer_state import LENGTH, Best, differences, goal_of, value_of
+from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.data.collate import BatchRules
+from zeromesh.trainer.data.feed import Feeds, RunData
+from zeromesh.trainer.data.sampler import BatchPlan
+from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.loop.evaluation import evaluation_line
 from zeromesh.trainer.loop.prediction import Collector
+from zeromesh.trainer.setup.model import _check_first
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -157,3 +163,21 @@ def test_the_line_of_an_evaluation() -> None:
     }
     said = "step 3: evaluation loss 2.0000 with averaged weights over 1.5k targets, above the byte-pair entropy 2.0000"
     assert evaluation_line(run, values) == f"{said}\n  eval_f1  0.5"
+
+
+@pytest.mark.parametrize(
+    ("samples", "last", "said"),
+    [
+        (1, "carry", ["train_dataset has 1 sample, fewer than a global batch of 8: samples come again in each"]),
+        (3, "carry", ["train_dataset has 3 samples, fewer than a global batch of 8: samples come again in each"]),
+        (3, "partial", []),
+        (8, "carry", []),
+        (None, "carry", []),
+    ],
+)
+def test_samples_that_come_again_in_a_batch_are_noted(samples: int | None, last: Any, said: list[str]) -> None:
+    config = load_config({"batch": {"global_size": 8, "last": last}})
+    plan = BatchPlan(global_size=8, micro_size=1, data_ranks=1, epoch_size=samples, last=last)
+    feeds = Feeds(config=config, data=RunData(train=None), plan=plan, rules=BatchRules())
+    unused: Any = None
+    assert _check_first(feeds, config, unused, unused, UserInputs()) == said

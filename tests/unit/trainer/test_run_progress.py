@@ -244,6 +244,11 @@ def test_a_scheduler_of_torch_is_a_function_of_the_step() -> None:
     [
         (lambda optimizer: ReduceLROnPlateau(optimizer), "adamw", "lr_scheduler gave a ReduceLROnPlateau"),
         (lambda optimizer: optimizer, "adamw", "lr_scheduler gave a AdamW"),
+        (
+            StepLR(torch.optim.SGD([torch.zeros(1)], 1.0), 1),
+            "adamw",
+            "lr_scheduler gave a StepLR; give a function of",
+        ),
         (lambda optimizer: LambdaLR(optimizer, [abs, abs]), "adamw", "lr_scheduler, with optimizer.name adamw: "),
         (
             lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),

@@ -109,6 +109,13 @@ def test_methods_rewards_and_data_are_checked(sections: dict[str, Any], said: st
         arguments(**sections)
 
 
+def test_a_key_that_is_set_to_nothing_is_as_if_left_out() -> None:
+    """A null on the command line takes away what the file sets."""
+    assert arguments(model={"weights": None}, data={"chat_template": None}) == arguments()
+    with pytest.raises(ConfigError, match=r"model\.weights: train.method dpo hands the run to TRL"):
+        arguments(model={"weights": "nf4"})
+
+
 def test_a_reward_is_a_function_of_a_module() -> None:
     import math
 

@@ -144,6 +144,22 @@ def test_what_a_checkpoint_has_of_each_parameter(model: Tied, compute: torch.dty
     assert state.update_order() == {}
 
 
+def test_buffers_that_share_memory_still_do_when_they_are_read(model: Tied) -> None:
+    """Loading writes into a buffer's own memory, so a view of it, persistent too, goes on showing what forward writes to it."""
+    square = torch.arange(6.0).view(2, 3)
+    for name, buffer in {"square": square, "turned": square.t(), "column": square[:, 1]}.items():
+        model.register_buffer(name, buffer)
+    engine = engine_of(model)
+    shards = {each.spec.name: each.values for each in engine.checkpoint_state.shards_to_write()}
+    square.zero_()
+    for each in engine.checkpoint_state.shards_to_read():
+        each.values.copy_from(shards[each.spec.name])
+    assert square.tolist() == [[0, 1, 2], [3, 4, 5]]
+    square.add_(1)
+    assert model.turned.tolist() == [[1, 4], [2, 5], [3, 6]]  # type: ignore[operator]
+    assert model.column.tolist() == [2, 5]  # type: ignore[operator]
+
+
 def test_ranks_with_other_weights_are_named_by_the_majority(model: Tied, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(model)
     state = engine.checkpoint_state

@@ -110,18 +110,8 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: Annotated[str, Field(max_length=64)]
-    content: str | None = None
+    content: str | list[dict[str, Any]] | None = None
     tool_calls: list[dict[str, Any]] | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _text(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        texts: list[Any] = [one.get("text") for one in content if isinstance(one, dict) and one.get("type") == "text"]
-        if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("parts have type text and a text; others are not taken")
-        return " ".join(texts)
 
     @field_validator("tool_calls", mode="before")
     @classmethod
