@@ -5,12 +5,15 @@ that open, read and write raise `OSError`. For a path that is no regular file, i
 import contextlib
 import errno
 import fcntl
+import gc
+import io
 import json
 import os
 import re
 import secrets
 import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -154,3 +157,11 @@ def longest_disk_call() -> tuple[str, float, float] | None:
         return None
     outer, what, path, since = min(found, key=lambda call: call[3])
     return f"{what} of {os.fspath(path)!r}", now - since, now - outer
+
+
+def flush_files() -> None:
+    """Flush all files of Python that are open, also those that nobody closes: `python SCRIPT` does so by taking modules apart."""
+    opened = (each for each in gc.get_objects() if issubclass(type(each), io.IOBase))
+    for each in (*opened, sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            each.flush()

@@ -228,6 +228,17 @@ def test_a_checkpoint_that_is_as_new_is_used(base: Path, tmp_path: Path, capsys:
     assert "are on files (offload.durable)" not in capsys.readouterr().out
 
 
+class Stops(Callback):
+    def on_step_end(self, trainer: Any, step: int, metrics: Any) -> None:
+        trainer.request(stop=step == 3)
+
+
+def test_a_run_that_a_callback_ends_leaves_no_files(tmp_path: Path) -> None:
+    found = runs.train(tmp_path, {}, callbacks=[Stops()])
+    assert len(found["losses"]) == 3
+    assert not [each for each in (tmp_path / "run").rglob("*") if each.suffix in (".states", ".commit0", ".commit1")]
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [

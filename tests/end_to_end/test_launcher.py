@@ -147,6 +147,25 @@ def test_a_failure_names_its_rank_and_what_became_of_it(
         assert line.endswith(f"restart {number} of {restarts}")
 
 
+OPEN = """\
+import os, sys
+log = open(sys.argv[1] + "/open-" + os.environ.get("RANK", "0"), "w")
+def main():
+    log.write("written")
+main()
+"""
+
+
+def test_what_scripts_have_written_is_there_at_their_end(tmp_path: Path) -> None:
+    """Also in files that nobody closes, of a rank alone and of ranks that are forked."""
+    path = script(tmp_path, OPEN, head="")
+    for ranks in (1, 2):
+        words = ["-m", "zeromesh", "run", "--nproc", str(ranks), str(path), str(tmp_path)]
+        assert subprocess.run([sys.executable, *words], timeout=100, check=False).returncode == 0
+        assert [(tmp_path / f"open-{rank}").read_text() for rank in range(ranks)] == ["written"] * ranks
+        (tmp_path / "open-0").unlink()
+
+
 @pytest.mark.parametrize(
     ("number", "code"),
     [

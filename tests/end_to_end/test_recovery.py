@@ -28,7 +28,7 @@ import contextlib, json, os, signal, sys
 from pathlib import Path
 import torch
 from torch import nn
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 from zeromesh import Trainer
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
@@ -93,7 +93,17 @@ class Faults(TrainerCallback):
         self.strike(f"begin of {self.step}, time {self.steps.count(self.step)}")
 
     def on_step_end(self, args, state, control, **_):
+        self.step += 0.5  # So positions in an exchange with averages differ from those in the update.
+        if asked.get("stops"):
+            trainer.log(mine=float(state.global_step))
+            control.should_training_stop |= state.global_step == asked["stops"]
         self.strike(state.global_step)
+
+    def on_prediction_step(self, args, state, control, **_):
+        self.strike(f"forward of evaluation {state.global_step}")
+
+    def on_evaluate(self, args, state, control, **_):
+        self.strike(f"evaluation {state.global_step}")
 
 
 mark, write = StateMemory.mark, StateMemory.write_record
@@ -144,7 +154,8 @@ if asked.get("first") == "fails":
         Trainer(build, first, train_dataset=dataset[::-1], callbacks=[Fails()]) as trainer,
     ):
         trainer.fit()
-with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=[faults]) as trainer:
+callbacks = [faults, *[EarlyStoppingCallback(1)] * ("stops" in asked)]
+with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], callbacks=callbacks) as trainer:
     if asked.get("first") == "evaluate":
         trainer.evaluate()
     if asked.get("first") == "barrier":
@@ -528,3 +539,64 @@ def test_faults_at_different_steps_are_none_that_comes_back(undisturbed_run: Run
     found = run(tmp_path, *((step, 1, "SIGKILL") for step in (3, 5, 7)), settings=how)
     assert found.process.returncode == 0, found.process.stderr
     assert found.losses == undisturbed_run.losses
+
+
+STOPS: dict[str, Any] = {"stops": 7, "settings": {"run": {"eval_every": 3, "log_every": 5, "max_steps": 11}}}
+
+
+def rows(found: Run, name: str) -> list[Any]:
+    """The lines of a file of the run, without times."""
+    lines = read_metrics(found.folder / "run" / name)
+    return [{key: line.get(key) for key in ("step", "loss", "mine", "eval_loss")} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed_stop(undisturbed_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("undisturbed"), **STOPS)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("when", "victim"),
+    [
+        ("evaluation 6", 0),
+        ("evaluation 6", 1),
+        (4, 1),
+        (7, 1),
+        pytest.param(7, 0, marks=FULL),
+        ("forward of evaluation 7", 1),
+        pytest.param("forward of evaluation 7", 0, marks=FULL),
+    ],
+)
+def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, when: Any, victim: int) -> None:
+    """For callbacks that stop a run early and for logged values, and an end that one has asked for is one in the next start."""
+    found = run(tmp_path, (when, victim, "SIGKILL"), **STOPS)
+    assert found.process.returncode == 0, found.process.stderr
+    assert "from the memory of the ranks" in found.process.stdout
+    assert "ended after step 7: a callback asked to stop" in found.process.stdout
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        assert rows(found, name)[-1]["step"] == (5 if name == "metrics.jsonl" else 7)
+        assert {row["step"]: row for row in rows(found, name)} == {
+            row["step"]: row for row in rows(undisturbed_stop, name)
+        }
+    assert all(found.end(rank)["weights"] == undisturbed_stop.end(rank)["weights"] for rank in range(RANKS))
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        "forward of evaluation 6",
+        "position 1 of 6.5",
+        pytest.param("position 4 of 6.5", marks=FULL),
+        pytest.param("position 7 of 6.5", marks=FULL),
+        pytest.param("position 17 of 6.5", marks=FULL),
+    ],
+)
+def test_an_evaluation_of_averages_loses_no_step(tmp_path: Path, when: str) -> None:
+    """They are exchanged with the weights in memory, which a rank that is lost may have done in part."""
+    settings = {"ema": {"decay": 0.9, "evaluate": True}, "run": {"eval_every": 3}, "checkpoint": {"every_steps": 0}}
+    undisturbed = run(tmp_path / "undisturbed", settings=settings)
+    found = run(tmp_path / "lost", (when, 1, "SIGKILL"), settings=settings)
+    assert found.went_well(undisturbed)
+    assert (found.folder / "struck-0").exists()
+    assert not found.lost_steps

@@ -126,9 +126,8 @@ class CallbackDispatcher:
             state.train_batch_size = trainer.run.config.batch.micro_size
             state.log_history = now.log_history
             state.compute_steps(self._arguments, now.max_steps)
-            if now.best_metric is not None:
-                state.best_metric, state.best_global_step = now.best_metric, now.best_step
-                state.best_model_checkpoint = (best := now.best_checkpoint) and str(link_of(Path(best)))
+            state.best_metric, state.best_global_step = now.best_metric, now.best_step or None
+            state.best_model_checkpoint = (best := now.best_checkpoint) and str(link_of(Path(best)))
         steps = self._state.global_step
         rate = trainer.run.learning_rate_of(steps)
         optimizer = SimpleNamespace(param_groups=(MappingProxyType({"lr": rate}),))

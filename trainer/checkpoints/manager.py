@@ -110,7 +110,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if reasons:
             why = f"no checkpoint in {self.store.root} can be used, and a new run would replace them"
             raise CheckpointError(f"{why}; move them away, or give this run another run.name. The newest: {reasons[0]}")
-        return None if named is None else self._load(named, settings, strict=False)
+        return None if named is None else replace(self._load(named, settings, strict=False), ended="")
 
     def _go_on_from(self, content: Mapping[str, Any], settings: Mapping[str, Any]) -> TrainerState:
         """Take over the progress of a step of which the engine has weights and moments on files already."""
@@ -205,6 +205,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
     def record(self, state: TrainerState) -> None:
         """Write the state anew in its step's checkpoint, if there is one, and remove newer ones, which the run went back from."""
+        if self.saver.in_flight == state.step:
+            self.finish()
         if self.latest != state.step:
             return
         self._keep_metric(state)

@@ -36,25 +36,21 @@ Goal = Literal["lowest", "highest"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
-    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better,
-    and `latest` is the step of the latest that counts: a recovery may repeat one."""
+    """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
     value: Annotated[float, Field(ge=-math.inf)] | None = None  # NaN is none
     step: _Count = 0
     waited: _Count = 0
-    latest: _Count | None = None
 
     def after(self, value: float, step: int, goal: Goal, min_improvement: float) -> "Best":
-        """Return the best value after an evaluation, if it is another than the latest; NaN is never better."""
-        if step == self.latest:
-            return self
+        """Return the best value after one more evaluation; NaN is never better."""
         gain = math.inf if self.value is None else (value - self.value) * (1 if goal == "highest" else -1)
         better = gain > 0 and not math.isnan(value)
         enough = better and gain >= min_improvement
         kept = replace(self, value=value, step=step) if better else self
-        return replace(kept, waited=0 if enough else self.waited + 1, latest=step)
+        return replace(kept, waited=0 if enough else self.waited + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +72,8 @@ class TrainerState:
     good_steps: _Count = 0
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
+    patience: _Count = 0  # `run.patience` of the process that has written the state
+    ended: str = ""  # why the run has ended before its last step; empty if it has not
     learning_rate: _Number = 0.0
     passed_over: _Count = 0  # steps of the data that were no steps, as where a callback ended an epoch early
     skipped_in_a_row: _Count = 0  # of the latest steps
@@ -85,6 +83,8 @@ class TrainerState:
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Best = Best()
     callbacks: Mapping[str, Any] = field(default_factory=dict)
+    unlogged: Sequence[float] = field(default_factory=list)  # the losses since the last line of the log
+    scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)  # sums and counts of users' values since then
     accepted: Sequence[Sequence[_Number]] = field(default_factory=list)  # losses and norms that spikes are judged by
     stream: Mapping[str, Any] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from zeromesh import environment, errors
 from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, counted, errors_as
-from zeromesh.files import json_object, write_whole
+from zeromesh.files import flush_files, json_object, write_whole
 from zeromesh.launch.rank_processes import WorkersFailed
 from zeromesh.launch.ssh import SSH, LaunchPlan, read_hosts, run_attached, supervise
 from zeromesh.mesh.mesh_shape import SIZES, MeshShape
@@ -224,13 +224,15 @@ def run_script(options: argparse.Namespace) -> int:
     sys.argv[:] = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
-        runpy.run_path(options.script, run_name="__main__")
+        _names = runpy.run_path(options.script, run_name="__main__")  # Kept, and with them the files that are open.
     except Exception as error:  # noqa: BLE001 - `python SCRIPT` shows any error of the script from its first line on.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != options.script:
             trace = trace.tb_next
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         return 1
+    finally:
+        flush_files()
     return 0
 
 

@@ -35,6 +35,8 @@ from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 
 Values = dict[str, float]  # Values of an evaluation or of a run by name, such as `eval_loss`.
 Line = dict[str, Any]
+COUNTERS = ("step", "passed_over", "tokens", "skipped", "skipped_in_a_row", "rewinds", "best", "ended")
+"""What a `TrainerState` has of a `RunProgress`, by the same names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +105,7 @@ class RunProgress:
     """The state from which this process goes on: that of the resumed checkpoint, or of step 0."""
     log: list[Line] = field(default_factory=list)
     """The logged lines in transformers' form, which callbacks know as `state.log_history`."""
-    logged: int = 0  # The number of `losses` that logged lines have averaged.
+    unlogged: list[float] = field(default_factory=list)  # The losses since the last line of the log.
     step: int = 0
     passed_over: int = 0
     """The number of data steps skipped: a callback ended an epoch early, or a global batch had no targets or was a spike."""
@@ -122,6 +124,7 @@ class RunProgress:
     communication: Figures = field(default_factory=dict)
     bubbles: list[Mapping[str, float]] = field(default_factory=list)
     best: Best = field(default_factory=Best)
+    ended: str = ""  # The reason for an end before the last step; empty if there is none.
     evaluated_targets: int | None = None  # Number of targets of the latest evaluation; None for one of several sets.
     owes_evaluation: bool = False  # True if the run was stopped during the evaluation after its last step.
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
@@ -145,12 +148,10 @@ class RunProgress:
         return self.losses[-1] if self.losses else self.resumed.loss
 
     def resume(self, state: TrainerState) -> None:
-        self.resumed = state
-        self.step, self.passed_over = state.step, state.passed_over
-        self.tokens, self.skipped, self.rewinds = state.tokens, state.skipped, state.rewinds
-        self.skipped_in_a_row = state.skipped_in_a_row
+        self.resumed, self.unlogged = state, [*state.unlogged]
+        for name in COUNTERS:
+            setattr(self, name, getattr(state, name))
         self.reached = self.position
-        self.best = state.best
         self.log[:] = [unstrict(line) for line in state.log_history]
         self.accepted.clear()
         self.accepted.extend((loss, norm) for loss, norm in state.accepted)
@@ -160,16 +161,16 @@ class RunProgress:
         position, undone, rewinds = self.position, self.step - state.step, self.rewinds
         first = self.resumed if self.resumed.step <= state.step else state
         log = [line for line in self.log if line["step"] <= state.step]
-        self.resume(replace(state, passed_over=position - state.step, log_history=log))
+        self.resume(replace(state, passed_over=position - state.step, ended="", log_history=log))
         self.resumed, self.rewinds, self.skipped_in_a_row = first, rewinds + 1, 0
         self.without_targets += undone
         del self.losses[-undone:], self.seconds[-undone:]
-        self.logged = min(self.logged, len(self.losses))
 
     def add(self, result: StepResult) -> None:
         self.reached = self.position + 1
         self.step += 1
         self.losses.append(result.loss)
+        self.unlogged.append(result.loss)
         self.seconds.append(result.seconds)
         self.tokens += result.tokens
         self.unit = result.unit
@@ -224,7 +225,7 @@ class RunContext:
 
     @property
     def finished(self) -> bool:
-        return self.progress.position >= self.config.run.max_steps
+        return bool(self.progress.ended) or self.progress.position >= self.config.run.max_steps
 
     @property
     def epoch(self) -> float:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, Self
@@ -38,7 +38,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tiers
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
-from zeromesh.optim.journal import COMPLETE, Journal
+from zeromesh.optim.journal import Journal
 from zeromesh.options import ZeroOptions
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
@@ -90,8 +90,10 @@ class Recovery:
     _kept: Kept | None = None
     _record: dict[str, Any] | None = None
     """The record of the latest update, where states in memory are gone on from."""
-    _position: int = 0  # of that update in this rank's memory
+    _at: tuple[int, int] = (0, 0)  # the position of this rank's memory
     _key: int = 0
+    _begun: dict[str, Any] = field(default_factory=dict)  # what the end of the latest step changes, as it was before
+    _ends_again: bool = False  # True if the step that is gone on from ends once more.
     _states: list[TrainerState | None] = field(default_factory=list)
 
     @classmethod
@@ -170,15 +172,22 @@ class Recovery:
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
         if kept is not None:
-            own |= {"state": kept.state.to_json().decode(), "shares": bool(kept.shared), "plain": kept.plain}
+            begun = self._begun if self._begun.get("step") == kept.state.step else {}
+            before = replace(kept.state, **begun, eval_loss=None, metric=None, ended="")
+            own |= {"states": [each.to_json().decode() for each in (kept.state, before)], "plain": kept.plain}
+            own |= {"shares": bool(kept.shared), "step": kept.state.step, "ends": kept.progress.unfinished is not None}
         rows = mesh.world.gather_json(own, "states in memory")
         self._record, memory.warm = None, False
-        self._states = [row.get("state") and TrainerState.from_json(json.loads(row["state"]), "memory") for row in rows]
-        last = max((row["record"]["step"] for row in rows if row["record"]), default=0)
+        found = [row["record"] or {"step": 0} for row in rows]
+        last = max(each["step"] for each in found)
+        # A rank 0 that is lost may not have written the step's line.
+        self._ends_again = "step" not in rows[0] or any(row.get("ends") or row.get("step", last) < last for row in rows)
+        contents = [row.get("states") and row["states"][self._ends_again and row["step"] == last] for row in rows]
+        self._states = [each and TrainerState.from_json(json.loads(each), "memory") for each in contents]
         if last and all(row["at"] and row.get("plain", True) and last - 1 <= row["at"][0] <= last for row in rows):
             stages = [mesh.shape.coordinate(rank)["pipeline"] for rank in range(len(rows))]
             # What a record says of single parameters is known to the ranks of the same stage.
-            latest = {stage: row["record"] for stage, row in zip(stages, rows, strict=True) if _step_of(row) == last}
+            latest = {stage: each for stage, each in zip(stages, found, strict=True) if each["step"] == last}
             some = next(iter(latest.values()))
             alike = not any(each["missing"] or each["steps"] for each in latest.values())
             known = [each for each in self._states if each is not None]
@@ -192,7 +201,7 @@ class Recovery:
             )
             if memory.warm and at is not None:
                 self._record = latest.get(stages[mesh.rank], some)
-                self._position = COMPLETE if at[0] == last else at[1]
+                self._at = at
         if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
             self.memory = None
 
@@ -200,6 +209,13 @@ class Recovery:
         """Lend the memory for states, if there is any, to the tiers of an engine; returns its options then."""
         tiers.states = self.memory
         return options if self.memory is None else replace(options, gradients_outlive=True)
+
+    def note(self, run: RunContext) -> None:
+        """Note what the end of a step, which begins, may change."""
+        if run.model.require_engine().optimizer_step.journal is not None:
+            now, states, scalars = run.progress, deepcopy(run.events.states()), run.model.stepper.scalars.sums()
+            self._begun = {"step": now.step, "best": now.best, "unlogged": [*now.unlogged]}
+            self._begun |= {"callbacks": states, "scalars": scalars}
 
     def keep(self, run: RunContext, state: TrainerState) -> None:
         """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""
@@ -252,26 +268,22 @@ class Recovery:
             if kept is not None:
                 kept.shared = _shared_buffers(engine)
             world.barrier("end of the recovery's copies")
-            outcome = step.finish_recorded(record, self._position)
-        known = [each for each in self._states if each is not None]
-        if kept is not None:
-            state = kept.state
+            outcome = step.finish_recorded(record, *self._at)
+        if kept is not None and (state := self._states[world.index]) is not None:
             for each in fields(RunProgress):
                 setattr(progress, each.name, copy(getattr(kept.progress, each.name)))
+            progress.best, progress.ended, progress.unlogged = state.best, state.ended, [*state.unlogged]
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
             progress.resumed = replace(progress.resumed, **now)
         else:
-            state = max(known, key=lambda each: each.step)
+            state = max(filter(None, self._states), key=lambda each: each.step)
             progress.resume(state)
         result = StepResult(**record["note"], outcome=outcome)
         if progress.step < record["step"]:
             progress.add(result)
-        # A rank 0 that is lost may not have written the step's line.
-        behind = self._states[0] is None or any(each.step < record["step"] for each in known)
-        unfinished = world.gather_integers([int(behind or progress.unfinished is not None)])
-        if progress.unfinished is None and any(row[0] for row in unfinished):
-            progress.unfinished = result
+        if self._ends_again:
+            progress.unfinished = progress.unfinished or result
         self._kept, self.source = Kept(state, progress, _shared_buffers(engine)), "memory"
         return state
 
@@ -313,7 +325,7 @@ class Recovery:
     def require_values(self) -> None:
         """Raise `CollectiveError` where nothing has the values of the user's model: all ranks have to start again, and make it."""
         if self._is_empty:
-            raise CollectiveError("a rank was lost before the first step, and with it weights of the model")
+            raise CollectiveError("a rank was lost, and with it weights of the model that no checkpoint has")
 
     def _empties(self, run: RunContext, model: nn.Module) -> bool:
         """Give the user's model parameters without values, for the next start to divide and fill; False where the values are
@@ -403,10 +415,6 @@ def require_updates(run: RunContext, why: str = "") -> None:
 
 def _digest(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-def _step_of(row: Mapping[str, Any]) -> int:
-    return row["record"]["step"] if row["record"] else 0
 
 
 class _Elsewhere:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zeromesh.checkpoint.loader import candidates
 from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
@@ -21,7 +22,7 @@ from zeromesh.trainer.config.sections.schedule import STEADY
 from zeromesh.trainer.data.collate import IGNORED_LABEL
 from zeromesh.trainer.data.loader import BatchLoader, Feed
 from zeromesh.trainer.formatting import Detail, human_bytes, human_count
-from zeromesh.trainer.loop.context import FitReport, Line, RunContext, comes_after
+from zeromesh.trainer.loop.context import COUNTERS, FitReport, Line, RunContext, comes_after
 from zeromesh.trainer.loop.evaluation import evaluate, evaluation_line, generation_of, require_metric
 from zeromesh.trainer.loop.recovery import Recovery, note_act, require_updates, rewind
 from zeromesh.trainer.loop.train_step import REGROUP
@@ -56,7 +57,6 @@ class TrainingLoop:
     _balance: Balance | None = None
     _patience: Patience | None = None
     _signal: int = 0  # The signal by which some rank was asked to stop; 0: none.
-    _end_reason: str = ""  # The reason for an early end of the run; empty if there is none.
     _start: dict[str, Any] = field(default_factory=dict)
     """Seconds of the phases of startup, until a line of metrics has logged them."""
     _line: Line | None = None  # The current step's line of metrics, until it is logged.
@@ -78,7 +78,7 @@ class TrainingLoop:
 
     @property
     def _is_over(self) -> bool:
-        return self.run.finished or bool(self._signal or self._end_reason)
+        return self.run.finished or bool(self._signal)
 
     def fit(self) -> FitReport:
         """Train up to the last step. An interrupted run is resumed; for a finished one only a note is shown. Raises as
@@ -147,6 +147,8 @@ class TrainingLoop:
         if self.recovery is not None and files is not None and files.resumed is not None:
             self.recovery.source = "files"
         section, progress = run.config.run, run.progress
+        if (state.max_steps, state.patience) != (section.max_steps, section.patience):
+            progress.ended = ""  # The user lets the run go on.
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
@@ -155,8 +157,10 @@ class TrainingLoop:
             progress.owes_evaluation = run.data.eval is not None and due and state.eval_loss is None
             owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
             length = "run.max_steps" if section.epochs is None else "run.epochs"
-            complete = f"run {section.name!r} is complete at step {progress.reached} of {section.max_steps}{owed}"
-            run.console.note(f"nothing was trained: {complete}; raise {length}, or choose another run.name")
+            why = f"ended early ({progress.ended})" if progress.ended else "is complete"
+            complete = f"run {section.name!r} {why} at step {progress.reached} of {section.max_steps}{owed}"
+            cure = f"raise {length}{', change run.patience' * bool(progress.ended)}, or choose another run.name"
+            run.console.note(f"nothing was trained: {complete}; {cure}")
         else:
             run.console.note(f"resumed from step {state.step} ({human_count(state.tokens)} tokens)")
 
@@ -168,6 +172,7 @@ class TrainingLoop:
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
         run.model.description = kept | first
         self._evaluated = (state.step, state.eval_loss, state.metric)
+        run.model.stepper.scalars.resume(state.scalars)
         run.events.restore(state.callbacks)
 
     def _train(self, feed: Feed) -> None:
@@ -227,8 +232,8 @@ class TrainingLoop:
         if wanted and run.data.eval is not None and not self._signal:
             self._save_last()
             self._evaluate()
-        if self._end_reason:
-            run.console.note(f"ended after step {progress.step}: {self._end_reason}")
+        if progress.ended:
+            run.console.note(f"ended after step {progress.step}: {progress.ended}")
         self._save_last()
         self._announce_save()
         self._checkpoints.close()
@@ -284,6 +289,8 @@ class TrainingLoop:
         """Do what follows a step, and an epoch that ends with its data; `result` is None for data that were no step."""
         run, progress, events = self.run, self.run.progress, self.run.events
         if result is not None:
+            if self.recovery is not None:
+                self.recovery.note(run)
             self._finish_step(result, position)
         ends = events.control.should_epoch_stop and run.ranks is run.mesh
         if run.plan.ends_epoch(position) or ends or (self._is_over and not self._signal):
@@ -387,8 +394,7 @@ class TrainingLoop:
         self._line = None
         run.events.control.should_log = False
         # The loss is the mean over the steps since the last line of the log.
-        progress, losses = run.progress, run.progress.losses[run.progress.logged :]
-        progress.logged = len(progress.losses)
+        progress, losses, run.progress.unlogged = run.progress, run.progress.unlogged, []
         norm = {} if line["grad_norm"] is None else {"grad_norm": line["grad_norm"]}
         logged = {"loss": sum(losses) / max(1, len(losses)), **norm, "learning_rate": line["lr"]}
         progress.log.append({**logged, "epoch": run.epoch, "step": line["step"]})
@@ -409,7 +415,8 @@ class TrainingLoop:
         if run.events.control.should_save and not self._signal:
             self._save()
         if run.events.control.should_training_stop and not self._is_over:
-            self._end_reason = "a callback asked to stop"
+            run.progress.ended = "a callback asked to stop"
+            self._checkpoints.record(self._state())
 
     def _begin_epoch(self, *, resumed: bool = False) -> None:
         run, position = self.run, self.run.progress.position
@@ -462,7 +469,7 @@ class TrainingLoop:
         if section.load_best and best.step == progress.step:
             run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
-            self._end_reason = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
+            progress.ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
         self._checkpoints.record(self._state())
 
     def _sample(self) -> None:
@@ -491,10 +498,11 @@ class TrainingLoop:
     def _save_last(self) -> None:
         """Save the state after the last step, before an evaluation during which the process may be killed."""
         run, checkpoints = self.run, self._checkpoints
-        if run.config.checkpoint.every_steps or self._signal == REGROUP:
-            self._on_save_due |= run.progress.step not in (checkpoints.latest, checkpoints.saver.in_flight)
-            checkpoints.save_last(self._state())
         checkpoints.finish()
+        # An older checkpoint, which a callback or a change of hosts has asked for, would pass for the model.
+        if run.config.checkpoint.every_steps or self._signal == REGROUP or candidates(run.mesh, checkpoints.store):
+            self._on_save_due |= run.progress.step != checkpoints.latest
+            checkpoints.save_last(self._state())
 
     def _announce_save(self) -> None:
         if self._on_save_due:
@@ -507,24 +515,21 @@ class TrainingLoop:
         eval_loss, metric = self._current_evaluation
         now, before = description_of(run.model.module), run.model.description
         return TrainerState(
-            step=progress.step,
+            **{name: getattr(progress, name) for name in COUNTERS},
             samples=run.samples,
             stream=self._loader.state(progress.position),
-            passed_over=progress.passed_over,
             accepted=list(progress.accepted),
-            tokens=progress.tokens,
-            skipped=progress.skipped,
-            skipped_in_a_row=progress.skipped_in_a_row,
-            rewinds=progress.rewinds,
             paces=() if self._balance is None else self._balance.paces,
             **run.model.require_engine().progress(own=own),
             loss=progress.last_loss,
             eval_loss=eval_loss,
             metric=metric,
-            best=progress.best,
             callbacks=run.events.states(),
+            unlogged=[*progress.unlogged],
+            scalars=run.model.stepper.scalars.sums(),
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
+            patience=run.config.run.patience,
             learning_rate=run.learning_rate_of(max(0, progress.step - 1)),
             tracker=self._tracking.identity(run.config.run.name),
             log_history=[strict(line) for line in progress.log] if run.events.of_transformers else [],

@@ -17,6 +17,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
 from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
+from zeromesh.files import flush_files
 
 
 def _obstacle() -> str | None:
@@ -103,9 +104,7 @@ def _end(code: int) -> None:
     with suppress(BaseException):
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(AttributeError, OSError, ValueError):
-            stream.flush()
+    flush_files()
     os._exit(code)
 
 

@@ -23,6 +23,7 @@ _CAUSE_SECONDS = 2.0  # to wait for the error of the rank that failed first, onc
 _STOP_SECONDS = 30.0  # for ranks to end after a failure, before they are killed
 _CLOSE_SECONDS = 10.0  # for ranks that rest to end by their errors
 USERS_MISTAKE = 2  # the exit code after an error that would recur, such as one in the configuration
+_KILLED = {128 + int(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)}
 _STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 
@@ -203,7 +204,8 @@ class RankProcesses:
         ends = [each.end() for each in self._ranks if each.rests or each.process.returncode]
         if not ends:
             return None
-        first = min(ends, key=lambda each: (each.distance, each.time))
+        # Who has lost a peer raises any error in a loop that uses torch's groups, but is not killed by it.
+        first = min(ends, key=lambda each: (each.distance, each.exit_code not in _KILLED, each.time))
         same = tuple(rank for each in ends if each.message == first.message for rank in each.ranks)
         limit = max(each.told.get("recovers", {}).get("limit", 0) for each in self._ranks)
         return replace(

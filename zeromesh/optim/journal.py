@@ -1,7 +1,8 @@
 """`Journal`: makes a kill at any instant of an update harmless, by the record of the update and an undo copy of what it changes.
 
-An update is a fixed order of chunks. Before a chunk changes, its elements are copied, and then a word of the state memory says that
-it changes. Who takes the memory over undoes that chunk, and does it and those after it again, with the gradients in the memory."""
+An update is a fixed order of chunks, and so is an exchange of weights with their averages and back. Before a chunk changes, its
+elements are copied, and then a word of the state memory says that it changes. Who takes the memory over undoes that chunk, and
+does it and those after it again, with the gradients in the memory."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ class Journal:
     def begin(self, step: int | None = None) -> None:
         """Let the states count, which are whole after `step` steps (None: as many as before)."""
         self._step = self._step if step is None else step
+        self._chunk, self._done, self._interrupted = 0, 0, False
         self.memory.begin(self._step, self._key)
 
     def commit(self, step: int, record: dict[str, Any]) -> None:
@@ -39,11 +41,11 @@ class Journal:
 
     def end(self) -> None:
         """Mark the update as complete."""
-        self._step, self._done, self._interrupted = self._step + 1, 0, False
+        self._step, self._chunk, self._done, self._interrupted = self._step + 1, 0, 0, False
         self.memory.mark(self._step)
 
     def take_over(self, step: int, position: int) -> None:
-        """Run the update of `step` again, of which the memory has `position`."""
+        """Run the changes after `step - 1` steps again, of which the memory has `position`."""
         self._step, self._chunk = step - 1, 0
         self._done, self._interrupted = position // 2, bool(position % 2)
 

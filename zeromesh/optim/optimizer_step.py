@@ -25,7 +25,7 @@ from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, Upd
 from zeromesh.optim import fused_optimizer
 from zeromesh.optim.class_optimizer import make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
-from zeromesh.optim.journal import Journal
+from zeromesh.optim.journal import COMPLETE, Journal
 from zeromesh.optim.replicas import OuterOptimizer
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.settings.keys import AverageSettings, ScalerSettings, UpdateOn
@@ -92,16 +92,13 @@ class WeightAverage:
         else:
             average.copy_(weights)
 
-    def swap(self, master: TieredTensor, average: TieredTensor) -> None:
-        """Swap a bucket's master weights with their averages, part by part. Raises `StorageError`."""
-        device = self._tiers.device
-        if master.whole(device) is None or average.whole(device) is None:
-            device = torch.device("cpu")
-        for start in range(0, master.numel, _SWAPPED_ELEMENTS):
-            end = min(start + _SWAPPED_ELEMENTS, master.numel)
-            first, second = (tensor.slice(start, end).load(device).clone() for tensor in (master, average))
-            master.write(start, second).wait()
-            average.write(start, first).wait()
+    @staticmethod
+    def swap(weights: torch.Tensor, average: torch.Tensor) -> None:
+        """Exchange the same part of a shard and its averages, a little at a time."""
+        for first, second in zip(*(torch.split(each, _SWAPPED_ELEMENTS) for each in (weights, average)), strict=True):
+            kept = first.clone()
+            first.copy_(second)
+            second.copy_(kept)
 
 
 _CPU = torch.device("cpu")
@@ -357,9 +354,9 @@ class OptimizerStep:
             "note": self.step_note,
         }
 
-    def finish_recorded(self, record: Mapping[str, Any], position: int) -> StepOutcome:
-        """Finish the update of a `record`, of which the states in memory have `position`, without other ranks; called inside
-        `ZeroEngine.loading`."""
+    def finish_recorded(self, record: Mapping[str, Any], steps: int, position: int) -> StepOutcome:
+        """Finish the update of a `record` without other ranks, or an exchange with the averages after it: the states in memory are
+        those after `steps` steps, and have `position` of what followed. Called inside `ZeroEngine.loading`."""
         if self.journal is None:
             raise PhaseError("an update without a journal cannot be finished")
         self.groups, self.updates = record["groups"], record["updates"]
@@ -373,10 +370,16 @@ class OptimizerStep:
             optimizer.update_segments()
         skip, scale = record["factor"] is None, self.scaler.scale
         self.scaler.update(overflow=skip)
-        self.journal.take_over(record["step"], position)
+        over = steps == record["step"]
+        self.journal.take_over(record["step"], COMPLETE if over else position)
         self._change_states(self._buckets if not skip else (), record["factor"] or 0.0, skip=skip)
         self._encoded.clear()  # Parameters are gathered from all master weights.
         self.journal.end()
+        if over and position:
+            self.journal.take_over(steps + 1, position)
+            self.swap_averages()
+            self.swap_averages()
+            self.journal.begin()
         return StepOutcome(grad_norm=float(record["norm"]), skipped=skip, loss_scale=scale, cause=record["cause"])
 
     def update(self, units: Iterable[Unit], factor: float, *, skip: bool = False) -> None:
@@ -413,19 +416,35 @@ class OptimizerStep:
                     if changes:
                         averages.blend(tensors[1], tensors[0])
 
-            for bucket in self._all_buckets:  # The update has blended the averages of buckets that are trained now.
-                if bucket.average is not None and bucket not in self.last_order and not self._options.evaluates_average:
-                    self.before_change(bucket)
-                    modes = ((bucket.master, Access.READ), (bucket.average, Access.UPDATE))
-                    uses = [StreamOperand(tensor=tensor, mode=mode) for tensor, mode in modes]
-                    self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), blend)
-            self._stream.wait_for_writes()
+            if not self._options.evaluates_average:  # The update has blended those of buckets that are trained now.
+                others = (bucket for bucket in self._all_buckets if bucket not in self.last_order)
+                self._change_averages(others, Access.READ, blend)
             averages.count += 1
         self.updates += not skip
         if self.outer is not None:
             self.diverged = not self.syncs
             if self.syncs:
                 self._agree_on_updates(self.outer.replicas)
+
+    def swap_averages(self) -> None:
+        """Exchange master weights with their averages, or back. Raises `StorageError`."""
+
+        def swap(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
+            with self._guarded(tensors) as changes:
+                if changes:
+                    WeightAverage.swap(*tensors)
+
+        self._change_averages(self._all_buckets, Access.UPDATE, swap)
+
+    def _change_averages(self, buckets: Iterable[Bucket], mode: Access, change: Callable[..., None]) -> None:
+        """Call `change` with each part of the weights, which it uses in `mode`, and their averages."""
+        for bucket in buckets:
+            if bucket.average is not None:
+                self.before_change(bucket)
+                modes = ((bucket.master, mode), (bucket.average, Access.UPDATE))
+                uses = [StreamOperand(tensor=tensor, mode=each) for tensor, each in modes]
+                self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), change)
+        self._stream.wait_for_writes()
 
     def _agree_on_updates(self, replicas: ProcessSet) -> None:
         """Take the largest numbers of updates of all replicas, since one may have skipped some."""

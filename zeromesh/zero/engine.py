@@ -340,7 +340,7 @@ class ZeroEngine:
         states until such a block succeeds; after a `LayoutError` nothing was read. `swaps`: they
         are swapped with the weights. `finishing`: the block ends a recorded update."""
         journal = None if finishing else self.optimizer_step.journal
-        if journal is not None:
+        if journal is not None and not swaps:  # The journal guards a swap, as it does an update.
             journal.memory.forget()
         if self.durable is not None and not finishing:
             self.durable.forget()
@@ -420,10 +420,7 @@ class ZeroEngine:
             with self.loading(finishing=True):
                 return
         with self.loading(swaps=True):
-            for bucket in self._buckets:
-                if bucket.average is not None:
-                    self.optimizer_step.before_change(bucket)
-                    averages.swap(bucket.master, bucket.average)
+            self.optimizer_step.swap_averages()
 
     def gathered(self, fqns: Sequence[str]) -> AbstractContextManager[None]:
         """Inside the block these parameters are whole on every rank, in the compute dtype, for reading; see `FullState.whole`."""

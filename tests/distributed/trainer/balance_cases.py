@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.support.plain import Gradients, apart, clones, distance, error_of, plain_fit, sentence_loss
+from tests.support.plain import Gradients, apart, clones, distance, error_of, plain_fit, sentence_loss, stopping
 from tests.support.trainer_cases import VOCABULARY, llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
@@ -107,9 +107,7 @@ def by_speed(mesh: Mesh, folder: str, slow: int, workers: int) -> None:
 
     with patch.object(step_stats, "_STEPS", 3), patch.object(step_stats.Balance, "after", after):
         first, losses = seeded(Sizes), list[float]()
-        stop = Callback()
-        stop.on_step_end = lambda trainer, step, metrics: trainer.request(stop=step == 6)  # type: ignore[method-assign]
-        with Trainer(first, config, data, callbacks=[stop]) as trainer:
+        with Trainer(first, config, data, callbacks=[stopping(6)]) as trainer:
             losses += trainer.fit().losses
         model = seeded(Sizes)
         with Trainer(model, config, data, callbacks=[Callback()]) as trainer:

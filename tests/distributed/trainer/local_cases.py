@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 import zeromesh
 from tests.distributed.trainer.expert_cases import KINDS
-from tests.support.plain import Sum, apart, clones, distance, error_of, nothing, sentence_loss, stacked
+from tests.support.plain import Sum, apart, clones, distance, error_of, nothing, sentence_loss, stacked, stopping
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Callback, Trainer
 from zeromesh.errors import ConfigError, PhaseError
@@ -311,14 +311,10 @@ def lacking(mesh: Mesh, folder: str) -> None:
 def resumed(mesh: Mesh, folder: str, before: int, after: int, outer: Mapping[str, float] | None = None) -> None:
     """A run goes on with as many replicas or others: each with its own moments, new ones with those of the first."""
     data, ranks, half = sentences(8 * STEPS + 1), mesh.world_size, STEPS // 2
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop |= state.global_step == half - 1  # It waits for the sync.
-
     model, saves = seeded(llama), {"every_steps": half}
     config = local_settings(folder, local(before, half, outer), checkpoint=saves)
-    with Trainer(seeded(llama), config, data, callbacks=[Stop()]) as trainer:
+    # The end waits for the sync.
+    with Trainer(seeded(llama), config, data, callbacks=[stopping(half - 1)]) as trainer:
         assert trainer.fit().final_step == half
     config = local_settings(folder, local(after, half, outer), checkpoint=saves)
     with Trainer(model, config, data) as trainer:

@@ -345,7 +345,8 @@ def theirs(mesh: Mesh, folder: str, flags: Mapping[str, str], alone: bool, **run
 
 
 def patience(mesh: Mesh, folder: str, kind: str) -> None:
-    """A run whose score falls after the second evaluation ends for it; the best weights are there in the end."""
+    """A run whose score falls after the second evaluation ends for it; the best weights are there in the end. It has ended for the
+    same command too, and goes on for another."""
     scores = iter([0.3, 0.6, 0.5, 0.6, 0.4, 0.2, 0.1, 0.0])
     kept: dict[int, dict[str, torch.Tensor]] = {}
 
@@ -354,21 +355,26 @@ def patience(mesh: Mesh, folder: str, kind: str) -> None:
 
     theirs = kind == "theirs"
     run = {"max_steps": 9, "eval_every": 1, "load_best": True, "metric": "score", "patience": 0 if theirs else 3}
-    config = settings(folder, run=run, checkpoint={"every_steps": 100, "keep_last": 1})
-    trainer = Trainer(
-        seeded(bert),
-        config,
-        ragged(20),
-        ragged(5),
-        padded,
-        compute_metrics=lambda prediction: {"score": next(scores)},
-        callbacks=[calling(on_evaluate=keep), *([EarlyStoppingCallback(early_stopping_patience=3)] if theirs else [])],
-    )
-    with trainer:
+
+    def begun(**changes: Any) -> Trainer:
+        config = settings(folder, run={**run, **changes}, checkpoint={"every_steps": 100, "keep_last": 1})
+        stops = [EarlyStoppingCallback(early_stopping_patience=3)] if theirs else []
+        score = {"compute_metrics": lambda prediction: {"score": next(scores)}}
+        callbacks = [calling(on_evaluate=keep), *stops]
+        return Trainer(seeded(bert), config, ragged(20), ragged(5), padded, callbacks=callbacks, **score)
+
+    with begun() as trainer:
         report, state = trainer.fit(), trainer.state
         assert distance(dict(trainer.state_dict()), kept[2]) == 0.0
     assert (report.final_step, state.best_metric, state.best_step) == (5, 0.6, 2)
     assert (state.best_checkpoint or "").rpartition("/")[2] == "step-00000002"
+    with begun() as trainer:
+        report = trainer.fit()
+        assert distance(dict(trainer.state_dict()), kept[2]) == 0.0
+    assert (report.final_step, report.losses) == (5, ())
+    with begun(**({"max_steps": 10} if theirs else {"patience": 4})) as trainer:
+        report = trainer.fit()
+    assert (report.final_step, len(report.losses)) == (6, 1)
 
 
 class Stream:

@@ -302,3 +302,18 @@ def test_a_checkpoint_is_amended_whole_or_not_at_all(tmp_path: Path, monkeypatch
     store.amend(2, name, (store.path(2) / "trainer_state.json").read_bytes())
     export_checkpoint(store.path(2), tmp_path / "out", "keep", Console(shown=False))
     assert not list((tmp_path / "out").glob("trainer_state*"))
+
+
+class Saves(Callback):
+    """Asks for a checkpoint of the first step."""
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        trainer.request(save=step == 1)
+
+
+def test_no_older_checkpoint_passes_for_the_model(tmp_path: Path) -> None:
+    """Where the configuration asks for none, but a callback has."""
+    run, checkpoint = {"max_steps": 3, "eval_at_end": False}, {"every_steps": 0}
+    with trainer_in(tmp_path, callbacks=[Saves()], run=run, checkpoint=checkpoint) as trainer:
+        trainer.fit()
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [3, 1]

@@ -126,6 +126,21 @@ def test_the_cause_is_named_before_what_it_has_led_to(started: Started) -> None:
     assert (found.ranks, found.exit_code, str(found)) == ((5, 6), 1, "ranks 5, 6: no text")
 
 
+@pytest.mark.parametrize(("code", "named"), [(-9, 5), (-11, 5), (-6, 4), (7, 4)])
+def test_a_rank_that_was_killed_is_named_before_an_error_that_it_may_have_led_to(
+    started: Started, code: int, named: int
+) -> None:
+    """In loops that use torch's groups any error may come of it; such an error may end a process too, but not kill it."""
+    ranks, forks = started
+    for fork, ended in zip(forks.forks, (1, code, 0), strict=True):
+        fork.returncode = ended
+    record(forks, 0, message="connection reset by peer", time=1.0)
+    assert ranks.over()
+    found = ranks.failure()
+    assert found is not None
+    assert found.ranks == (named,)
+
+
 def test_ranks_that_end_alike_are_named_together(started: Started) -> None:
     ranks, forks = started
     for fork in forks.forks:

@@ -50,7 +50,7 @@ class Saver:
         self.storage = SimpleNamespace(leads=True)
         self.calls: list[tuple[Any, ...]] = []
         self.results: list[Saved] = []
-        self.refused, self.old = "", ""
+        self.refused, self.old, self.in_flight = "", "", None
 
     def begin(self, step: int, content: Any) -> None:
         self.calls.append(("begin", step))
@@ -146,6 +146,16 @@ def test_the_latest_and_the_best_checkpoints_stay(
     assert asked == ([6, 5, 4, 3, 2, 1, 6] if best else [])  # What is known is not read again.
     judged.kept.record(state(6, metric=0.0))
     assert len(judged.saver.calls) == 2
+
+
+def test_a_checkpoint_that_is_on_its_way_gets_the_latest_state_too(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.make(3)
+    run.saver.in_flight, run.saver.results = 3, [Saved(step=3, nbytes=0)]
+    run.kept.record(state(4))
+    assert run.saver.calls == []
+    run.kept.record(state(3))
+    assert run.saver.calls == [("finish",), ("amend", 3, EVALUATED, {3})]
 
 
 def test_what_is_wrong_with_an_amended_checkpoint_and_with_old_ones_is_said(tmp_path: Path) -> None:
@@ -292,7 +302,7 @@ def test_other_settings_are_refused_of_a_runs_own_checkpoint_and_said_of_one_tha
         run.kept.resume({**NOW, "a": 2})
     assert f"checkpoint.resume: {run.kept.store.path(4)}" in str(error.value)
     named = Run(tmp_path / "new", checkpoint={"resume": str(tmp_path / "copy")})
-    assert named.kept.resume({**NOW, "a": 2}) is stored["copy"]
+    assert named.kept.resume({**NOW, "a": 2}) == stored["copy"]
     assert named.lines == ["resumed with another setting: run.seed: 2 then, 1 now"]
 
 

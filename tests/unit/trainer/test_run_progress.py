@@ -184,7 +184,7 @@ def test_replicas_are_alike_where_something_needs_them_to_be(
 
 def test_a_line_of_the_log_has_the_mean_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     control = SimpleNamespace(should_log=True)
-    progress = RunProgress(max_nonfinite=0, losses=[9.0, 1.0, 2.0], logged=1, reached=2)
+    progress = RunProgress(max_nonfinite=0, losses=[9.0, 1.0, 2.0], unlogged=[1.0, 2.0], reached=2)
     written: list[Any] = []
     run = context(
         progress,
@@ -200,10 +200,10 @@ def test_a_line_of_the_log_has_the_mean_since_the_last_one(monkeypatch: pytest.M
     assert written == [{"step": 3, "grad_norm": 4.0, "lr": 0.5, "peak_memory_bytes": 77}]
     line = {"loss": 1.5, "grad_norm": 4.0, "learning_rate": 0.5, "epoch": 1.0, "step": 3}
     assert progress.log == [line]
-    assert (loop._log(), control.should_log, progress.logged) == (False, False, 3)
+    assert (loop._log(), control.should_log, progress.unlogged) == (False, False, [])
     control.should_log = True
     assert loop._log() is False, "a step is logged once"
-    progress.losses.append(7.0)
+    progress.unlogged.append(7.0)
     loop._line, loop._last_written_step = {"step": 4, "grad_norm": None, "lr": 0.5}, 4
     assert loop._log() is True
     assert progress.log[1:] == [{"loss": 7.0, "learning_rate": 0.5, "epoch": 1.0, "step": 4}]

@@ -160,23 +160,21 @@ def test_what_differs_is_shortened_and_what_the_model_wrote_is_known() -> None:
 
 def test_a_gain_that_is_as_large_as_asked_ends_the_wait() -> None:
     best = Best(value=2.0, step=1, waited=3)
-    # A recovery that repeats the latest evaluation, which has set the value, does not wait longer.
-    assert best.after(1.5, 9, "lowest", 0.5).after(1.5, 9, "lowest", 0.5).waited == 0
     for value, goal, least, wanted in (
-        (1.5, "lowest", 0.5, Best(value=1.5, step=9, latest=9)),
-        (1.75, "lowest", 0.5, Best(value=1.75, step=9, waited=4, latest=9)),
-        (2.0, "lowest", 0.0, Best(value=2.0, step=1, waited=4, latest=9)),
-        (2.5, "highest", 0.5, Best(value=2.5, step=9, latest=9)),
-        (1.0, "highest", 0.0, Best(value=2.0, step=1, waited=4, latest=9)),
-        (math.nan, "highest", 0.0, Best(value=2.0, step=1, waited=4, latest=9)),
+        (1.5, "lowest", 0.5, Best(value=1.5, step=9)),
+        (1.75, "lowest", 0.5, Best(value=1.75, step=9, waited=4)),
+        (2.0, "lowest", 0.0, Best(value=2.0, step=1, waited=4)),
+        (2.5, "highest", 0.5, Best(value=2.5, step=9)),
+        (1.0, "highest", 0.0, Best(value=2.0, step=1, waited=4)),
+        (math.nan, "highest", 0.0, Best(value=2.0, step=1, waited=4)),
     ):
         assert best.after(value, 9, goal, least) == wanted  # type: ignore[arg-type]
-    assert Best().after(math.nan, 1, "lowest", 0.0) == Best(waited=1, latest=1)
+    assert Best().after(math.nan, 1, "lowest", 0.0) == Best(waited=1)
     for kept, wanted, again in (
         (Best(), {}, Best()),
         (Best(waited=3), {}, Best()),
-        (best, {"value": 2.0, "step": 1, "waited": 3, "latest": None}, best),
-        (Best(value=math.inf, step=1), {"value": {"__float__": "inf"}, "step": 1, "waited": 0, "latest": None}, None),
+        (best, {"value": 2.0, "step": 1, "waited": 3}, best),
+        (Best(value=math.inf, step=1), {"value": {"__float__": "inf"}, "step": 1, "waited": 0}, None),
     ):
         content = json.loads(TrainerState(**COUNTERS, best=kept).to_json())
         assert content["best"] == wanted

@@ -154,7 +154,7 @@ def test_averages_begin_and_recur_as_told(start: int, every: int, due: list[int]
     averages.blend(average, torch.zeros(2))
     assert average.tolist() == [3.0, 3.0]
     bucket.average.write(0, torch.full((64,), 5.0)).wait()
-    averages.swap(bucket.master, bucket.average)
+    averages.swap(bucket.master.load(CPU), bucket.average.load(CPU))
     assert (bucket.master.load(CPU).tolist(), bucket.average.load(CPU).tolist()) == ([5.0] * 64, [2.0] * 64)
 
 
@@ -165,7 +165,7 @@ def test_averages_are_swapped_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     averages.allocate(bucket)
     assert bucket.average is not None
     bucket.master.write(0, torch.arange(128.0)).wait()
-    averages.swap(bucket.master, bucket.average)
+    averages.swap(bucket.master.load(CPU), bucket.average.load(CPU))
     assert bucket.average.load(CPU).tolist() == list(range(128))
     assert not bucket.master.load(CPU).any()
 
