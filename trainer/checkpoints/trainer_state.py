@@ -77,6 +77,7 @@ class TrainerState:
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     max_steps: _Count = 0
     learning_rate: _Number = 0.0
+    owes: Sequence[str] = ()  # of `evaluate` and `sample`: what was due after the step, and is left to be done
     passed_over: _Count = 0  # steps of the data that were no steps, as where a callback ended an epoch early
     skipped_in_a_row: _Count = 0  # of the latest steps
     rewinds: _Count = 0  # how often the run has gone back after a spike that lasted
