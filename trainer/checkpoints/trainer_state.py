@@ -75,6 +75,7 @@ class TrainerState:
     patience: _Count = 0  # `run.patience` of the process that has written the state
     ended: str = ""  # why the run has ended before its last step; empty if it has not
     learning_rate: _Number = 0.0
+    owes: Sequence[str] = ()  # of `evaluate` and `sample`: what was due after the step, and is left to be done
     passed_over: _Count = 0  # steps of the data that were no steps, as where a callback ended an epoch early
     skipped_in_a_row: _Count = 0  # of the latest steps
     rewinds: _Count = 0  # how often the run has gone back after a spike that lasted

@@ -126,7 +126,7 @@ class RunProgress:
     best: Best = field(default_factory=Best)
     ended: str = ""  # The reason for an end before the last step; empty if there is none.
     evaluated_targets: int | None = None  # Number of targets of the latest evaluation; None for one of several sets.
-    owes_evaluation: bool = False  # True if the run was stopped during the evaluation after its last step.
+    owes: set[str] = field(default_factory=set)  # as in `TrainerState`: a run that is stopped puts these off
     began: tuple[float, int] = field(default_factory=lambda: (time.perf_counter(), 0))
     """The start of training in this process, by `time.perf_counter`, and the number of samples before."""
     summary: Values = field(default_factory=dict)
@@ -148,7 +148,7 @@ class RunProgress:
         return self.losses[-1] if self.losses else self.resumed.loss
 
     def resume(self, state: TrainerState) -> None:
-        self.resumed, self.unlogged = state, [*state.unlogged]
+        self.resumed, self.unlogged, self.owes = state, [*state.unlogged], set(state.owes)
         for name in COUNTERS:
             setattr(self, name, getattr(state, name))
         self.reached = self.position
@@ -244,11 +244,12 @@ class RunContext:
         def due(steps: int | str) -> bool:
             return comes_after(0 if last else number, steps)
 
-        judged = every.eval_every != "epoch"  # Otherwise the last checkpoint waits for the evaluation.
+        # Otherwise the checkpoint waits for the evaluation at the end of the epoch.
+        judged = every.eval_every != "epoch" or not (last or self.plan.ends_epoch(position))
         found = {
             "log": due(every.log_every) or (every.log_first_step and number == 1),
             "evaluate": comes_after(number, every.eval_every) or (last and judged and every.eval_at_end),
-            "save": due(config.checkpoint.every_steps) and (judged or not last),
+            "save": due(config.checkpoint.every_steps) and judged,
             "stop": last,
             "sample": comes_after(number, every.prompts_every or 0),
         }

@@ -109,7 +109,7 @@ class TrainingLoop:
             run.start_times.end("checkpoints")
             if not run.finished:
                 self._checkpoints.require_room()
-            if not run.finished or progress.owes_evaluation or self._went_on:
+            if not run.finished or progress.owes or self._went_on:
                 self._train(feed)
             if not self._signal:
                 progress.report = self._end()
@@ -154,8 +154,9 @@ class TrainingLoop:
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
         if run.finished:
             due = section.eval_at_end or comes_after(state.step, section.eval_every)
-            progress.owes_evaluation = run.data.eval is not None and due and state.eval_loss is None
-            owed = ", but not evaluated there, which is done now" if progress.owes_evaluation else ""
+            if run.data.eval is not None and due and state.eval_loss is None:
+                progress.owes.add("evaluate")
+            owed = ", but not evaluated there, which is done now" if "evaluate" in progress.owes else ""
             length = "run.max_steps" if section.epochs is None else "run.epochs"
             why = f"ended early ({progress.ended})" if progress.ended else "is complete"
             complete = f"run {section.name!r} {why} at step {progress.reached} of {section.max_steps}{owed}"
@@ -215,6 +216,8 @@ class TrainingLoop:
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
+        if progress.owes and progress.unfinished is None:
+            self._act_on_requests()
         if self.recovery is not None:
             self.recovery.begin_training(run)
         if progress.unfinished is not None:
@@ -228,8 +231,12 @@ class TrainingLoop:
                 self.recovery.after_step(run, partial(self._state, own=True))
             if files is not None and not run.finished:
                 files.commit(progress.step, self._state(own=True).to_json)
-        wanted = (section.eval_at_end or progress.owes_evaluation) and self._current_evaluation[0] is None
-        if wanted and run.data.eval is not None and not self._signal:
+        if (
+            section.eval_at_end
+            and self._current_evaluation[0] is None
+            and run.data.eval is not None
+            and not self._signal
+        ):
             self._save_last()
             self._evaluate()
         if progress.ended:
@@ -402,14 +409,20 @@ class TrainingLoop:
         return True
 
     def _act_on_requests(self, *, samples: bool = False) -> None:
-        run = self.run
-        if run.events.control.should_evaluate and run.data.eval is not None and not self._signal:
+        run, owes = self.run, self.run.progress.owes
+        owes |= {"evaluate"} if run.events.control.should_evaluate else set()
+        owes |= {"sample"} if samples else set()
+        if run.data.eval is None:
+            owes.discard("evaluate")
+        if "evaluate" in owes and not self._signal:
             if self._is_over:
                 self._save_last()
             self._evaluate()
             run.events.agree(run.mesh)
-        if samples and not self._signal:
+        if "sample" in owes and not self._signal:
             self._sample()
+            owes.discard("sample")
+            self._checkpoints.record(self._state())
         if self._checkpoints.saver.in_flight is not None:
             self._checkpoints.poll()
         if run.events.control.should_save and not self._signal:
@@ -431,10 +444,13 @@ class TrainingLoop:
         if not whole and not self._is_over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
+        waited = (
+            config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, config.checkpoint.every_steps)
+        )
         run.events.request(
             log=config.run.log_every == "epoch",
             evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._is_over or whole),
-            save=config.checkpoint.every_steps == "epoch",
+            save=config.checkpoint.every_steps == "epoch" or waited,
         )
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)
@@ -470,6 +486,7 @@ class TrainingLoop:
             run.events.control.should_save = True
         if section.patience and best.waited >= section.patience:
             progress.ended = f"{best.waited} evaluations without a better {section.metric} (run.patience)"
+        progress.owes.discard("evaluate")
         self._checkpoints.record(self._state())
 
     def _sample(self) -> None:
@@ -518,6 +535,7 @@ class TrainingLoop:
             **{name: getattr(progress, name) for name in COUNTERS},
             samples=run.samples,
             stream=self._loader.state(progress.position),
+            owes=sorted(progress.owes),
             accepted=list(progress.accepted),
             paces=() if self._balance is None else self._balance.paces,
             **run.model.require_engine().progress(own=own),

@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.store import CheckpointStore
 from zeromesh.errors import ConfigError, StorageError
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState, differences
+from zeromesh.trainer.loop.training_loop import TrainingLoop
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
@@ -247,6 +249,54 @@ def test_the_last_checkpoint_is_there_before_the_last_evaluation(
     with trainer_in(tmp_path, run=run, callbacks=(Strikes(dies),)) as trainer:
         assert trainer.fit().eval_loss == wanted  # Nothing is evaluated any more.
     assert len(evaluations(tmp_path)) == 1
+
+
+class Stops(Keeps):
+    """Asks the run to stop in its second step, or in the middle of the evaluation after it."""
+
+    def __init__(self, event: str) -> None:
+        super().__init__(value=0)
+        self.event = event
+
+    def on_step_end(self, trainer: Trainer, step: int, metrics: Any) -> None:
+        if step == 2 and self.event == "step":
+            interrupts()
+
+    def on_prediction_step(self, trainer: Trainer, done: int, total: int) -> None:
+        if trainer.state.step == 2 and self.event == "evaluation":
+            interrupts()
+
+
+@pytest.mark.parametrize(
+    ("event", "run"),
+    [
+        ("step", {"eval_every": 2, "prompts_every": 2}),
+        ("step", {"eval_every": "epoch"}),
+        ("evaluation", {"eval_every": 2}),
+        ("evaluation", {"eval_every": "epoch"}),
+    ],
+)
+def test_what_a_stop_puts_off_is_done_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: str, run: dict[str, Any]
+) -> None:
+    """The run evaluates and samples after the same steps as one that nobody stops, and ends with the same best weights."""
+    sampled: list[int] = []
+    monkeypatch.setattr(TrainingLoop, "_sample", lambda loop: sampled.append(loop.run.progress.step))
+    sections = {"run": {"max_steps": 4, "load_best": True, "patience": 2, **run}, "batch": {"global_size": 12}}
+    sections["checkpoint"] = {"every_steps": 2}
+    found = []
+    for folder, stops in (("whole", 0), ("stopped", 1)):
+        sampled.clear()
+        for each in range(stops + 1):
+            callbacks = [Stops(event if each < stops else "")]
+            with trainer_in(tmp_path / folder, callbacks=callbacks, **sections) as trainer:
+                with pytest.raises(KeyboardInterrupt) if each < stops else nullcontext():
+                    trainer.fit()
+                best = trainer.state.best_metric
+        found.append((evaluations(tmp_path / folder), list(sampled), best))
+        assert [line["step"] for line in found[-1][0]] == [2, 4]
+    assert found[0][1:] == found[1][1:]
+    assert [line["eval_loss"] for line in found[0][0]] == [line["eval_loss"] for line in found[1][0]]
 
 
 def test_callbacks_hear_of_the_last_checkpoint_after_its_evaluation(tmp_path: Path) -> None:

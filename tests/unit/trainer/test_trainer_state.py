@@ -47,7 +47,7 @@ def test_numbers_that_json_does_not_have() -> None:
     }  # fmt: skip
     read = TrainerState.from_json(content, "here").callbacks
     assert (read["low"], read["3"]) == (-math.inf, {"deep": [math.inf]})
-    finite = TrainerState(**COUNTERS, loss=1.5, eval_loss=0.0, metric=-2.0, log_history=[], paces=[])
+    finite = TrainerState(**COUNTERS, loss=1.5, eval_loss=0.0, metric=-2.0, log_history=[], paces=[], owes=[])
     assert TrainerState.from_json(json.loads(finite.to_json()), "here") == finite
     for value, place in ((1j, "a.0"), ({("x",): 1}, "a.0")):
         with pytest.raises(
