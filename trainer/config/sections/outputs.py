@@ -36,7 +36,7 @@ class CheckpointSection(Section):
     """The checkpoints of a run: complete model directories that transformers loads, in `checkpoints`."""
 
     every_steps: keys.CountOrOff | Literal["epoch"] = 100
-    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those that callbacks ask for, and a last."""
+    """Steps between checkpoints, or epoch: after each one; the last is always saved. 0 = those of callbacks, and then the last."""
     keep_last: keys.CountOrOff = 3
     """The number of newest checkpoints to keep. 0 = all."""
     keep_best: keys.CountOrOff = 0
