@@ -231,12 +231,8 @@ class TrainingLoop:
                 self.recovery.after_step(run, partial(self._state, own=True))
             if files is not None and not run.finished:
                 files.commit(progress.step, self._state(own=True).to_json)
-        if (
-            section.eval_at_end
-            and self._current_evaluation[0] is None
-            and run.data.eval is not None
-            and not self._signal
-        ):
+        wanted = section.eval_at_end and run.data.eval is not None and not self._signal
+        if wanted and self._current_evaluation[0] is None:
             self._save_last()
             self._evaluate()
         if progress.ended:
@@ -412,9 +408,7 @@ class TrainingLoop:
         run, owes = self.run, self.run.progress.owes
         owes |= {"evaluate"} if run.events.control.should_evaluate else set()
         owes |= {"sample"} if samples else set()
-        if run.data.eval is None:
-            owes.discard("evaluate")
-        if "evaluate" in owes and not self._signal:
+        if "evaluate" in owes and run.data.eval is not None and not self._signal:
             if self._is_over:
                 self._save_last()
             self._evaluate()
@@ -439,18 +433,16 @@ class TrainingLoop:
 
     def _end_epoch(self, position: int) -> None:
         """End an epoch, or the last one of the run, after the data of step `position`, and skip the rest of the epoch."""
-        run, config = self.run, self.run.config
+        run, config, every = self.run, self.run.config, self.run.config.checkpoint.every_steps
         epoch, whole = int(run.plan.epoch_after(position)), run.plan.ends_epoch(position)
         if not whole and not self._is_over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
-        waited = (
-            config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, config.checkpoint.every_steps)
-        )
+        waited = config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, every)
         run.events.request(
             log=config.run.log_every == "epoch",
             evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._is_over or whole),
-            save=config.checkpoint.every_steps == "epoch" or waited,
+            save=every == "epoch" or waited,
         )
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)

@@ -242,8 +242,8 @@ def require_storable(model: nn.Module, cure: str, without: Collection[str] = ())
     """Raise `LayoutError`, with a `cure`, for parameters, persistent buffers and states of modules that no checkpoint can hold, but
     those `without` which it is written."""
     found = dict(model.named_parameters()) | persistent_buffers(model)
-    for name in found.keys() - {*without}:
-        if (each := found[name]).layout is not torch.strided or each.dtype not in DTYPE_NAMES:
+    for name, each in ((name, each) for name, each in found.items() if name not in without):
+        if each.layout is not torch.strided or each.dtype not in DTYPE_NAMES:
             why = f"{name} is a tensor of {each.dtype} and {each.layout}, which files of safetensors do not hold"
             raise LayoutError(f"{why}; register a buffer that can be made again with persistent=False, or {cure}")
     for module, kind in [(name, type(each)) for name, each in model.named_modules()]:

@@ -222,7 +222,7 @@ def test_a_trial_finds_states_and_whether_pieces_suffice(
         (lambda each: {"group_k": 1}, (), "has a state 'group_k', which is no name of its own"),
         (lambda each: {"list": [1]}, (), "keeps a list as 'list'"),
         (lambda each: {"made": SimpleNamespace(parts=[each])}, (), r"keeps a list as made\.parts"),
-        (lambda each: {"complex": each.to(torch.complex64)}, (), "keeps torch.complex64 as 'complex'"),
+        (lambda each: {"complex": each.to(torch.complex128)}, (), "keeps torch.complex128 as 'complex'"),
         (lambda _: {}, (1,) * 6, "has a parameter of 6 dimensions; allowed are 5"),
     ],
 )
