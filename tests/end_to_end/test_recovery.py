@@ -95,7 +95,6 @@ class Faults(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         self.step += 0.5  # So positions in an exchange with averages differ from those in the update.
         if asked.get("stops"):
-            trainer.log(mine=float(state.global_step))
             control.should_training_stop |= state.global_step == asked["stops"]
         self.strike(state.global_step)
 
@@ -547,7 +546,7 @@ STOPS: dict[str, Any] = {"stops": 7, "settings": {"run": {"eval_every": 3, "log_
 def rows(found: Run, name: str) -> list[Any]:
     """The lines of a file of the run, without times."""
     lines = read_metrics(found.folder / "run" / name)
-    return [{key: line.get(key) for key in ("step", "loss", "mine", "eval_loss")} for line in lines]
+    return [{key: line.get(key) for key in ("step", "loss", "eval_loss")} for line in lines]
 
 
 @pytest.fixture(scope="module")
@@ -569,7 +568,7 @@ def undisturbed_stop(undisturbed_run: Run, tmp_path_factory: pytest.TempPathFact
     ],
 )
 def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, when: Any, victim: int) -> None:
-    """For callbacks that stop a run early and for logged values, and an end that one has asked for is one in the next start."""
+    """For callbacks that stop a run early, and an end that one has asked for is one in the next start."""
     found = run(tmp_path, (when, victim, "SIGKILL"), **STOPS)
     assert found.process.returncode == 0, found.process.stderr
     assert "from the memory of the ranks" in found.process.stdout

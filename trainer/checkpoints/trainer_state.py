@@ -85,7 +85,6 @@ class TrainerState:
     best: Best = Best()
     callbacks: Mapping[str, Any] = field(default_factory=dict)
     unlogged: Sequence[float] = field(default_factory=list)  # the losses since the last line of the log
-    scalars: Mapping[str, Sequence[float]] = field(default_factory=dict)  # sums and counts of users' values since then
     accepted: Sequence[Sequence[_Number]] = field(default_factory=list)  # losses and norms that spikes are judged by
     stream: Mapping[str, Any] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""

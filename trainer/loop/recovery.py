@@ -213,9 +213,8 @@ class Recovery:
     def note(self, run: RunContext) -> None:
         """Note what the end of a step, which begins, may change."""
         if run.model.require_engine().optimizer_step.journal is not None:
-            now, states, scalars = run.progress, deepcopy(run.events.states()), run.model.stepper.scalars.sums()
-            self._begun = {"step": now.step, "best": now.best, "unlogged": [*now.unlogged]}
-            self._begun |= {"callbacks": states, "scalars": scalars}
+            now, states = run.progress, deepcopy(run.events.states())
+            self._begun = {"step": now.step, "best": now.best, "unlogged": [*now.unlogged], "callbacks": states}
 
     def keep(self, run: RunContext, state: TrainerState) -> None:
         """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""

@@ -210,8 +210,7 @@ class Stepper:
         engine.begin_step(step, groups, syncs=syncs)
         if self.loads is not None:
             self.loads.begin_step()
-        scalars: list[Any] = []
-        own, losses = self._compute(engine, dealt, substep_end, scalars)
+        own, losses = self._compute(engine, dealt, substep_end, self.scalars)
         loads = {} if self.loads is None else self.loads.of_step()
         loss_finite = math.isfinite(own[0])
         asked = [*(stop_signal == each for each in _STOPS), before_update is not None]
@@ -250,8 +249,6 @@ class Stepper:
         else:
             engine.end_without_update()
             outcome = StepOutcome(grad_norm=0.0, skipped=False, loss_scale=1.0, cause="it had no target")
-        for each in scalars:  # Of a step that counts: one that loses a rank is computed again.
-            self.scalars.add(each)
         timelines = self._driver.timelines()
         phases = mesh.recorder.take_seconds()
         mesh.watch.count_step(phases)
@@ -294,7 +291,7 @@ class Stepper:
         return _Dealt(microbatches, batches, counts, *self._count_targets(feed.plan, microbatches, counts))
 
     def _compute(
-        self, engine: ZeroEngine, dealt: _Dealt, substep_end: Callable[[], None], scalars: list[Any] | None = None
+        self, engine: ZeroEngine, dealt: _Dealt, substep_end: Callable[[], None], scalars: UserScalars | None = None
     ) -> Computed:
         """Run forward and backward of each microbatch, seeded with its weight in the mean. Returns this rank's part of the step's
         sums, float64 `[5]`: losses, targets, inputs, squares of the gradients, and if it lacks gradients; and the losses that it
@@ -330,7 +327,7 @@ class Stepper:
             sums[:3] += torch.tensor(own, dtype=torch.float64)
             losses[number] = float(loss)
             if scalars is not None:
-                scalars.append(logged)
+                scalars.add(logged)
         return sums, losses
 
     def evaluate(

@@ -173,7 +173,6 @@ class TrainingLoop:
         first = {name.removeprefix("model."): state.settings[name] for name in state.written if name in state.settings}
         run.model.description = kept | first
         self._evaluated = (state.step, state.eval_loss, state.metric)
-        run.model.stepper.scalars.resume(state.scalars)
         run.events.restore(state.callbacks)
 
     def _train(self, feed: Feed) -> None:
@@ -536,7 +535,6 @@ class TrainingLoop:
             metric=metric,
             callbacks=run.events.states(),
             unlogged=[*progress.unlogged],
-            scalars=run.model.stepper.scalars.sums(),
             seed=run.config.run.seed,
             max_steps=run.config.run.max_steps,
             patience=run.config.run.patience,

@@ -102,17 +102,10 @@ class UserScalars:
             if number and name not in STEP_FIELDS:
                 self._values.setdefault(name, []).append(value.detach() if isinstance(value, Tensor) else float(value))
 
-    def sums(self) -> dict[str, list[float]]:
-        """Return the sum and the number of this rank's values by name."""
-        self._values = {name: [*map(float, values)] for name, values in self._values.items()}
-        return {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
-
-    def resume(self, sums: Mapping[str, Sequence[float]]) -> None:
-        self._values = {name: [total, *[0.0] * (int(count) - 1)] for name, (total, count) in sums.items()}
-
     def take(self, mesh: Mesh) -> dict[str, float]:
         """Return the means, and reset them; all ranks call it, and their names may differ."""
-        sums, self._values = self.sums(), {}
+        sums = {name: [sum(map(float, values)), len(values)] for name, values in self._values.items()}
+        self._values = {}
         if not int(mesh.world.all_reduce_max(torch.tensor([len(sums)]), "values that are logged")[0]):
             return {}
         rows = mesh.world.gather_json(sums, "values that are logged")

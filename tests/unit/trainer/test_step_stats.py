@@ -90,10 +90,6 @@ def test_users_values_are_means_over_ranks_and_steps() -> None:
     others = mesh_of({"a": [9.0, 1], "z": [5.0, 2]})
     assert list(scalars.take(others).items()) == [("a", 4.0), ("b", 4.0), ("c", 1.0), ("z", 2.5)]
     assert scalars.take(mesh_of()) == {}
-    scalars.resume({"a": [7.0, 3]})  # Those of a run that goes on.
-    scalars.add({"a": 1})
-    assert scalars.sums() == {"a": [8.0, 4]}
-    assert scalars.take(mesh_of()) == {"a": 2.0}
     assert scalars.take(mesh_of({"z": [1.0, 1]})) == {"z": 1.0}
 
 
