@@ -200,8 +200,7 @@ class Recovery:
                 and all(any(self._states[rank] is not None for rank in group) for group in together)
             )
             if memory.warm and at is not None:
-                self._record = latest.get(stages[mesh.rank], some)
-                self._at = at
+                self._record, self._at = latest.get(stages[mesh.rank], some), at
         if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
             self.memory = None
 
