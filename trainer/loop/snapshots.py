@@ -35,7 +35,7 @@ from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.trainer.checkpoints.manager import load_engine
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import MODEL
+from zeromesh.zero.full_state import MODEL, require_storable
 
 _COST = 0.02  # the part of the time of training that copies take at most, where their steps are not given
 ROOM = 0.5  # the part of a host's available memory that slots take at most
@@ -170,6 +170,7 @@ class Snapshots:
 
     def begin(self, engine: ZeroEngine, step: int) -> bool:
         """Expect that training goes on after `step`. Returns False, on all ranks, where a host has no room for slots."""
+        require_storable(engine.model, "set recovery.memory: off")
         shards, hosts = self._shards(engine), [each.host for each in self._mesh.locations]
         self._lengths = [row[0] for row in self._mesh.world.gather_integers([_nbytes(shards)])]
         sizes = {self._own: self._lengths[self._mesh.rank]}

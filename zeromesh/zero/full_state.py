@@ -239,7 +239,7 @@ def _buffer_shard(name: str, buffer: torch.Tensor) -> TensorShard:
 
 
 def require_storable(model: nn.Module, cure: str, without: Collection[str] = ()) -> None:
-    """Raise `LayoutError`, with a `cure`, for tensors and states of modules, but those in `without`, that no checkpoint can hold."""
+    """Raise `LayoutError`, with a `cure`, for tensors and states of modules, but those in `without`, that no checkpoint holds."""
     found = dict(model.named_parameters()) | persistent_buffers(model)
     for name, each in ((name, each) for name, each in found.items() if name not in without):
         if each.layout is not torch.strided or each.dtype not in DTYPE_NAMES:
