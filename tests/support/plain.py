@@ -220,13 +220,8 @@ def after_steps(look: Callable[[Any, int], object]) -> Callback:
 
 
 def stopping(at: int) -> Callback:
-    """A callback that asks to stop after step `at`. As its run has another `run.patience`, one with the same settings goes on."""
-
-    def stop(trainer: Any, step: int) -> None:
-        vars(trainer.run.config.run)["patience"] = 1000
-        trainer.request(stop=step == at)
-
-    return after_steps(stop)
+    """A callback that asks to stop after step `at`."""
+    return after_steps(lambda trainer, step: trainer.request(stop=step == at))
 
 
 def fitted(*arguments: Any, **named: Any) -> dict[str, torch.Tensor]:

@@ -231,8 +231,9 @@ class BatchRules:
         found = self.drop_fields(sample)
         texts = [name for name, value in found.items() if name in (self.named or ()) and isinstance(value, str | bytes)]
         if texts and self.collate is None:
-            why = f"sample {index}: {texts[0]} is text, of which no tensor can be made, and forward takes it by name"
-            raise DataError(f"{why}; pass a data_collator, or remove it")
+            raise DataError(
+                f"sample {index}: {texts[0]} is text, which forward takes by name; pass a data_collator, or remove it"
+            )
         if not found and sample:
             why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}"
             cure = "if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeromesh.checkpoint.loader import candidates
+from zeromesh.environment import number_of_start
 from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
@@ -147,8 +148,9 @@ class TrainingLoop:
         if self.recovery is not None and files is not None and files.resumed is not None:
             self.recovery.source = "files"
         section, progress = run.config.run, run.progress
-        if (state.max_steps, state.patience) != (section.max_steps, section.patience):
-            progress.ended = ""  # The user lets the run go on.
+        same = (state.max_steps, state.patience) == (section.max_steps, section.patience)
+        if not (number_of_start() or (same and "run.patience" in state.ended)):
+            progress.ended = ""  # The user lets the run go on, as after a callback that limits the time of a job.
         if state.max_steps != section.max_steps and run.config.schedule.name not in STEADY:
             change = f"{state.max_steps} then, {section.max_steps} now"
             run.console.note(f"run.max_steps: {change}; the learning rate follows the new one's curve from here on")
@@ -405,7 +407,7 @@ class TrainingLoop:
 
     def _act_on_requests(self, *, samples: bool = False) -> None:
         run, owes = self.run, self.run.progress.owes
-        owes |= {"evaluate"} if run.events.control.should_evaluate else set()
+        owes |= {"evaluate"} if run.events.control.should_evaluate and run.data.eval is not None else set()
         owes |= {"sample"} if samples else set()
         if "evaluate" in owes and run.data.eval is not None and not self._signal:
             if self._is_over:
@@ -437,11 +439,11 @@ class TrainingLoop:
         if not whole and not self._is_over:
             run.progress.passed_over += run.plan.next_epoch(position + 1) - position - 1
         run.events.forget_requests(stop_epoch=run.events.control.should_epoch_stop)
-        waited = config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, every)
         run.events.request(
             log=config.run.log_every == "epoch",
             evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._is_over or whole),
-            save=every == "epoch" or waited,
+            save=every == "epoch"
+            or (config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, every)),
         )
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)

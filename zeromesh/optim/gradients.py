@@ -317,8 +317,7 @@ class GradientReducer:
 
 
 def backward_reaches(parameter: nn.Parameter) -> bool:
-    """Return whether the graph of the running backward has the node that accumulates a parameter's gradient. Raises `RuntimeError`
-    inside `torch.autograd.grad` of the parameter."""
+    """Return whether the running backward gives a gradient to a parameter. Raises `RuntimeError` inside its `autograd.grad`."""
     # Keeping the node would keep its parameter alive, and with it the engine, which garbage collection could not free.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)

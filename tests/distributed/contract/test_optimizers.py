@@ -317,7 +317,7 @@ class NarrowState(Lion):
         super().step()
         for group in self.param_groups:
             for each in group["params"]:
-                self.state[each]["codes"] = each.to(torch.complex64)
+                self.state[each]["codes"] = each.to(torch.complex128)
 
 
 MAKERS: dict[str, Callable[..., Optimizer]] = {
@@ -569,7 +569,7 @@ def test_states_of_another_optimizer_are_refused(
         ("own count", "keeps count outside"),
         ("slow weights", "keeps slow outside"),
         ("two modes", "has train() and eval()"),
-        ("narrow", "keeps torch.complex64 as 'codes'"),
+        ("narrow", "keeps torch.complex128 as 'codes'"),
         ("filled", "initial_accumulator_value"),
         ("differentiable", "differentiable"),
         ("used", "before the first update"),
