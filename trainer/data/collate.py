@@ -231,9 +231,7 @@ class BatchRules:
         found = self.drop_fields(sample)
         texts = [name for name, value in found.items() if name in (self.named or ()) and isinstance(value, str | bytes)]
         if texts and self.collate is None:
-            raise DataError(
-                f"sample {index}: {texts[0]} is text, which forward takes by name; pass a data_collator, or remove it"
-            )
+            raise DataError(f"sample {index}: {texts[0]} is text, which forward takes; pass a data_collator for it")
         if not found and sample:
             why = f"sample {index} has no field that the model's forward takes: {_field_list(sample)}"
             cure = "if the data_collator makes them, set data.remove_unused: false (remove_unused_columns)"

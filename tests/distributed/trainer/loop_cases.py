@@ -345,8 +345,8 @@ def theirs(mesh: Mesh, folder: str, flags: Mapping[str, str], alone: bool, **run
 
 
 def patience(mesh: Mesh, folder: str, kind: str) -> None:
-    """A run whose score falls after the second evaluation ends for it; the best weights are there in the end. By its patience it has
-    ended for the same command too, and goes on for another; by a callback it ends after the next evaluation."""
+    """A run whose score falls after the second evaluation ends for it; the best weights are there in the end. By `run.patience` it
+    has ended for the same command too, and goes on for another; by a callback it ends after the next evaluation."""
     scores = iter([0.3, 0.6, 0.5, 0.6, 0.4, 0.2, 0.1, 0.0])
     kept: dict[int, dict[str, torch.Tensor]] = {}
 

@@ -175,7 +175,7 @@ def test_a_collator_sees_the_fields_that_are_kept() -> None:
 
 def test_text_that_forward_takes_is_not_dropped() -> None:
     rules = BatchRules(named=frozenset({"x", "task"}))
-    with pytest.raises(DataError, match="sample 1: task is text, which forward takes by name; pass a data_collator"):
+    with pytest.raises(DataError, match="sample 1: task is text, which forward takes; pass a data_collator"):
         rules.make_batch([{"x": 1, "task": "a"}] * 2, [1])
 
 
