@@ -36,7 +36,7 @@ from zeromesh.trainer.torch_lr_scheduler import MakeScheduler, TorchSchedule
 Values = dict[str, float]  # Values of an evaluation or of a run by name, such as `eval_loss`.
 Line = dict[str, Any]
 COUNTERS = ("step", "passed_over", "tokens", "skipped", "skipped_in_a_row", "rewinds", "best", "ended")
-"""What a `TrainerState` has of a `RunProgress`, by the same names."""
+"""The names of what a `TrainerState` has of a `RunProgress`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
