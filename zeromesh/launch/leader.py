@@ -443,7 +443,7 @@ class Leader:
             self._hosts_dead_at = max(self._hosts_dead_at, safe_at)
 
     def _take(self, each: Member, message: Message) -> None:
-        """Handle a message: the first of a launcher introduces it, `rest` says that its ranks have ended."""
+        """Handle a message: the first of a launcher introduces it, `rest` says that its ranks `of` the latest start have ended."""
         if not each.processes:
             self._introduce(each, message)
         elif "began" in message:
@@ -451,7 +451,7 @@ class Leader:
             self._count_electors()
         elif "left" in message:
             raise ConnectionError("it takes this leader for lost, and closes the connection alive")
-        elif "rest" in message and each.running:
+        elif "rest" in message and each.running and message.get("of", self._starts - 1) == self._starts - 1:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)

@@ -90,12 +90,12 @@ class Follower:
     def next_start(self, failure: WorkersFailed | None) -> RankRange | Result:
         """Tell the leader that the ranks here have ended; returns the ranks of the next start, or the result of the run."""
         self._receive()  # Sending to a leader that has ended would lose its last message.
-        self._runs = False
+        self._runs, start = False, 0 if self._latest is None else self._latest.restart
         if self._connection is not None and self._is_joined:
             end = failure or WorkersFailed(message="", exit_code=0)
             code, noticed = min(end.exit_code, messages.MAX_EXIT_CODE), end.distance > 0
             counts = {"limit": end.limit, "step": end.step, "left_out": end.left_out}
-            self._connection.send({"rest": code, "text": str(end), "noticed": noticed, **counts})
+            self._connection.send({"rest": code, "of": start, "text": str(end), "noticed": noticed, **counts})
         found = self._wait(failure)
         # A cause on this host says more than the leader's text; ranks that only noticed a failure say less.
         if failure is not None and not failure.distance and isinstance(found, WorkersFailed):

@@ -197,6 +197,9 @@ def test_what_a_host_says_of_its_end() -> None:
     host.running = True
     leader._take(host, {"rest": 3, "text": "late", "noticed": True, "limit": 20, "step": 7})
     assert host.failure == replace(failed("late", 3, 1), limit=20, step=7)
+    host.running, host.failure = True, None
+    leader._take(host, {"rest": 3, "of": leader._starts - 2, "text": "of the start before"})
+    assert (host.running, host.failure) == (True, None)
 
 
 GONE = ConnectionError("no sign")
@@ -439,7 +442,7 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     long = WorkersFailed(message="no memory", exit_code=1000, distance=1, ranks=(3,), limit=20, step=7)
     assert isinstance(follower.next_start(long), RankRange)
     counts = {"limit": 20, "step": 7, "left_out": 0}
-    assert wire.sent[-1] == {"rest": 255, "text": "rank 3: no memory", "noticed": True, **counts}
+    assert wire.sent[-1] == {"rest": 255, "of": 0, "text": "rank 3: no memory", "noticed": True, **counts}
     assert follower.poll() is None, "a stop is over with the start after it"
     follower.close()
     assert not wire.open
