@@ -451,7 +451,7 @@ class Leader:
             self._count_electors()
         elif "left" in message:
             raise ConnectionError("it takes this leader for lost, and closes the connection alive")
-        elif "rest" in message and each.running and message.get("of", self._starts - 1) == self._starts - 1:
+        elif "rest" in message and each.running and field(message, "of", self._starts) >= self._starts - 1:
             each.running = False
             if code := field(message, "rest", messages.MISSING, most=messages.MAX_EXIT_CODE):
                 text, noticed = field(message, "text", ""), field(message, "noticed", False)

@@ -125,7 +125,7 @@ class Follower:
                 return self._leader.next_start(failure)
             if self._assigned is not None:
                 self._latest = assigned = self._assigned
-                self._assigned = self._stop = self._lost = None
+                self._assigned = self._lost = None
                 self._at, self._runs = "", True
                 self._ended.clear()
                 return assigned
@@ -181,7 +181,8 @@ class Follower:
         if "zeromesh" in message and self._connection is not None:  # An heir leads, to which this launcher has come.
             self._introduce(self._connection)
         elif "start" in message:
-            self._assigned, self._will = messages.rank_range(message), message if messages.heirs(message) else None
+            self._assigned, self._stop = messages.rank_range(message), None  # What may follow at once stops this start.
+            self._will = message if messages.heirs(message) else None
             if self._will is not None and self._connection is not None:
                 self._connection.send({"began": self._assigned.restart})
         elif "heirs" in message:

@@ -197,9 +197,12 @@ def test_what_a_host_says_of_its_end() -> None:
     host.running = True
     leader._take(host, {"rest": 3, "text": "late", "noticed": True, "limit": 20, "step": 7})
     assert host.failure == replace(failed("late", 3, 1), limit=20, step=7)
-    host.running, host.failure = True, None
-    leader._take(host, {"rest": 3, "of": leader._starts - 2, "text": "of the start before"})
+    host.running, host.failure, leader._starts = True, None, 2
+    leader._take(host, {"rest": 3, "of": 0, "text": "of the start before"})
     assert (host.running, host.failure) == (True, None)
+    # A host that comes to an heir may know of a later start than the heir, which its ranks have ended then.
+    leader._take(host, {"rest": 0, "of": leader._starts, "text": ""})
+    assert not host.running
 
 
 GONE = ConnectionError("no sign")
@@ -433,7 +436,7 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
     sent = [{"variables": {"ZEROMESH_SENT": "yes"}}, {"signal": 10}, {"start": START}]
     asked = {"stop": 5, "reason": "rank 0", "after_step": True}
-    follower, wire = following(sent, [asked], [], [{"start": START}])
+    follower, wire = following(sent, [asked], [], [{"start": START}], [], [{"start": START}, asked])
     assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
     assert wire.sent[0] | {"name": ""} == {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word"}
     assert os.environ["ZEROMESH_SENT"] == "yes"
@@ -444,6 +447,8 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     counts = {"limit": 20, "step": 7, "left_out": 0}
     assert wire.sent[-1] == {"rest": 255, "of": 0, "text": "rank 3: no memory", "noticed": True, **counts}
     assert follower.poll() is None, "a stop is over with the start after it"
+    assert isinstance(follower.next_start(long), RankRange)
+    assert follower.poll() == Stop(5, "rank 0", after_step=True), "a stop may come together with its start"
     follower.close()
     assert not wire.open
 
