@@ -231,6 +231,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "divided": {"parallel": {"replicate": 3}, "zero": {"replicas": "divided"}},
     "host": {"offload": {"optimizer": "host", "gradients": "host"}},
     "momentum": {"optimizer": {"name": "sgd", "momentum": 0.9}},
+    "codes": {"model": {"weights": {"codec": "int8", "block": 32}, "train": ["2.*"]}},
     "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},
 }
 GIVEN: dict[str, dict[str, Any]] = {"given": {"given": True}, "unfreezes": {"given": True, "unfreezes": 3}}

@@ -357,8 +357,9 @@ class _BucketBuilder:
                 continue
             parameter = encoded_part(slot.spec, codec, self.source.read, origin.encoded(name, codec, slot.spec.dtype))
             tables.append(parameter.tables.to(device))
-            filled = self.tiers.warm or slot.spec.fqn not in pieces
-            for begin, data in () if filled else shard.stored(pieces[slot.spec.fqn], parameter):
+            # The codes in a buffer that is kept end with its ranks, and others are in memory that outlives them.
+            known = (self.tiers.warm and not gathered.persistent) or slot.spec.fqn not in pieces
+            for begin, data in () if known else shard.stored(pieces[slot.spec.fqn], parameter):
                 encoded.write(begin, data).wait()
         shards = [EncodedShard.of(layout, each, tables) for each in parts]
         buffer = DecodingBuffer(gathered, shards, dtype, transport.spare_pages)
