@@ -38,6 +38,7 @@ class BucketArrivals:
     bucket: Bucket
     sequence: int | None  # The number of its reduction among those of its ranks; None: this rank only adds to its sums.
     missing: int  # The number of parameters that have no gradient yet.
+    first: bool  # True if nothing was added to the bucket's sums in the step yet, so that they are to be overwritten.
     slot: torch.Tensor | None = None
     waiting: list[int] = field(default_factory=list)
     arrived: set[int] = field(default_factory=set)
@@ -65,7 +66,7 @@ class GradientReducer:
         self._queue: deque[BucketArrivals] = deque()
         self._in_flight: deque[tuple[Bucket, Reduction]] = deque()
         self._unfinished_wholes: list[tuple[Bucket, Reduction]] = []
-        self._first_microbatch = self._last_microbatch = self._known_order = False
+        self._last_microbatch = self._known_order = False
         self.with_gradient: dict[int, set[int]] = {}  # what had a gradient here in the present step, by the bucket's id
         self._sums: dict[int, tuple[Bucket, Reduction]] = {}  # the running sums over replicas, by the bucket's id
         self._to_sum: deque[Bucket] = deque()  # whose sum over replicas is to start
@@ -77,18 +78,18 @@ class GradientReducer:
         self.buckets = buckets
         self._on_stream = any(bucket.group.reduction.reducer.on_stream for bucket in buckets)
         self.updates_in_backward = last and self._options.optimizer_in_backward
-        self._first_microbatch = self.shards.first_microbatch = first
+        self.shards.first_microbatch = first
         self._last_microbatch, self._known_order = last, known_order
         self.incomplete = Counter(bucket.unit_index for bucket in buckets)
         self._arrivals, sequence = {}, None
         for bucket in buckets:
             if reduces := reduce and bucket.group.ranks.size > 1:
                 sequence, bucket.group.sequence = bucket.group.sequence, bucket.group.sequence + 1
-            expected = sum(bucket.training)
-            self._arrivals[id(bucket)] = BucketArrivals(bucket, sequence if reduces else None, expected)
+            if is_first := first or id(bucket) not in self.with_gradient:
+                self.with_gradient[id(bucket)] = set()
+            number, expected = sequence if reduces else None, sum(bucket.training)
+            self._arrivals[id(bucket)] = BucketArrivals(bucket, number, expected, is_first)
         self._queue = deque(self._arrivals.values())
-        if first:
-            self.with_gradient |= {id(bucket): set() for bucket in buckets}
 
     def take(self, bucket: Bucket, index: int) -> None:
         """Take the gradient of a bucket's parameter from autograd. Raises `PhaseError` when the bucket was already reduced."""
@@ -110,7 +111,7 @@ class GradientReducer:
         arrivals.missing -= not again
         waits = again and index in arrivals.waiting  # Autograd has added the gradient to an earlier one, on `.grad`.
         if not self._on_stream and arrivals.sequence is None:
-            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not self._first_microbatch)
+            _store_gradients(self._accumulator(bucket), bucket, [index], add=again or not arrivals.first)
         elif not (waits or self._on_stream) and (slot := self._slot_of(arrivals)) is not None:
             _store_gradients(slot, bucket, [index], add=again)
         elif not waits:
@@ -204,18 +205,18 @@ class GradientReducer:
         _store_gradients(filled, bucket, arrivals.waiting, add=False)
         _zero_missing(filled, arrivals)
         _zero_gaps(filled, bucket)
-        if bucket.partial is not None and not self._first_microbatch:
+        if bucket.partial is not None and not arrivals.first:
             filled.add_(bucket.partial)
-        add = bucket.partial is None and not self._first_microbatch
+        add = bucket.partial is None and not arrivals.first
         with self._mesh.recorder.range("reduce", bucket.name):
             return bucket.group.reduction.reducer.launch(sequence, filled, bucket.grad, add=add)
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
         """Add the waiting gradients to this rank's sum."""
-        if self._first_microbatch or arrivals.waiting:
+        if arrivals.first or arrivals.waiting:
             target = self._accumulator(arrivals.bucket)
-            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not self._first_microbatch)
-            if self._first_microbatch:
+            _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not arrivals.first)
+            if arrivals.first:
                 _zero_missing(target, arrivals)
         arrivals.launched = True
 
@@ -289,7 +290,7 @@ class GradientReducer:
 
     def _accumulator(self, bucket: Bucket) -> torch.Tensor:
         alone = bucket.group.ranks.size == 1  # Its own sums are the result.
-        if alone and (bucket.grad is None or (bucket.divided and self._first_microbatch)):
+        if alone and (bucket.grad is None or (bucket.divided and self.shards.first_microbatch)):
             self.shards.allocate(bucket)  # The part of an earlier sum may lie where there are gaps.
             _zero_gaps(gradient_of(bucket), bucket)
         target = bucket.grad if alone else bucket.partial
@@ -320,7 +321,7 @@ def backward_reaches(parameter: nn.Parameter) -> bool:
     """Return whether the running backward gives a gradient to a parameter. Raises `RuntimeError` inside its `autograd.grad`."""
     # Keeping the node would keep its parameter alive, and with it the engine, which garbage collection could not free.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
+        return parameter.requires_grad and torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
 
 
 def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequence[int], *, add: bool) -> None:

@@ -249,8 +249,9 @@ class Bucket:
             flags = [parameter.requires_grad for parameter in self.parameters]
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
-    def adopt_requires_grad(self) -> None:
-        self.training = [parameter.requires_grad for parameter in self.parameters]
+    def adopt_requires_grad(self, *, within_step: bool = False) -> None:
+        was = self.training if within_step else [False] * len(self.parameters)
+        self.training = [each.requires_grad or before for each, before in zip(self.parameters, was, strict=True)]
         self.ever_trained.update(spec.fqn for spec, _, trained in self.rows() if trained)
 
     def show_values(self) -> None:
@@ -323,9 +324,10 @@ class Unit:
         self._decoded = sum(bucket.buffer.decoded_nbytes for bucket in self.buckets)
         self.adopt_requires_grad()
 
-    def adopt_requires_grad(self) -> None:
+    def adopt_requires_grad(self, *, within_step: bool = False) -> None:
+        """Train the parameters with `requires_grad`; `within_step` those that were trained before in it, too."""
         for bucket in self.buckets:
-            bucket.adopt_requires_grad()
+            bucket.adopt_requires_grad(within_step=within_step)
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """The buckets that receive gradients in the current step."""
         self.writes_persist = all(

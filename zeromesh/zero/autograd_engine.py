@@ -109,6 +109,7 @@ class AutogradPasses(Passes):
         self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None  # called before the first forward of a step
+        self.follow_flags: Callable[[], None] = lambda: None  # called before each backward, as `requires_grad` then decides
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
@@ -209,7 +210,7 @@ class AutogradPasses(Passes):
     def _sets_gradients(self) -> bool:
         trained = (each for unit in self.units for bucket in unit.trainable for each in bucket.parameters)
         try:
-            return any(backward_reaches(each) for each in trained if each.requires_grad)
+            return any(map(backward_reaches, trained))
         except RuntimeError:  # `autograd.grad` of a parameter: the call returns its gradient.
             return False
 
@@ -248,6 +249,7 @@ class AutogradPasses(Passes):
         # An earlier backward of this graph, through another part of it or with retain_graph, may have set these.
         graph.progress.reached, graph.progress.in_backward = set(), []
         step.closed, step.summed, step.norm = False, False, None
+        self.follow_flags()
         self._begin_reducing()
         Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -310,6 +312,7 @@ class AutogradEngine(ZeroEngine):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._passes.before_step = self._before_step
+        self._passes.follow_flags = partial(self._apply_flags, within_step=True)
         self._passes.watch_user_hooks(self._hooks)
         self._is_loading = False
         guarded: dict[type[nn.Parameter], type[GuardedParameter]] = {}

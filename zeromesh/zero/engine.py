@@ -191,10 +191,12 @@ class ZeroEngine:
         self.optimizer_step.begin_step(step, groups or hyperparameters(self.options.optimizer), syncs=syncs)
         self.mesh.post(Activity.FORWARD, 0, step=step)
 
-    def _apply_flags(self) -> None:
+    def _apply_flags(self, *, within_step: bool = False) -> None:
         """Train from now on exactly the parameters with `requires_grad`; see [Note: Changed requires_grad]. Raises `LayoutError`
         where ranks set different flags, and for parameters that stages share. Raises `StorageError` when memory is short."""
         changed = [(bucket, index) for bucket in self._buckets for index in bucket.changed_flags()]
+        if within_step:  # What has had a gradient keeps it.
+            changed = [(bucket, index) for bucket, index in changed if bucket.parameters[index].requires_grad]
         if not changed:
             return
         flags: dict[str, bool] = {}
@@ -209,11 +211,14 @@ class ZeroEngine:
         self._flag_changes += 1
         for bucket, index in changed:
             unit = self.units[bucket.unit_index]
-            bucket.parameters[index].grad = None  # Gradients computed since the change are dropped on all ranks.
+            if not within_step:
+                bucket.parameters[index].grad = None  # Gradients computed since the change are dropped on all ranks.
+            elif not any(bucket.training):
+                self._passes.gradients.with_gradient.pop(id(bucket), None)
             if not bucket.trainable:
                 make_trainable(bucket, self.options, self._tiers)
                 self._hooks.on_gradients(unit, bucket)
-            unit.adopt_requires_grad()
+            unit.adopt_requires_grad(within_step=within_step)
         for sharers in self.groups:
             self._widen(sharers)
         self.optimizer_step.adapt_to_trained()

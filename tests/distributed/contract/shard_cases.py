@@ -249,6 +249,20 @@ def toggled(side: Side, step: int) -> None:
     side.finish()
 
 
+def by_turns(side: Side, step: int) -> None:
+    """Backwards of a step in which other parts are frozen: none is trained in the first, as of a critic that a generator asks."""
+    blocks = side.model.backbone.blocks
+    side.model.requires_grad_(False)
+    for x, y in side.batches(step):
+        (side.share * mse(side.model, (x.requires_grad_(), y))).backward()
+    side.model.requires_grad_(True)
+    for turn in range(2):
+        blocks[turn].requires_grad_(False)
+        blocks[1 - turn].requires_grad_(True)
+        side.backward(step + turn)
+    side.finish()
+
+
 def recomputed(side: Side, step: int) -> None:
     side.model.backbone.recompute = [False, True, None, False][step % 4]
     side.backward(step)
@@ -314,6 +328,7 @@ LOOPS = {
         unused,
         unused_by_others,
         toggled,
+        by_turns,
         recomputed,
         hooked,
         by_closure,

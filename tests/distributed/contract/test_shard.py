@@ -25,6 +25,8 @@ FOLLOWED: dict[str, tuple[int, dict[str, Any]]] = {
     **{f"{name} alone": (1, {"stage": 3, "name": name}) for name in ("fallible", "retained")},
     "offload": (2, {"stage": 3, "name": "toggled", "offload": {"optimizer": "host", "parameters": "host"}}),
     "accumulation": (2, {"stage": 3, "name": "toggled", "accumulation": 3}),
+    "by turns, offloaded": (2, {"stage": 3, "name": "by_turns", "offload": {"gradients": "host"}}),
+    "by turns, frozen": (2, {"stage": 2, "name": "by_turns", "accumulation": 3, "frozen": "backbone.blocks.1"}),
     "frozen at first": (2, {"stage": 3, "name": "toggled", "frozen": "backbone.blocks.1"}),
     "replicate": (2, {"stage": 3, "name": "toggled", "parallel": {"replicate": 2}}),
     "a step that ends early": (2, {"stage": 1, "name": "unused_by_others", "accumulation": 2}),
