@@ -103,11 +103,10 @@ class UpdateStream:
 
     def run(self, rows: Sequence[StreamRow], compute: ComputeRow, ahead: Iterable[StreamRow] = ()) -> None:
         """Call `compute(row, tensors)` for each row, in order, with `[end - start]` of each tensor, to be changed in place.
-
-        `ahead` are the rows of the next calls, as far as known, whose first ones are read already: call `drop_read_ahead` before
-        anything else changes their tensors. Writes may go on afterwards: later reads of a file and device work come after them;
-        before reading host memory, call `wait_for_writes`. After an error nothing is read ahead and all buffers are free. Raises
-        `StorageError` when something cannot be read; a failed write is raised for the next reader."""
+        `ahead` are the rows of the next calls, as far as known, whose first ones are read already: call `drop_read_ahead`
+        before anything else changes their tensors. Writes may go on afterwards: later reads of a file and device work come
+        after them; before reading host memory, call `wait_for_writes`. After an error nothing is read ahead and all buffers are
+        free. Raises `StorageError` when something cannot be read; a failed write is raised for the next reader."""
         planned = [*rows, *islice(ahead, _DEPTH)]
         if any(flight.row != row for flight, row in zip(self._flights, planned, strict=False)):
             self.drop_read_ahead()

@@ -44,14 +44,9 @@ class ModelOnMesh(ABC):
         self.close()
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
-        """Write the model as a Hugging Face model directory, one parameter at a time.
-
-        `ema` writes averaged weights, before and after the end of `fit`.
-
-        Raises:
-            ConfigError: for `ema` in a run without `ema.decay`.
-            StorageError: when it cannot be written.
-        """
+        """Write the model as a Hugging Face model directory, one parameter at a time. `ema` writes averaged weights, before and
+        after the end of `fit`. Raises `ConfigError` for `ema` in a run without `ema.decay` and `StorageError` when it cannot be
+        written."""
         placed = self.placed
         placed.require_average(ema)
         averaged = ema and placed.engine is None
@@ -62,25 +57,17 @@ class ModelOnMesh(ABC):
             raise StorageError(failure)
 
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield `(name, tensor)` of whole parameters, with one bucket in memory at a time; all ranks iterate to the end.
-
-        Values are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())`
-        holds the whole model on every rank. `ema` yields averaged weights instead.
-
-        Raises:
-            ConfigError: for `ema` in a run without `ema.decay`.
-        """
+        """Yield `(name, tensor)` of whole parameters, with one bucket in memory at a time; all ranks iterate to the end. Values
+        are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())` holds the
+        whole model on every rank. `ema` yields averaged weights instead. Raises `ConfigError` for `ema` in a run without
+        `ema.decay`."""
         placed = self.placed
         placed.require_average(ema)
         return _named(placed, "state_dict", ema=ema)
 
     def check_weights(self) -> None:
-        """Compare the digests of replicated weights between ranks, between steps.
-
-        Raises:
-            WeightsDifferError: with the tensors and the ranks that differ.
-            PhaseError: once the model is whole, after `fit`; and between syncs of local steps.
-        """
+        """Compare the digests of replicated weights between ranks, between steps. Raises `WeightsDifferError` with the tensors
+        and the ranks that differ, and `PhaseError` after `fit`, once the model is whole, and between syncs of local steps."""
         placed = self.placed
         placed.require_sound()
         engine = placed.require_engine()
@@ -91,12 +78,10 @@ class ModelOnMesh(ABC):
     def stream_weights(self, part_of: Callable[[str], Part | None] = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.
 
-        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and
-        one more bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)`
-        to get a part of a tensor only. A tensor may change with the next step: copy it to keep it.
-
-        Raises:
-            ConfigError: for a part that a tensor does not have, and for adapters that cannot be merged.
+        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and one more
+        bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)` to get a part
+        of a tensor only. A tensor may change with the next step: copy it to keep it. Raises `ConfigError` for a part that a
+        tensor does not have, and for adapters that cannot be merged.
         """
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
@@ -113,8 +98,7 @@ class ModelOnMesh(ABC):
             token: the token of the receivers.
             timeout_seconds: the longest silence of a receiver.
 
-        Raises:
-            TransferError: on all ranks, when a receiver is not there, refuses, or is gone.
+        Raises `TransferError` on all ranks, when a receiver is not there, refuses, or is gone.
         """
         weights, mesh = self.stream_weights(), self.placed.mesh
         return send_weights(weights, mesh, addresses, token=token, timeout_seconds=timeout_seconds)
@@ -122,13 +106,9 @@ class ModelOnMesh(ABC):
     @contextmanager
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
-
-        The parameters are copies, so an exception in the block leaves the model usable.
-
-        Raises:
-            StorageError: when the copies would not fit in memory.
-            PhaseError: at the end of the block, if a copy was written; the weights of the run are unchanged.
-        """
+        The parameters are copies, so an exception in the block leaves the model usable. Raises `StorageError` when the copies
+        would not fit in memory and `PhaseError` at the end of the block, if a copy was written; the weights of the run are
+        unchanged."""
         placed, names = self.placed, list(names)
         if placed.engine is None:
             yield

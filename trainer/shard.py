@@ -109,12 +109,9 @@ def shard(
         options: keys of the section `zero` (`stage=3`, `prefetch=2`), and other sections by name (`parallel={"tensor": 2}`,
             `offload={"optimizer": "host"}`). They replace those of `config`.
 
-    Returns:
-        The same model, and the sharded optimizer, a `torch.optim.Optimizer`, or None without one.
-
-    Raises:
-        ConfigError: with all invalid options at once, and for an unsupported optimizer.
-        LayoutError: for a model that cannot be partitioned in this way.
+    Returns the same model, and the sharded optimizer, a `torch.optim.Optimizer`, or None without one. Raises `ConfigError` with
+    all invalid options at once, and for an unsupported optimizer, and `LayoutError` for a model that cannot be partitioned in
+    this way.
     """
     if reduce not in ("mean", "sum"):
         raise ConfigError(f"reduce is {reduce!r}; allowed are mean and sum")
@@ -289,12 +286,8 @@ def placed_of(model: nn.Module) -> ShardedModel:
 
 
 def gathered(model: nn.Module, names: Iterable[str]) -> AbstractContextManager[None]:
-    """Inside the block these parameters of a partitioned model are whole on every rank, to be read. All ranks enter it.
-
-    Raises:
-        StorageError: when they would not fit in memory.
-        PhaseError: when the block writes to them.
-    """
+    """Inside the block these parameters of a partitioned model are whole on every rank, to be read. All ranks enter it. Raises
+    `StorageError` when they would not fit in memory, and `PhaseError` when the block writes to them."""
     return placed_of(model).gathered(names)
 
 
@@ -305,21 +298,17 @@ def averaged(model: nn.Module) -> AbstractContextManager[None]:
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole, in the dtype of master weights.
-
-    One tensor is gathered at a time. All ranks iterate to the end.
-    """
+    One tensor is gathered at a time. All ranks iterate to the end."""
     engine = engine_of(model)
     engine.require_same_parameters()
     return engine.state.stored()
 
 
 def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
-    """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it.
-
-    Its `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again. With `keep_codes`,
-    weights that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the meta
-    device, for another `shard`.
-    """
+    """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it. Its
+    `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again. With `keep_codes`,
+    weights that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the
+    meta device, for another `shard`."""
     placed = placed_of(model)
     placed.engine.wait_for_gathers()
     codes = placed.codes if keep_codes else {}
@@ -357,12 +346,8 @@ def save(
         without: names of parameters and buffers whose values are left out; `load` leaves them as they are.
         state: JSON values of the user, such as `{"epoch": 2, "scheduler": scheduler.state_dict()}`, for `load`.
 
-    Returns:
-        The directory of the complete checkpoint.
-
-    Raises:
-        StorageError: when it cannot be written; incomplete files are removed.
-        LayoutError: for a tensor, or the state of a module, that a checkpoint cannot hold, unless it is left out.
+    Returns the directory of the complete checkpoint. Raises `StorageError` when it cannot be written (incomplete files are
+    removed), and `LayoutError` for a tensor, or the state of a module, that a checkpoint cannot hold, unless it is left out.
     """
     engine = engine_of(model)
     engine.require_same_parameters()
@@ -393,15 +378,11 @@ def load(
 ) -> dict[str, Any] | None:
     """Load a checkpoint into a partitioned model: the newest complete one in `directory`, or `directory` itself if it is one.
 
-    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and the
-    values of its `param_groups` are loaded too; without one, only weights are.
-
-    Returns:
-        The `state` passed to `save`; None if there is no checkpoint, and nothing was loaded.
-
-    Raises:
-        CheckpointError: if there are checkpoints, and none of them can be read, or a model in transformers' form instead.
-        LayoutError: if the checkpoint is of another model or another kind of optimizer.
+    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and
+    the values of its `param_groups` are loaded too; without one, only weights are. Returns the `state` passed to `save`; None
+    if there is no checkpoint, and nothing was loaded. Raises `CheckpointError` if there are checkpoints, and none of them can
+    be read, or a model in transformers' form instead, and `LayoutError` if the checkpoint is of another model or another kind
+    of optimizer.
     """
     engine, path = engine_of(model), Path(directory).expanduser()
     store = CheckpointStore(path)

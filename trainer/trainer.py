@@ -94,9 +94,8 @@ class Trainer(ModelOnMesh):
         lr_scheduler: makes a `torch.optim.lr_scheduler`, such as `lambda o: StepLR(o, 30)`, which replaces `config.schedule`.
         args: refused, since `TrainingArguments` are for `zeromesh.transformers.Trainer`.
 
-    Raises:
-        ConfigError: with all problems of the configuration at once, before anything else happens; for `args`, and for a subclass
-            with hooks of transformers' Trainer, such as `training_step`, which nothing would call.
+    Raises `ConfigError` with all problems of the configuration at once, before anything else happens; for `args`, and for a
+    subclass with hooks of transformers' Trainer, such as `training_step`, which nothing would call.
     """
 
     def __init__(
@@ -165,14 +164,11 @@ class Trainer(ModelOnMesh):
         `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never. With `hub.push` the
         model is uploaded at the end; a failed upload is a warning.
 
-        Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a
-        run that was interrupted (Ctrl-C, an exception of a callback) continues when `fit` is called again.
-
-        Raises:
-            DataError: before the first step, for data that cannot be trained on.
-            StorageError: for a directory that cannot be written, or where memory is short.
-            CollectiveError: when another rank has ended, is late, or makes another collective call.
-            NonFiniteError: for such gradients, if the configuration says to stop; at the end, if most steps made no update.
+        Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a run
+        that was interrupted (Ctrl-C, an exception of a callback) continues when `fit` is called again. Raises `DataError`
+        before the first step, for data that cannot be trained on, `StorageError` for a directory that cannot be written, or
+        where memory is short, `CollectiveError` when another rank has ended, is late, or makes another collective call, and
+        `NonFiniteError` for such gradients, if the configuration says to stop; at the end, if most steps made no update.
         """
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
@@ -226,13 +222,9 @@ class Trainer(ModelOnMesh):
 
     def plan(self, ranks: int | None = None, *, device: str | None = None) -> Plan:
         """Plan the layouts that fit on `ranks` ranks, by default those of this launch, the fastest first; nothing is allocated.
-
-        `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: this machine. The plan
-        chooses the keys of the configuration that are `auto`, or the whole layout where none is.
-
-        Raises:
-            ConfigError, LayoutError: for a model, a machine or ranks that cannot be planned.
-        """
+        `device` is the name of a machine or a machine file, as for `zeromesh plan`; None: this machine. The plan chooses the
+        keys of the configuration that are `auto`, or the whole layout where none is. Raises `ConfigError` or `LayoutError` for
+        a model, a machine or ranks that cannot be planned."""
         given, ranks = given_keys(self.config), ranks or read_environment().world_size
         return plan_config(self.config, given, inputs=self.inputs, ranks=ranks, device=device)[0]
 
@@ -253,9 +245,8 @@ class Trainer(ModelOnMesh):
             predict_with_generate: pass generated tokens to `compute_metrics`, as `predict` does; None: the run's key.
             generation: fields of transformers' `GenerationConfig`, on top of `run.generation` and the model's own.
 
-        Raises:
-            ConfigError: when there is no evaluation dataset, and for fields that do not exist or that the layout does not allow.
-            DataError: when the dataset cannot be used, or a sample has no prompt to generate from.
+        Raises `ConfigError` when there is no evaluation dataset, and for fields that do not exist or that the layout does not
+        allow, and `DataError` when the dataset cannot be used, or a sample has no prompt to generate from.
         """
         run = self.run
         with run.model.guarded("trainer.evaluate()"):
@@ -280,13 +271,11 @@ class Trainer(ModelOnMesh):
         `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` likewise, if there are
         labels, `metrics` the loss and the values of `compute_metrics`.
 
-        With `predict_with_generate` (None: `run.predict_with_generate`) predictions are generated tokens
-        [samples, longest], padded with the pad token. A decoder-only model continues the tokens before the first label that is
-        not -100, and predictions are its new tokens. `generation` are fields of `GenerationConfig`, as for `evaluate`.
-
-        Raises:
-            ConfigError: for fields that do not exist or that the layout does not allow.
-            DataError: when the dataset cannot be used, or a sample has no prompt to generate from.
+        With `predict_with_generate` (None: `run.predict_with_generate`) predictions are generated tokens [samples, longest],
+        padded with the pad token. A decoder-only model continues the tokens before the first label that is not -100, and
+        predictions are its new tokens. `generation` are fields of `GenerationConfig`, as for `evaluate`. Raises `ConfigError`
+        for fields that do not exist or that the layout does not allow and `DataError` when the dataset cannot be used, or a
+        sample has no prompt to generate from.
         """
         run = self.run
         with run.model.guarded("trainer.predict()"):
@@ -308,8 +297,7 @@ class Trainer(ModelOnMesh):
             checks: further checks: `determinism`, `resume`, `dropout`.
             out: the path of the certificate in JSON, which rank 0 writes; None: `certificate.json` in the run's directory.
 
-        Raises:
-            ConfigError: for a model that can neither be trained whole nor be made smaller.
+        Raises `ConfigError` for a model that can neither be trained whole nor be made smaller.
         """
         from zeromesh.trainer.verification.verify import verify  # Most runs do not need this import.
 
@@ -335,11 +323,8 @@ class Trainer(ModelOnMesh):
             card: further fields of the model card, by transformers' names: `language`, `license`, `tags`, `model_name`,
                 `finetuned_from`, `tasks`, `dataset_tags`, `dataset`, `dataset_args`.
 
-        Returns the commit on rank 0, and None on the others.
-
-        Raises:
-            ConfigError: where the repository cannot be reached.
-            StorageError: where the model cannot be saved or uploaded; saved files stay in `hub-upload` of the run's directory.
+        Returns the commit on rank 0, and None on the others. Raises `ConfigError` where the repository cannot be reached and
+        `StorageError` where the model cannot be saved or uploaded; saved files stay in `hub-upload` of the run's directory.
         """
         self.events.call("on_push_begin")
         self._open_repository(token, private)
@@ -347,12 +332,8 @@ class Trainer(ModelOnMesh):
             return push(self, commit_message, token=token, revision=revision, card=card)
 
     def load_weights(self, checkpoint: str | PathLike[str]) -> None:
-        """Load the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it.
-
-        Raises:
-            CheckpointError: when it is not there, or damaged.
-            LayoutError: when it is of another model.
-        """
+        """Load the weights of a checkpoint, to evaluate or save them before `fit`; all ranks call it. Raises `CheckpointError`
+        when it is not there, or damaged, and `LayoutError` when it is of another model."""
         run = self.run
         with run.model.guarded("trainer.load_weights()"):
             run.progress.step, passed_over = load_weights(Path(checkpoint).expanduser(), run.model.require_engine())
@@ -373,11 +354,9 @@ class Trainer(ModelOnMesh):
                 Ranks with equal prompts and seeds get equal samples.
             arguments: those of the model's `generate`. Pipelines support greedy search and sampling, with all logits processors.
 
-        Returns the result of the model's `generate`, on the mesh's device: by default tokens [prompts, length + new].
-
-        Raises:
-            ConfigError: for a model that does not generate, or for arguments that the layout does not allow.
-            DataError: for prompts padded on the right, and where ranks of one group give other prompts.
+        Returns the result of the model's `generate`, on the mesh's device: by default tokens [prompts, length + new]. Raises
+        `ConfigError` for a model that does not generate, or for arguments that the layout does not allow, and `DataError` for
+        prompts padded on the right, and where ranks of one group give other prompts.
         """
         named = {"input_ids": input_ids, "attention_mask": attention_mask, **arguments}
         named = {name: value for name, value in named.items() if value is not None}
@@ -390,13 +369,9 @@ class Trainer(ModelOnMesh):
             return generate(model, named, seed=set_seed)
 
     def gradient(self, name: str) -> Tensor | None:
-        """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`.
-
-        The gradient is that of the mean loss of the global batch, before clipping, in the dtype of `precision.reduce`.
-
-        Raises:
-            PhaseError: at other times, and when the update inside backward has consumed it (`optimizer.in_backward`).
-        """
+        """Return the whole gradient of a parameter; None for a frozen one. All ranks call it, in `on_pre_optimizer_step`. The
+        gradient is that of the mean loss of the global batch, before clipping, in the dtype of `precision.reduce`. Raises
+        `PhaseError` at other times, and when the update inside backward has consumed it (`optimizer.in_backward`)."""
         return self.run.model.gradient(name)
 
     @property
@@ -430,14 +405,10 @@ class Trainer(ModelOnMesh):
         )
 
     def log(self, values: Mapping[str, Any] | None = None, **named: Any) -> None:
-        """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank.
-
-        The next line of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the
-        line before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`.
-
-        Raises:
-            ConfigError: for names of fields of a step's line.
-        """
+        """Log the user's scalars, as a mapping or as `log(name=value)`, at any time during `fit` and on any rank. The next line
+        of `metrics.jsonl` and of the trackers has the mean of all values that any rank has logged by a name since the line
+        before. A mapping also becomes a line of `state.log_history`, which callbacks see in `on_log`. Raises `ConfigError` for
+        names of fields of a step's line."""
         all_values = {**(values or {}), **named}
         require_free_names(all_values, "trainer.log")
         self.run.model.stepper.scalars.add(all_values)

@@ -9,9 +9,8 @@ Trainer = Any  # the calling `zeromesh.Trainer`, whose class imports this module
 
 class Callback:
     """Base class of callbacks; every method runs on all ranks, in one order. An exception ends the run, and names the callback.
-
-    Arguments are read-only. Callbacks may call `trainer.request` to evaluate, save, log or stop after the present step; a request
-    of any rank holds for all. Callbacks of transformers are accepted too."""
+    Arguments are read-only. Callbacks may call `trainer.request` to evaluate, save, log or stop after the present step; a
+    request of any rank holds for all. Callbacks of transformers are accepted too."""
 
     def on_init_end(self, trainer: Trainer) -> None:
         """Called at the end of the trainer's construction; the only model is one that was passed in."""

@@ -210,8 +210,7 @@ def load_config(
         ranks: the ranks of the launch, for other trainers' settings that depend on them; None takes this process's launch.
         consent: the consent that third-party code needs; None: the command line for a source that is a path, else any.
 
-    Raises:
-        ConfigError: with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
+    Raises `ConfigError` with every problem at once, each with its dotted path, the value, what is allowed and the nearest name.
     """
     given = _read(source)
     own, translation = given.own, Translation({})

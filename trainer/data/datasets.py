@@ -46,11 +46,9 @@ def load_datasets(
     tell: Callable[[str], None] = lambda text: None,
 ) -> RunData:
     """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. `tell` gets progress lines.
-
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
-    every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead. Raises
-    `DataError` for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence.
-    """
+    every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead.
+    Raises `DataError` for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence."""
     if tokenizer is None:
         tokenizer = load_tokenizer(section.tokenizer)
     template = section.chat_template

@@ -86,11 +86,9 @@ class Generator(ModelOnMesh):
         sections: sections on top of `config`, such as `parallel={"tensor": 2}`.
         overrides: keys on top of all, such as `zero.stage=0`, as on the command line.
 
-    Raises:
-        ConfigError: for a source without a model, and for an invalid configuration.
-        LayoutError: for a model that cannot be divided in this layout.
-        StorageError: where memory is short.
-        WeightsDifferError: where replicated weights differ between ranks.
+    Raises `ConfigError` for a source without a model, and for an invalid configuration, `LayoutError` for a model that cannot
+    be divided in this layout, `StorageError` where memory is short, and `WeightsDifferError` where replicated weights differ
+    between ranks.
     """
 
     def __init__(
@@ -165,11 +163,9 @@ class Generator(ModelOnMesh):
             on_results: called on every rank with new results, by index of their prompt.
             fields: of transformers' `GenerationConfig`, on top of the model's own; 128 new tokens, or as many as it has positions.
 
-        Raises:
-            ConfigError: for fields that do not exist or that the layout does not allow.
-            DataError: for prompts that are invalid, too long, or different between ranks.
-            StorageError: if memory runs out.
-            NonFiniteError: after all other results, for prompts whose logits are NaN or infinite; beam search does not check.
+        Raises `ConfigError` for fields that do not exist or that the layout does not allow, `DataError` for prompts that are
+        invalid, too long, or different between ranks, `StorageError` if memory runs out, and `NonFiniteError` after all other
+        results, for prompts whose logits are NaN or infinite; beam search does not check.
         """
         placed = self.placed
         placed.require_sound()
@@ -231,9 +227,8 @@ class Generator(ModelOnMesh):
             batch: requests that a replica of the model runs at a time.
             fields: of transformers' `GenerationConfig`, on top of which are those of a request.
 
-        Raises:
-            ConfigError: for a model whose requests cannot join a running batch.
-            CollectiveError: when a rank is gone or late.
+        Raises `ConfigError` for a model whose requests cannot join a running batch and `CollectiveError` when a rank is gone or
+        late.
         """
         self.require_serving(fields)
         with self.placed.guarded("generator.serve()"):

@@ -68,9 +68,7 @@ class Profile(AbstractContextManager["Profile"]):
     @contextmanager
     def _record_memory(self, step: int) -> Iterator[None]:
         """Write the changes of bytes by purpose in the block; an event is a time, a tier, a purpose and its bytes from then on.
-
-        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}
-        """
+        {"step": 2, "seconds": 0.41, "events": [[0.0, "device", "parameters", 8392704], [0.0031, ...], ...]}"""
         began = time.perf_counter()
         with self._engine.ledger.recording(_MOST_EVENTS) as changes:
             yield

@@ -164,13 +164,12 @@ class Machine(Section):
     def collective_seconds(
         self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
     ) -> float:
-        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a whole
-        (after an all-gather, and before another), while `ranks_on_host` compute on each. Raises `ConfigError` without such a link.
-
-        The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of 1/n of the bytes,
-        twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between hosts is the sum over the
-        networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL chooses.
-        """
+        """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a
+        whole (after an all-gather, and before another), while `ranks_on_host` compute on each. Raises `ConfigError` without
+        such a link. The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of
+        1/n of the bytes, twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between
+        hosts is the sum over the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL
+        chooses."""
         if ranks == 1:
             return 0.0
         transport, on_host = self.transport(hosts), math.ceil(ranks / hosts)

@@ -195,9 +195,8 @@ def receive_weights(
         token: the secret shared with the sender; required if other hosts can reach the address.
         timeout_seconds: the limit of waiting for the sender, and for each tensor.
 
-    Raises:
-        ConfigError: for an invalid address, and for one that others can reach without a token.
-        TransferError: if nobody sends in time, or the sender has another token, disconnects or sends damaged bytes.
+    Raises `ConfigError` for an invalid address, and for one that others can reach without a token, and `TransferError` if
+    nobody sends in time, or the sender has another token, disconnects or sends damaged bytes.
     """
     host, port = _host_of(address)
     if port is not None and not token and not is_loopback(host):

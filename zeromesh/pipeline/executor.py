@@ -25,10 +25,9 @@ class StageRunner(Protocol):
         """Return all that activation shapes depend on (shapes of the batch, gradient mode); it is equal on all ranks."""
 
     def run(self, action: Action, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run an action on the tensors that its rank received for it; returns those to send on. Both may be empty.
-
-        A forward runs a microbatch through a chunk; received tensors require a gradient if one is to be sent back for them. A
-        backward starts from the gradients of the forward's outputs and returns those of its inputs, both in order, of tensors that
+        """Run an action on the tensors that its rank received for it; returns those to send on. Both may be empty. A forward
+        runs a microbatch through a chunk; received tensors require a gradient if one is to be sent back for them. A backward
+        starts from the gradients of the forward's outputs and returns those of its inputs, both in order, of tensors that
         require one; that of inputs alone leaves gradients of linear weights to the action for weights."""
 
 

@@ -109,7 +109,9 @@ class AutogradPasses(Passes):
         self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None  # called before the first forward of a step
-        self.follow_flags: Callable[[], None] = lambda: None  # called before each backward, as `requires_grad` then decides
+        self.follow_flags: Callable[[], None] = lambda: (
+            None
+        )  # called before each backward, as `requires_grad` then decides
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]
