@@ -193,7 +193,6 @@ class FreeRanges:
 
 class ActivationStore:
     """Stores the inputs of recomputed blocks on a tier; of the blocks of a pass, the fraction `choice.fraction` is offloaded.
-
     These are the first blocks, since backward needs the inputs of the last ones first. Other inputs, and on a CPU those of the
     tier `host`, stay in the same memory as without a store. The store needs no closing: its files are those of `tiers`. Raises
     `StorageError` when no directory for files can be used, and in forward or backward when the disk is full or fails."""

@@ -33,12 +33,11 @@ _Convert = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 def place(model: nn.Module, homes: Mapping[str, ProcessSet], mesh: Mesh) -> "ModulePlacement":
-    """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place. All
-    ranks of the mesh call this alike, on equal models.
-
-    A pattern may contain `*`; the first one that matches a name counts. Ranks outside of the set lose the module's parameters;
-    other names do not change. Raises `LayoutError` on all ranks alike, for a pattern without a module, a module inside another
-    one that is placed, and a parameter that a placed module shares with another part of the model."""
+    """Place each module whose fully qualified name matches a pattern of `homes` on a process set, changing `model` in place.
+    All ranks of the mesh call this alike, on equal models. A pattern may contain `*`; the first one that matches a name counts.
+    Ranks outside of the set lose the module's parameters; other names do not change. Raises `LayoutError` on all ranks alike,
+    for a pattern without a module, a module inside another one that is placed, and a parameter that a placed module shares with
+    another part of the model."""
     placed: dict[str, ProcessSet] = {}
     for pattern, home in homes.items():
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]

@@ -27,12 +27,11 @@ _SHARING: WeakSet[nn.Module] = WeakSet()
 
 def attend_in_calls(model: nn.Module, divided_of: _DividedOf) -> None:
     """Let documents not see each other in calls of a Hugging Face `model`, where `position_ids` restart. Calls that record
-    gradients compute this rank's share of their sequences, which ranks of a context axis pass whole. The loss is that of the whole;
-    its backward gives each rank its share of the gradients. With labels there are no logits, as they would be of the share alone;
-    without them logits are gathered.
-
-    `divided_of` tells how a model is divided, or None for one that is not partitioned, as copies of `model` are: its calls are as
-    before. Calls raise `ConfigError` for a model that mixes documents, and for a call of a part of a model whose ranks share."""
+    gradients compute this rank's share of their sequences, which ranks of a context axis pass whole. The loss is that of the
+    whole; its backward gives each rank its share of the gradients. With labels there are no logits, as they would be of the
+    share alone; without them logits are gathered. `divided_of` tells how a model is divided, or None for one that is not
+    partitioned, as copies of `model` are: its calls are as before. Calls raise `ConfigError` for a model that mixes documents,
+    and for a call of a part of a model whose ranks share."""
     if (inside := pretrained_of(model)) is None:
         return
     if not hasattr(model.forward, "in_documents"):

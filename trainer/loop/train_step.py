@@ -168,13 +168,11 @@ class Stepper:
         syncs: bool = True,
     ) -> StepResult | Mapping[str, Any] | None:
         """Run step `step` (from 0) on the data of step `data_step`, with the update's hyperparameters; None for data without a
-        target on any rank, which makes no update, and what was judged of data that are passed over.
-
-        `substep_end` is called after each microbatch before the last one with samples, and `before_update`, which may be None on
-        some ranks, between the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Without
-        `syncs` it is a local step, which meets no other replica, and no signal ends it. Raises `DataError` for a batch that cannot
-        be trained on, and `CollectiveError` when a peer is gone, late or in another collective.
-        """
+        target on any rank, which makes no update, and what was judged of data that are passed over. `substep_end` is called
+        after each microbatch before the last one with samples, and `before_update`, which may be None on some ranks, between
+        the last backward and the update. `stop_signal` asked this rank to stop after the step; 0: none. Without `syncs` it is a
+        local step, which meets no other replica, and no signal ends it. Raises `DataError` for a batch that cannot be trained
+        on, and `CollectiveError` when a peer is gone, late or in another collective."""
         engine, mesh = self.engine, self.mesh
         if engine is None:
             raise PhaseError("the model is whole again, and no longer trained")

@@ -104,16 +104,15 @@ def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, receive
 def make_schedule(
     name: ScheduleName | Literal["forward"], *, ranks: int, microbatches: int, chunks: int = 1
 ) -> PipelineSchedule:
-    """Make the schedule called `name`.
-
-    gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et al., "GPipe", 2019). 1f1b runs forwards
-    until the last rank can begin backwards, then one of each in turn, with at most `ranks - r` microbatches in flight on rank r
-    (Narayanan et al., "PipeDream", 2019, flushed at the end of a step). interleaved does the same with several chunks per rank, so
-    that the bubble is `chunks` times smaller (Narayanan et al., "Efficient large-scale language model training on GPU clusters",
-    2021). zero_bubble runs backward in halves; weight gradients, which no other rank waits for, fill the bubble of 1f1b, with at
-    most `ranks` microbatches in flight (ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2023). forward runs forwards alone,
-    for evaluation or one generated token; chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number
-    below 1, or chunks with a schedule that takes one."""
+    """Make the schedule called `name`. gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et
+    al., "GPipe", 2019). 1f1b runs forwards until the last rank can begin backwards, then one of each in turn, with at most
+    `ranks - r` microbatches in flight on rank r (Narayanan et al., "PipeDream", 2019, flushed at the end of a step).
+    interleaved does the same with several chunks per rank, so that the bubble is `chunks` times smaller (Narayanan et al.,
+    "Efficient large-scale language model training on GPU clusters", 2021). zero_bubble runs backward in halves; weight
+    gradients, which no other rank waits for, fill the bubble of 1f1b, with at most `ranks` microbatches in flight (ZB-H1 of Qi
+    et al., "Zero bubble pipeline parallelism", 2023). forward runs forwards alone, for evaluation or one generated token;
+    chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number below 1, or chunks with a schedule
+    that takes one."""
     if name not in (*get_args(ScheduleName), "forward"):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
     if chunks != 1 and name not in ("interleaved", "forward"):

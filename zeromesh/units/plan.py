@@ -64,12 +64,11 @@ def plan_model(
     cuts: ModelCuts | None = None,
     weights: EncodedWeights | None = None,
 ) -> list[UnitPlan]:
-    """Divide `model` into units: the root first, the others in module order. Every parameter is in exactly one.
-
-    `group_of` returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The
-    model's main dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs.
-    Frozen matrices of linear layers and experts are kept as `weights` encodes them.
-    Raises `LayoutError` when the model has no parameters, or modules whose parameters cannot be gathered around their use."""
+    """Divide `model` into units: the root first, the others in module order. Every parameter is in exactly one. `group_of`
+    returns a parameter's optimizer group from its name, `cuts` describes this rank's part of the whole model. The model's main
+    dtype becomes `compute_dtype`; parameters of a wider dtype, those to be kept in fp32 and non-floats keep theirs. Frozen
+    matrices of linear layers and experts are kept as `weights` encodes them. Raises `LayoutError` when the model has no
+    parameters, or modules whose parameters cannot be gathered around their use."""
     cuts = cuts or ModelCuts()
     _require_supported_modules(model, compute_dtype)
     if not (names := names_by_parameter(model)):

@@ -284,12 +284,11 @@ class ZeroEngine:
     def finish_step(
         self, factor: float = 1.0, *, squares: float | None = None, loss_finite: bool = True, lacking: bool = True
     ) -> StepOutcome:
-        """Update the parameters from the gradients, which are first multiplied by `factor`.
-
-        A parameter without a gradient on any rank keeps its value and its moments, as in torch; `lacking` says if some rank
-        `lacks_gradients`. `squares` is the sum over the world of the parts that `read_step` has returned; None: the sum is made
-        here. A norm that is not finite skips the update on all ranks, or raises `NonFiniteError` under `on_nonfinite: stop`; the
-        outcome or error names units, and the ranks that pass `loss_finite` False because their own loss was not finite."""
+        """Update the parameters from the gradients, which are first multiplied by `factor`. A parameter without a gradient on
+        any rank keeps its value and its moments, as in torch; `lacking` says if some rank `lacks_gradients`. `squares` is the
+        sum over the world of the parts that `read_step` has returned; None: the sum is made here. A norm that is not finite
+        skips the update on all ranks, or raises `NonFiniteError` under `on_nonfinite: stop`; the outcome or error names units,
+        and the ranks that pass `loss_finite` False because their own loss was not finite."""
         with self._updating():
             if squares is None:
                 squares = self._sum_squares()
