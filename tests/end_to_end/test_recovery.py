@@ -52,6 +52,11 @@ def build():
     return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
 
+class Growing(list):
+    def __len__(self):
+        return super().__len__() - 12 * (not (folder / "struck-0").exists())
+
+
 def raises():
     raise RuntimeError("no more")
 
@@ -132,6 +137,8 @@ for name, section in asked.get("settings", {}).items():
     settings.setdefault(name, {}).update(section)
 points = torch.randn(asked.get("samples", 48), 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 dataset = [{"x": x, "y": x[:1]} for x in points]
+if asked.get("grows"):
+    dataset = Growing(dataset)
 for step in asked.get("poisoned", ()):
     dataset[SampleOrder(length=len(points), seed=0).dataset_index(12 * step)]["y"] = torch.tensor([1e9]).double()
 faults, model = Faults(), build() if asked.get("given") else build
@@ -500,14 +507,29 @@ def test_what_a_process_holds_does_not_grow_with_recoveries(tmp_path: Path) -> N
     assert {tuple(rest) for _, *rest in held[3:]} == {tuple(held[3][1:])}
 
 
-@pytest.mark.parametrize("how", ["end", "comes back"])
-def test_a_run_ends(tmp_path: Path, how: str) -> None:
-    again = [(5, 1, "raise")] * 3
-    faults, settings = ([(5, 1, "SIGKILL")], {"recovery": {"survivors": "end"}}) if how == "end" else (again, {})
-    found = run(tmp_path, *faults, settings=settings)
+CHANGED = "/run is of a run with other settings:\n  - data.train_samples: 36 then, 48 now\nundo these changes"
+
+
+@pytest.mark.parametrize(
+    ("faults", "asked", "said", "recoveries"),
+    [
+        ([(5, 1, "SIGKILL")], {"settings": {"recovery": {"survivors": "end"}}}, "rank 1", 0),
+        ([(5, 1, "raise")] * 3, {}, "RuntimeError: no more", 2),
+        ([(5, 1, "SIGKILL")], {"grows": True}, CHANGED, 1),
+        pytest.param(
+            [(7, 1, "SIGKILL")],
+            {"grows": True, "settings": {"recovery": {"memory": "snapshots", "every_steps": 1}}},
+            *(CHANGED, 1),
+            marks=FULL,
+        ),
+    ],
+)
+def test_a_run_ends(tmp_path: Path, faults: Any, asked: dict[str, Any], said: str, recoveries: int) -> None:
+    """Where it is to, where the same fault comes back, and where the data have changed since it has begun."""
+    found = run(tmp_path, *faults, **asked)
     assert found.process.returncode != 0
-    assert ("RuntimeError: no more" if how == "comes back" else "rank 1") in found.process.stderr
-    assert found.process.stderr.count("the run goes on") == (0 if how == "end" else 2)
+    assert said in found.process.stderr
+    assert found.process.stderr.count("the run goes on") == recoveries
 
 
 def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(

@@ -115,11 +115,15 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     def _go_on_from(self, content: Mapping[str, Any], settings: Mapping[str, Any]) -> TrainerState:
         """Take over the progress of a step of which the engine has weights and moments on files already."""
         state = TrainerState.from_json(content, f"{self.store.root.parent}, offload.durable")
-        if differ := differences(state.settings, settings, state.written):
-            raise ConfigError(_of_another_run(self.store.root.parent, differ))
+        self.require_settings(state, settings)
         load_engine(None, self._engine, state)
         self._keep_metric(state)
         return state
+
+    def require_settings(self, state: TrainerState, settings: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` where `settings` differ from those of a state that is on no checkpoint."""
+        if differ := differences(state.settings, settings, state.written):
+            raise ConfigError(_of_another_run(self.store.root, differ))
 
     def _link(self) -> None:
         """Link each checkpoint of a run by transformers' name, and remove dangling links. Waits for all ranks."""
@@ -351,9 +355,8 @@ def read_state(path: Path, engine: ZeroEngine) -> tuple[CheckpointReader, Traine
 
 def _of_another_run(path: Path, differ: Sequence[str]) -> str:
     lines = "\n".join(f"  - {line}" for line in differ)
-    cure = f"or name the checkpoint to go on from it all the same: checkpoint.resume: {path}"
-    why = f"{path.parent} is of a run with other settings:\n{lines}\n"
-    return f"{why}undo these changes, give this run another run.name, {cure}"
+    cure = f"or give this run another run.name, and checkpoint.resume: {path} to go on from there all the same"
+    return f"{path.parent} is of a run with other settings:\n{lines}\nundo these changes, {cure}"
 
 
 def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:

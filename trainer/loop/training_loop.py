@@ -132,6 +132,7 @@ class TrainingLoop:
     def _resume(self) -> None:
         run = self.run
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
+            self._checkpoints.require_settings(state, run.settings)  # Every start reads the data anew.
             self._take_over(state)
             self._went_on = True
             run.console.note(f"went on after step {run.progress.step}, from {_SOURCES[self.recovery.source]}")
