@@ -24,15 +24,17 @@ from zeromesh.trainer.planning.layouts import Layout
 pytestmark = pytest.mark.usefixtures("at_once")
 RANKS, STEPS = 3, 8
 SCRIPT = """\
-import contextlib, json, os, signal, sys
+import contextlib, errno, functools, io, json, os, signal, sys
 from pathlib import Path
 import torch
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 from zeromesh import Trainer
+from zeromesh.checkpoint import store
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
 from zeromesh.trainer.data.sampler import SampleOrder
+from zeromesh.trainer.monitoring import run_directory, step_metrics
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
 if asked.get("simulated"):
@@ -90,6 +92,8 @@ class Faults(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         self.step = state.global_step + 1
         self.steps.append(self.step)
+        if self.step in asked.get("full", ()) and not rank:
+            (folder / "full").touch() if self.step == asked["full"][0] else (folder / "full").unlink(missing_ok=True)
         if asked.get("holds"):
             self.held = [each for unit in trainer.engine.units for each in unit.buckets]
         if asked.get("unfreezes"):
@@ -124,6 +128,21 @@ def writes(self, step, record):
     faults.strike(f"record of {step}")
 
 
+def on_disk(function, *arguments, **options):
+    if (folder / "full").exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return function(*arguments, **options)
+
+
+class File(io.FileIO):
+    def write(self, data):
+        return on_disk(super().write, data)
+
+
+if "full" in asked:
+    step_metrics.io.FileIO = File
+    for module, name in ((run_directory, "write_whole"), (step_metrics, "write_whole"), (store, "_require_free")):
+        setattr(module, name, functools.partial(on_disk, getattr(module, name)))
 StateMemory.mark, StateMemory.write_record, journal.CHUNK_ELEMENTS = marks, writes, 8
 settings = {
     "zero": {"stage": 3},
@@ -602,6 +621,18 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
             row["step"]: row for row in rows(undisturbed_stop, name)
         }
     assert all(found.end(rank)["weights"] == undisturbed_stop.end(rank)["weights"] for rank in range(RANKS))
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=FULL)])
+def test_a_rank_is_lost_while_the_disk_is_full(undisturbed_run: Run, tmp_path: Path, victim: int) -> None:
+    """So full that neither the checkpoint of step 4 nor a line has room, until step 7."""
+    found = run(tmp_path, (5, victim, "SIGKILL"), full=[3, 7])
+    assert found.process.returncode == 0, found.process.stderr
+    assert found.process.stdout.count("metrics.jsonl' cannot be written: No space left on device. Training") == 2
+    assert "the checkpoint of step 4 was not written" in found.process.stdout
+    assert "went on after step 5, from the memory of the ranks" in found.process.stdout
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2, *range(5, STEPS + 1)]
+    assert all(found.end(rank)["weights"] == undisturbed_run.end(rank)["weights"] for rank in range(RANKS))
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
     ) -> None:
         if config.checkpoint.every_steps:
             require_storable(engine.model, "set checkpoint.every_steps: 0")
+        # A run that goes on from elsewhere may get room until it saves, and would lose what it has by an end.
+        self._tries = bool(config.checkpoint.every_steps) and not number_of_start()
         self.store = CheckpointStore(directory / FOLDER)
         self._section, self._mesh, self._engine = config.checkpoint, engine.mesh, engine
         self._processing_class, self._note = processing_class, note
@@ -114,7 +116,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
     def _go_on_from(self, content: Mapping[str, Any], settings: Mapping[str, Any]) -> TrainerState:
         """Take over the progress of a step of which the engine has weights and moments on files already."""
-        state = TrainerState.from_json(content, f"{self.store.root.parent}, offload.durable")
+        self._tries, state = False, TrainerState.from_json(content, f"{self.store.root.parent}, offload.durable")
         self.require_settings(state, settings)
         load_engine(None, self._engine, state)
         self._keep_metric(state)
@@ -167,7 +169,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
 
     def require_room(self) -> None:
         """Raise `StorageError` if the run's first checkpoint would not fit on the disk."""
-        if self._section.every_steps:
+        if self._tries:
             away = {each.name for each in self._frozen.referenced().tensors}
             self.saver.require_room([each for each in self._engine.checkpoint_state.tensors() if each.name not in away])
 
@@ -181,7 +183,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 model = pretrained_of(engine.model) or engine.model
                 save_configuration(model, engine.options.precision.compute, self._processing_class, Path(folder))
 
-        if self._section.every_steps:
+        if self._tries:
             self._mesh.world.all_or_raise("trial of a checkpoint", write, StorageError, first=True)
 
     def save(self, state: TrainerState, *, wait: bool) -> bool:

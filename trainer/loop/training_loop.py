@@ -14,7 +14,7 @@ import torch
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.environment import number_of_start
-from zeromesh.errors import CollectiveError, DataError, NonFiniteError, counted, some
+from zeromesh.errors import CollectiveError, DataError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
@@ -63,6 +63,7 @@ class TrainingLoop:
     _line: Line | None = None  # The current step's line of metrics, until it is logged.
     _last_written_step: int = 0  # The latest step whose line is in the file.
     _went_on: bool = False  # True if this loop goes on with what another one has left in memory.
+    _refused: bool = False  # True if it was said that a line could not be written.
     _on_save_due: bool = False  # True if the current step is saved and `on_save` is still to be called.
     _evaluated: tuple[int, float | None, float | None] | None = None
     """The step, the loss and the value of `run.metric` of the latest evaluation."""
@@ -379,10 +380,8 @@ class TrainingLoop:
         """Write the step's line, with values added since the last one, before callbacks, which could fail. All ranks call it."""
         run = self.run
         line |= run.model.stepper.scalars.take(run.ranks)
-        if self._writer is not None:
-            self._writer.write({**line, **self._start, **({"judged": run.progress.acts} if run.progress.acts else {})})
-            self._start = {}
-        run.progress.acts = []
+        self._append("", {**line, **self._start, **({"judged": run.progress.acts} if run.progress.acts else {})})
+        self._start, run.progress.acts = {}, []
         if run.config.tracking.backends:
             self._tracking.send(step_row(line))
         run.console.step(line)
@@ -492,10 +491,16 @@ class TrainingLoop:
         self._tracking.send(samples_row(self.run.progress.step, lines))
 
     def _append(self, name: str, *lines: Mapping[str, Any]) -> None:
-        if self._writer is not None:
-            with MetricsWriter(self._writer.path.with_name(name)) as file:
+        """Append lines to a file, or that of steps. It is said once that they cannot be: checkpoints decide if the run ends."""
+        if (steps := self._writer) is None:
+            return
+        try:
+            with MetricsWriter(steps.path.with_name(name)) if name else nullcontext(steps) as file:
                 for line in lines:
                     file.write(line)
+        except StorageError as error:
+            self.run.console.note(None if self._refused else f"WARNING: {error}. Training goes on")
+            self._refused = True
 
     def _save(self) -> None:
         run, checkpoints = self.run, self._checkpoints
@@ -573,10 +578,9 @@ class TrainingLoop:
         )
         if report.losses:
             speed = f"{human_count(report.tokens_per_second)} {progress.unit}/s"
-            figures = (
-                f"loss {report.final_loss:.4f}, {speed}, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
-            )
-            run.console.note(f"done: {counted(report.final_step, 'step')}, {figures}")
+            figures = f"{speed}, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
+            steps = counted(report.final_step, "step")
+            run.console.note(f"done: {steps}, loss {report.final_loss:.4f}, {figures}")
         run.console.note(*progress.notes())
         if run.planned is not None and run.planned.result:
             run.console.note("\n  ".join(comparison_lines(run.planned.result)))

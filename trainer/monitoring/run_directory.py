@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
-from zeromesh.environment import secret_values, starts_of_run
+from zeromesh.environment import number_of_start, secret_values, starts_of_run
 from zeromesh.errors import StorageError, counted
 from zeromesh.files import open_regular, read_whole, refusals, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
@@ -94,15 +94,16 @@ class RunDirectory:
                 yield None
                 return
             redaction = Redaction(secret_values())
-            with refusals(self.path, "written", _ELSEWHERE):
-                write_whole(self.path / step_metrics.CONFIG, config.to_yaml(redaction.values).encode())
             name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
             hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}
             versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
-            with MetricsWriter(self.path / step_metrics.STARTS) as starts:
-                start = {"step": step, "host": socket.gethostname(), **facts}
-                starts.write({**start, "hardware": hardware, "versions": versions})
+            with suppress(*[StorageError] * bool(number_of_start())):  # A run that goes on does not end by these.
+                with refusals(self.path, "written", _ELSEWHERE):
+                    write_whole(self.path / step_metrics.CONFIG, config.to_yaml(redaction.values).encode())
+                with MetricsWriter(self.path / step_metrics.STARTS) as starts:
+                    start = {"step": step, "host": socket.gethostname(), **facts}
+                    starts.write({**start, "hardware": hardware, "versions": versions})
             with (
                 MetricsWriter(self.path / step_metrics.METRICS) as writer,
                 StateMonitor(mesh.watch, mesh.world.ranks, self.path / step_metrics.RANKS, clean=redaction.text),

@@ -1,6 +1,5 @@
 """Files of strict JSON lines, each on disk at the end of its step, such as `metrics.jsonl`; and the seconds of startup."""
 
-import errno
 import io
 import json
 import math
@@ -48,30 +47,31 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
             MetricsWriter(path, keep_through=step).close()
 
     def _open(self, through: int | None) -> None:
+        self._unwritten = b""
         with refusals(self.path, "opened"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with io.FileIO(open_regular(self.path, os.O_RDWR | os.O_CREAT), "r+") as file:
                 content = file.read()
-                whole = content.rfind(b"\n") + 1
-                file.truncate(whole)
-            if through is not None:
-                lines = content[:whole].splitlines(keepends=True)
-                kept = [line for at, line in enumerate(lines, 1) if step_of(_parse(line, self.path, at)) <= through]
-                if len(kept) < len(lines):
-                    write_whole(self.path, b"".join(kept))
+                kept = content[: content.rfind(b"\n") + 1]
+                if through is not None:
+                    lines = enumerate(kept.splitlines(keepends=True), 1)
+                    kept = b"".join(line for at, line in lines if step_of(_parse(line, self.path, at)) <= through)
+                if content.startswith(kept):
+                    file.truncate(len(kept))  # A full disk has no room for a copy.
+                else:
+                    write_whole(self.path, kept)
             descriptor = open_regular(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             self._file = io.FileIO(descriptor, "ab")  # A kill must lose no buffered line.
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". After a
-        line that could not be written whole the file is closed: the next one would continue it."""
+        """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". What could
+        not be written is kept, and written before the next line."""
         line = json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
+        self._unwritten += line
         try:
-            written = self._file.write(line)
-            if written != len(line):
-                raise OSError(errno.ENOSPC, f"only {written} of {len(line)} bytes were taken")
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
         except (OSError, ValueError) as error:  # ValueError: the file was closed
-            self.close()
             why = getattr(error, "strerror", None) or error
             raise StorageError(f"{str(self.path)!r} cannot be written: {why}") from error
 

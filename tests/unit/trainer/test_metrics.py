@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import os
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,14 +103,31 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         writer.write(metrics())
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk_is_an_error(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path / "m.jsonl") as writer, open("/dev/full", "wb") as full:
-        os.dup2(full.fileno(), writer._file.fileno())
-        with pytest.raises(StorageError, match=r"m\.jsonl' cannot be written: No space left"):
-            writer.write(metrics())
-        with pytest.raises(StorageError, match="cannot be written"):
-            writer.write(metrics())
+def test_a_full_disk_is_an_error_and_its_lines_come_once_there_is_room(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write(metrics(1))
+        for step, room in ((2, path.stat().st_size + 7), (3, path.stat().st_size + 7)):
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            try:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+                with pytest.raises(StorageError, match=r"m\.jsonl' cannot be written: File too large"):
+                    writer.write(metrics(step))
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            assert [line["step"] for line in read_metrics(path)] == [1], "the second one is there in part"
+        writer.write(metrics(4))
+    assert [line["step"] for line in read_metrics(path)] == [1, 2, 3, 4]
+
+
+def test_later_steps_are_left_out_without_room_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_metrics, "write_whole", lambda *_: pytest.fail("a copy of the file"))
+    with MetricsWriter(tmp_path / "m.jsonl") as writer:
+        for step in (1, 2, 3):
+            writer.write(metrics(step))
+        writer.keep_through(1)
+        writer.write(metrics(2))
+    assert [line["step"] for line in read_metrics(tmp_path / "m.jsonl")] == [1, 2]
 
 
 def test_piped_output_is_one_plain_line_per_logged_step() -> None:

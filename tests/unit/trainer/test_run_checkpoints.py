@@ -225,15 +225,25 @@ def test_the_last_save_is_tried_twice_and_only_where_it_is_not_done(tmp_path: Pa
     assert run.lines[-1].endswith("It is tried once more")
 
 
-@pytest.mark.parametrize("every", [1, 0])
-def test_room_and_small_files_are_tried_where_checkpoints_are_written_at_intervals(tmp_path: Path, every: int) -> None:
+@pytest.mark.parametrize(("every", "goes_on"), [(1, ""), (0, ""), (1, "memory"), (1, "files")])
+def test_room_and_small_files_are_tried_where_checkpoints_are_written_at_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, goes_on: str
+) -> None:
+    """But not by a run that goes on, and would lose by an end what it has in memory."""
+    monkeypatch.setattr(manager, "number_of_start", lambda: int(goes_on == "memory"))
+    monkeypatch.setattr(manager, "load_engine", lambda *_: None)
     run = Run(tmp_path, checkpoint={"every_steps": every})
+    if goes_on == "files":
+        record = {"step": 3, "content": state(3).to_json()}
+        run.engine.durable = SimpleNamespace(resumed=record)
+        assert run.kept.resume({}).step == 3  # type: ignore[union-attr]
+        run.saver.calls.clear()
     frozen: Any = SimpleNamespace(referenced=lambda: SimpleNamespace(tensors=[SimpleNamespace(name="a")]))
     run.kept._frozen = frozen
     run.kept.require_room()
-    assert run.saver.calls == ([("room", ["b"])] if every else [])
+    assert run.saver.calls == ([("room", ["b"])] if every and not goes_on else [])
     unwritable = state(1, callbacks={"Own": {"value": {1}}})
-    if not every:
+    if goes_on or not every:
         run.kept.try_small_files(lambda: unwritable)
         return
     with pytest.raises(StorageError, match=r"^callbacks\.Own\.value: a set"):
