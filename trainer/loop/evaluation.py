@@ -134,6 +134,9 @@ def run_dataset(
         f"{prefix}_samples_per_second": round(feed.plan.global_size / seconds, 3),
         f"{prefix}_steps_per_second": round(feed.plan.rounds_of(0) / seconds, 3),
     }
+    # A drawn metric, or one of a judge, differs between ranks, which have to decide alike.
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    values |= run.mesh.world.gather_json(numbers, "values of the evaluation")[0]
     return targets, values, prediction
 
 

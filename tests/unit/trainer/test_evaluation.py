@@ -119,7 +119,8 @@ class Evaluated:
         self.console = SimpleNamespace(show_evaluation=lambda *_: None, note=self.notes.append)
         self.events = SimpleNamespace(call=lambda *event: self.events_seen.append(event))
         self.inputs = SimpleNamespace(compute_metrics=metrics, preprocess_logits_for_metrics=None)
-        self.mesh, self.collector = None, None
+        self.mesh: Any = SimpleNamespace(world=SimpleNamespace(gather_json=lambda values, _: [values]))
+        self.collector = None
 
     def _averaged(self) -> Any:
         self.averages += 1
