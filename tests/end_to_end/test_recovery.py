@@ -54,9 +54,17 @@ def build():
     return Loss(nn.Linear(6, width), middle, nn.Linear(width, 1))
 
 
-class Growing(list):
+class Samples(list):
+    read = 0
+
     def __len__(self):
-        return super().__len__() - 12 * (not (folder / "struck-0").exists())
+        return super().__len__() - 12 * ("grows" in asked and not (folder / "struck-0").exists())
+
+    def __getitem__(self, index):
+        if torch.utils.data.get_worker_info() is not None:
+            self.read += 1
+            faults.strike(f"sample {self.read} of a worker")
+        return super().__getitem__(index)
 
 
 def raises():
@@ -155,9 +163,7 @@ settings = {
 for name, section in asked.get("settings", {}).items():
     settings.setdefault(name, {}).update(section)
 points = torch.randn(asked.get("samples", 48), 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-dataset = [{"x": x, "y": x[:1]} for x in points]
-if asked.get("grows"):
-    dataset = Growing(dataset)
+dataset = Samples({"x": x, "y": x[:1]} for x in points)
 for step in asked.get("poisoned", ()):
     dataset[SampleOrder(length=len(points), seed=0).dataset_index(12 * step)]["y"] = torch.tensor([1e9]).double()
 faults, model = Faults(), build() if asked.get("given") else build
@@ -621,6 +627,13 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
             row["step"]: row for row in rows(undisturbed_stop, name)
         }
     assert all(found.end(rank)["weights"] == undisturbed_stop.end(rank)["weights"] for rank in range(RANKS))
+
+
+def test_a_rank_whose_data_worker_is_killed_is_lost(undisturbed_run: Run, tmp_path: Path) -> None:
+    found = run(tmp_path, ("sample 17 of a worker", 1, "SIGKILL"), settings={"data": {"workers": 1}})
+    assert found.went_well(undisturbed_run)
+    assert "a data worker is gone: process" in found.process.stderr
+    assert not found.lost_steps
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=FULL)])

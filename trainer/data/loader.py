@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset
 
 from zeromesh.environment import available_cores, die_with_parent
-from zeromesh.errors import ConfigError, DataError, ZeromeshError, counted, some, summary
+from zeromesh.errors import ConfigError, DataError, StorageError, ZeromeshError, counted, some, summary
 from zeromesh.launch.signals import STOP_SIGNALS
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.transfer import states_hidden_from_children
@@ -202,7 +202,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         return [self.batch(step, index) for index in range(self.feed.plan.rounds_of(step))]
 
     def batch(self, step: int, index: int) -> Batch:
-        """Return microbatch `index` of a step. Raises `DataError` for data that cannot be read or trained on, and a lost worker."""
+        """Return microbatch `index` of a step. Raises `DataError` for data that cannot be read or trained on; see `_next`."""
         if not self._workers.count:
             made = self._maker.make(*self._place(step, index))
         else:
@@ -268,7 +268,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         Finalize(self, _kill_processes, args=(self._processes,), exitpriority=1)
 
     def _next(self) -> _Result:
-        """Return the next result. Raises `DataError` if a worker died or hangs, in each piece of a stream that is re-read."""
+        """Return the next result. Raises `DataError` if a worker ended or hangs, in each piece of a stream that is re-read, and
+        `StorageError` if one was killed."""
         began, read = time.monotonic(), 0
         while True:
             self._waiting()
@@ -284,7 +285,7 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
                     self.close(at_once=True)
                     raise failure from None
 
-    def _failure(self, error: Exception) -> DataError:
+    def _failure(self, error: Exception) -> ZeromeshError:
         ends = []
         for each in self._processes:
             if each.exitcode is not None and each.exitcode < 0:
@@ -295,7 +296,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         if ends:
             rest = "or the system did; data.workers: 0 reads in the training process"
             why = f"A dataset or a library under it ended the process, {rest}"
-            return DataError(f"a data worker is gone: {', '.join(ends)}. {why}")
+            killed = any((each.exitcode or 0) < 0 for each in self._processes)  # A run recovers from that.
+            return (StorageError if killed else DataError)(f"a data worker is gone: {', '.join(ends)}. {why}")
         limit = f"{self._workers.timeout_seconds:g} seconds"
         if stacks := [stack for each in self._processes if (stack := self._stack(each))]:
             late = f"a data worker took more than {limit} for one microbatch (data.timeout_seconds)"
