@@ -12,7 +12,7 @@ from tests.support.tables import row, tried
 from tests.support.trainer_cases import LLAMA, sentences
 from tests.support.workers import Workers
 from zeromesh import Trainer
-from zeromesh.errors import ConfigError, StorageError
+from zeromesh.errors import ConfigError
 from zeromesh.trainer.cli.main import main
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.config.sections.outputs import name_of_file
@@ -102,7 +102,7 @@ def test_other_settings_and_a_lock_come_before_the_data(tmp_path: Path, request:
         trainer.fit()
     with (
         RunDirectory(tmp_path / "a", 0).locked(),
-        pytest.raises(StorageError, match="belongs to a run that is going on"),
+        pytest.raises(ConfigError, match="belongs to a run that is going on"),
         Trainer(config=config) as trainer,
     ):
         trainer.fit()

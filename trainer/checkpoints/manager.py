@@ -148,9 +148,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         step = self.store.step_of(path)
         reader, state = read_state(path, self._engine)
         if not reader.manifest.step == state.step == (step if step is not None else state.step):
-            other = (
-                f"and of step {state.step} by its {trainer_state.NAME}; give it the name that it had, or move it away"
-            )
+            other = f"and of step {state.step} by its {trainer_state.NAME}; give it back its name, or move it away"
             raise CheckpointError(f"{path} is of step {reader.manifest.step} by its manifest, {other}")
         differ = differences(state.settings, settings, state.written)
         if differ and strict:

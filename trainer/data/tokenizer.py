@@ -78,9 +78,7 @@ class PretrainedTokenizer:
             cure = "give a tokenizer, such as AutoTokenizer.from_pretrained(DIR), or name its directory in the configuration"
             raise DataError(f"processing_class is a {type(self.tokenizer).__name__}; {cure}: data.tokenizer")
         if self.end_of_text is None:
-            raise DataError(
-                "the tokenizer has neither eos_token nor sep_token to end texts: set eos_token, and save it"
-            )
+            raise DataError("the tokenizer has neither eos_token nor sep_token to end texts: set and save eos_token")
 
     @property
     def vocab_size(self) -> int:

@@ -68,15 +68,13 @@ def generation_of(
     section = run.config.run
     if not (section.predict_with_generate if requested is None else requested):
         if fields:
-            raise ConfigError(
-                f"{', '.join(fields)}: an evaluation generates with predict_with_generate=True (run.predict_with_generate)"
-            )
+            how = "predict_with_generate=True (run.predict_with_generate)"
+            raise ConfigError(f"{', '.join(fields)}: an evaluation generates with {how}")
         return None
     if metrics and run.inputs.compute_metrics is None:
         raise ConfigError("predict_with_generate: what is generated is for compute_metrics; pass it to the Trainer")
-    generation = BatchGeneration(
-        run.model, {**(section.generation or {}), **fields}, seed=f"{section.seed}/{run.progress.step}"
-    )
+    fields = {**(section.generation or {}), **fields}
+    generation = BatchGeneration(run.model, fields, seed=f"{section.seed}/{run.progress.step}")
     advice, shown = "Give all of them the same fields of GenerationConfig", generation.settings.to_json_string()
     run.mesh.world.require_same({"predict_with_generate": shown}, ConfigError, advice=advice)
     return generation
@@ -112,9 +110,8 @@ def run_dataset(
         if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
             collector.size_noted = True
             cure = "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
-            run.console.note(
-                f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; {cure}"
-            )
+            what = f"{human_bytes(expected)} of what the model returns"
+            run.console.note(f"evaluation: each rank collects {what}; {cure}")
         run.events.call("on_prediction_step", done, total)
         return not stop()
 

@@ -304,9 +304,8 @@ class Recovery:
         if engine.optimizer_step.journal is not None:
             engine.optimizer_step.journal.begin(run.progress.step)
         if self.snapshots is not None and not self.snapshots.begin(engine, run.progress.step):
-            run.console.note(
-                "no snapshots of the states: two copies need more than half of the memory that a host has available"
-            )
+            why = "two copies need more than half of the memory that a host has available"
+            run.console.note(f"no snapshots of the states: {why}")
 
     def forget_steps(self) -> None:
         """Let no states in memory count, before those of an earlier step are loaded; `begin_training` is called then."""

@@ -281,9 +281,8 @@ class TrainingLoop:
             progress.without_targets += 1
             events.forget_requests()  # A step that does not count has no requests; ranks did not combine them.
             if result is None:
-                run.console.note(
-                    f"after step {progress.step}: a global batch has no target (all labels are {IGNORED_LABEL}) and is passed over"
-                )
+                why = f"has no target (all labels are {IGNORED_LABEL}) and is passed over"
+                run.console.note(f"after step {progress.step}: a global batch {why}")
             else:
                 progress.skipped_in_a_row += 1
                 progress.cause = result["cause"]

@@ -6,14 +6,14 @@ import os
 import platform
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from zeromesh import __version__
 from zeromesh.environment import number_of_start, secret_values, starts_of_run
-from zeromesh.errors import StorageError, counted
+from zeromesh.errors import CollectiveError, ConfigError, StorageError, counted
 from zeromesh.files import open_regular, read_whole, refusals, remove_unfinished, try_lock, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
@@ -28,6 +28,7 @@ from zeromesh.trainer.monitoring.step_metrics import ENDED, MetricsWriter
 
 _APPENDED = (step_metrics.METRICS, step_metrics.EVALUATIONS, step_metrics.SAMPLES)
 """Files that are replaced when the lock is taken from a process which may wake, and has them open."""
+_KEPT: dict[Path, io.FileIO] = {}  # locks that this process has between two starts of its run
 _ELSEWHERE = "; change run.output_dir"
 _UNLOCKED = "; another run could not be kept out. Change that, or set run.output_dir to another file system"
 
@@ -46,12 +47,23 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the directory in the block, and remove killed processes' files. Raises `StorageError` when another run has it. The
-        rank 0 of an earlier start of this run loses the lock: its host is stopped or cut off."""
-        if not self._writes:
-            yield
-            return
+        """Lock the directory in the block, and remove killed processes' files. Raises `ConfigError` when another run has it. The
+        rank 0 of an earlier start of this run loses the lock: its host is stopped or cut off. Where ranks are lost, one that stays
+        keeps other runs out until the next start takes the lock from it."""
         path = self.path / step_metrics.LOCK
+        try:
+            with self._locked(path) if self._writes else nullcontext():
+                yield
+        except CollectiveError as error:
+            with suppress(OSError):
+                for start in starts_of_run()[-1:]:
+                    _KEPT[path] = file = io.FileIO(open_regular(path, os.O_RDWR), "r+")
+                    if try_lock(file.fileno()):
+                        _note(file, f"{ENDED} by {type(error).__name__}\n{start}")
+            raise
+
+    @contextmanager
+    def _locked(self, path: Path) -> Iterator[None]:
         with ExitStack() as stack:
             with refusals(path, "opened and locked", _UNLOCKED):
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
@@ -59,11 +71,12 @@ class RunDirectory:
                     holder, _, start = file.read(200).decode(errors="replace").strip().partition("\n")
                     if start not in starts_of_run()[:-1]:
                         why = f"belongs to a run that is going on ({holder or 'another process'})"
-                        raise StorageError(f"{str(self.path)!r} {why}; wait for it, or give another run.name")
+                        raise ConfigError(f"{str(self.path)!r} {why}; wait for it, or give another run.name")
                     path.unlink()
                     file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "r+"))
                     try_lock(file.fileno())
-                    for each in filter(os.path.lexists, map(self.path.joinpath, _APPENDED)):
+                    open_files = () if holder.startswith(ENDED) else map(self.path.joinpath, _APPENDED)
+                    for each in filter(os.path.lexists, open_files):
                         write_whole(each, read_whole(each))
                 _note(file, "\n".join((f"pid {os.getpid()} on {socket.gethostname()}", *starts_of_run()[-1:])))
                 remove_unfinished(self.path)

@@ -226,7 +226,7 @@ def test_a_second_run_in_one_directory_is_refused(workers: Workers, tmp_path: Pa
         fcntl.flock(lock, fcntl.LOCK_EX)
         arguments = {"folder": str(tmp_path), "steps": 5, "sections": {}}
         first, _ = workers.pool(2).outcomes("checkpoint_cases:trained", **arguments)
-    assert first.error == "StorageError"
+    assert first.error == "ConfigError"
     assert "belongs to a run that is going on (pid 1 on elsewhere)" in first.message
 
 

@@ -17,7 +17,7 @@ from tests.support.plain import error_of
 from tests.support.trainer_cases import llama, seeded, sentences, settings
 from tests.unit.offload.file_cases import refusing
 from zeromesh import Trainer, files
-from zeromesh.errors import StorageError
+from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.files import (
     disk_call,
     longest_disk_call,
@@ -31,6 +31,7 @@ from zeromesh.files import (
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.io.direct_io import PositionalFile
 from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.monitoring import run_directory
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 from zeromesh.trainer.monitoring.step_metrics import MetricsWriter, read_metrics
 from zeromesh.trainer.setup.build import connect
@@ -151,11 +152,35 @@ def test_without_flock_there_are_locks_of_fcntl(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(fcntl, "flock", refusing(number))
     one, two = RunDirectory(tmp_path, 0), RunDirectory(tmp_path, 0)
     with one.locked():
-        held = pytest.raises(StorageError, match=rf"belongs to a run that is going on \(pid {os.getpid()} on")
+        held = pytest.raises(ConfigError, match=rf"belongs to a run that is going on \(pid {os.getpid()} on")
         with held, two.locked():
             pass
     with two.locked():
         pass
+
+
+@pytest.mark.parametrize("survivor", [0, 1])
+def test_ranks_that_stay_keep_other_runs_out_until_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survivor: int
+) -> None:
+    """Also where rank 0 is lost. No file is copied then, which may lack room: nobody else writes it."""
+    started = ["start 0 of run x"]
+    monkeypatch.setattr(run_directory, "starts_of_run", lambda: started)
+    monkeypatch.setattr(run_directory, "_KEPT", {})
+    monkeypatch.setattr(run_directory, "write_whole", lambda *_: pytest.fail("a copy of a file"))
+    (tmp_path / "metrics.jsonl").touch()
+    with RunDirectory(tmp_path, 0).locked():
+        pass
+    with pytest.raises(CollectiveError, match="rank 2 is lost"), RunDirectory(tmp_path, survivor).locked():
+        raise CollectiveError("rank 2 is lost")
+    for others in (["start 0 of run y"], ["start 0 of run y", "start 1 of run y"]):
+        started = others
+        with pytest.raises(ConfigError, match="belongs to a run that"), RunDirectory(tmp_path, 0).locked():
+            pass
+    started = ["start 0 of run x", "start 1 of run x"]
+    with RunDirectory(tmp_path, 0).locked():
+        pass
+    assert (tmp_path / "run.lock").read_text() == "ended\n"
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)
