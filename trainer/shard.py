@@ -12,7 +12,7 @@ zeromesh.save("out", model, optimizer)
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -69,8 +69,6 @@ class ShardedModel(PlacedModel):
 
     owner: ClassVar[str] = "model"
     engine: AutogradEngine
-    frozen: list[nn.Parameter]
-    """The parameters that were frozen because the model was partitioned without an optimizer."""
     codes: dict[str, QuantizedLayer]
     """The codes of bitsandbytes' layers by the names of their weights, if the model was partitioned without an optimizer."""
     source: FrozenWeights
@@ -101,7 +99,7 @@ def shard(
             dtype of its parameters, unless `precision` names another. Built under `torch.device("meta")`, it is never whole on
             any rank: each draws its part, as `reset_parameters` or transformers' `_init_weights` do, by `config`'s `run.seed`.
         optimizer: a torch optimizer over parameters of the model, with any groups; a class or function that creates one from
-            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, which freezes them.
+            `model.parameters()`; several with disjoint parameters, which become one; None for evaluation, without gradients.
         config: a file (YAML or JSON) or a dict; a warning names sections beside `zero`, `parallel`, `precision`, `offload`, `ema`.
         reduce: `mean` averages gradients over the data-parallel ranks, as DDP does; `sum` adds them.
         accumulation: the number of backwards of each step. Above 1, stages 0 and 1 accumulate gradients on each rank, and reduce
@@ -127,17 +125,17 @@ def shard(
     optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
-    engine = _partition(model, resolved, zero, trains=optimizer is not None)
+    with _flags_kept(model):
+        engine = _partition(model, resolved, zero, trains=optimizer is not None)
     if optimizer is None:
         return model, None
     return model, ShardedOptimizer(optimizer, engine, 1.0 / engine.mesh.data.size if reduce == "mean" else 1.0)
 
 
 def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *, trains: bool) -> AutogradEngine:
-    trained = [] if trains else [each for each in model.parameters() if each.requires_grad]
     codes = {} if trains else codes_of(model)
-    for each in trained:  # Frozen parameters have no master weights and no moments.
-        each.requires_grad_(False)
+    if not trains:  # Frozen parameters have no master weights and no moments.
+        model.requires_grad_(False)
     mesh = connect(config)
     if "tf32" in config.precision.model_fields_set:  # Otherwise torch's settings are left alone.
         set_tf32(config, mesh.device)
@@ -161,7 +159,6 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
         divided=divided,
         engine=engine,
         processing_class=None,
-        frozen=trained,
         codes=codes,
         source=FrozenWeights(engine, config.checkpoint.frozen, _LOGGER.info),
     )
@@ -173,6 +170,17 @@ def _partition(model: nn.Module, config: TrainerConfig, options: ZeroOptions, *,
     if mesh.device.type == "cpu":
         prevent_fragmentation()
     return engine
+
+
+@contextmanager
+def _flags_kept(model: nn.Module) -> Iterator[None]:
+    """Run the block, after which each parameter has the `requires_grad` that it had before, as the user has set it."""
+    flags = {name: each.requires_grad for name, each in model.named_parameters()}
+    try:
+        yield
+    finally:
+        for name, each in model.named_parameters():
+            each.requires_grad_(flags.get(name, each.requires_grad))
 
 
 def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any]) -> TrainerConfig:
@@ -306,18 +314,17 @@ def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
     """Make the parameters of a partitioned model ordinary ones again, whole on every rank. All ranks call it. Its
-    `ShardedOptimizer` cannot be used afterwards. Parameters that `shard` has frozen are trainable again. With `keep_codes`,
-    weights that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the
-    meta device, for another `shard`."""
+    `ShardedOptimizer` cannot be used afterwards. Parameters keep the `requires_grad` that they show. With `keep_codes`, weights
+    that bitsandbytes has quantized, of a model that was partitioned without an optimizer, are not decoded but on the meta
+    device, for another `shard`."""
     placed = placed_of(model)
     placed.engine.wait_for_gathers()
     codes = placed.codes if keep_codes else {}
-    placed.engine.state.make_whole(placed.divided.restore, codes)
-    placed.engine.close()
-    for name, values in codes.items():
-        stand_for(values, model.get_parameter(name))
-    for parameter in placed.frozen:
-        parameter.requires_grad_(True)
+    with _flags_kept(model):
+        placed.engine.state.make_whole(placed.divided.restore, codes)
+        placed.engine.close()
+        for name, values in codes.items():
+            stand_for(values, model.get_parameter(name))
     for name in (_SHARDING, "no_sync", *_MODEL_METHODS):
         vars(model).pop(name, None)
 

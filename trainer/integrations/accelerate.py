@@ -35,8 +35,8 @@ from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, sta
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
-_ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, tuple[torch.dtype, bool]]] = weakref.WeakKeyDictionary()
-"""The tensors of every prepared model by name: the original dtype, and True if it was trained."""
+_ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
+"""The original dtypes of the tensors of every prepared model, by name."""
 _COMPUTE = {"bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -192,7 +192,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _partition(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         make_plain(model)
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
-        _ORIGINALS[model] = {name: (each.dtype, each.requires_grad) for name, each in given.items()}
+        _ORIGINALS[model] = {name: each.dtype for name, each in given.items()}
         _replace(model, "save_pretrained", _make_save_pretrained, self)
         if self._compute in _COMPUTE.values():
             _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
@@ -206,12 +206,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             self._prepared[id(optimizer)] = PreparedOptimizer(sharded, device_placement=False)
 
     def make_whole(self, model: nn.Module) -> None:
-        """Restore a prepared model to its state before `prepare`; its optimizer cannot be used afterwards. All ranks call it."""
+        """Make a prepared model whole, in its dtypes before `prepare`; its optimizer cannot be used then. All ranks call it."""
         unshard(model, keep_codes=True)
         for name, each in model.named_parameters():
-            dtype, trained = _ORIGINALS.get(model, {}).get(name, (each.dtype, each.requires_grad))
-            each.data = each.data.to(dtype)
-            each.requires_grad_(trained)
+            each.data = each.data.to(_ORIGINALS.get(model, {}).get(name, each.dtype))
 
     def backward(self, loss: Tensor, **named: Any) -> None:
         """Run backward with the loss over `gradient_accumulation_steps`, times the loss scale of float16. Raises `ConfigError` for
@@ -275,7 +273,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         originals, tensors = _ORIGINALS.get(model, {}), {}
         for name, tensor in state_dict(model):
             if self.is_main_process:
-                tensors[name] = tensor.to("cpu", originals.get(name, (tensor.dtype,))[0], copy=True)
+                tensors[name] = tensor.to("cpu", originals.get(name, tensor.dtype), copy=True)
         tied = canonical_names(model).items()  # A tied parameter has several names.
         return tensors | {name: tensors[first] for name, first in tied if first in tensors}
 

@@ -91,7 +91,7 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         """Skip the move: the whole model may be too large for the device, and the engine moves its parts."""
 
     def _prepare_for_training(self, *arguments: Any, **named: Any) -> Any:
-        # The model may have been evaluated before, with all parameters frozen.
+        # The model may have been evaluated before, or trained with other parameters frozen.
         if is_sharded(self.model) and self.optimizer is None:
             self.accelerator.make_whole(self.model)
         return super()._prepare_for_training(*arguments, **named)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
 _GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
+_FLAG_DESCRIPTOR: Any = vars(torch._C.TensorBase)["requires_grad"]
 _Result = TypeVar("_Result")
 
 
@@ -59,6 +60,23 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     @grad.deleter
     def grad(self) -> None:
         _GRAD_DESCRIPTOR.__delete__(self)
+
+    @property
+    def requires_grad(self) -> bool:
+        """The flag as the user sets it; see `AutogradPasses.users_flags`."""
+        flags = self.passes.users_flags
+        return bool(_FLAG_DESCRIPTOR.__get__(self) if flags is None else flags.get(id(self), False))
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        if self.passes.users_flags is None:
+            _FLAG_DESCRIPTOR.__set__(self, flag)
+        else:
+            self.passes.users_flags[id(self)] = flag
+
+    def requires_grad_(self, mode: bool = True) -> Self:
+        self.requires_grad = mode
+        return self
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
         return hook_before(self, hook)
@@ -104,14 +122,14 @@ class AutogradPasses(Passes):
         super().__init__(*arguments, **options)
         self.step = StepGradients()
         self.synced = True
+        self.users_flags: dict[int, bool] | None = None if self._options.optimizer.members else {}
+        """The `requires_grad` of parameters by id, as the user sees it: without an optimizer autograd sees all as frozen."""
         self.generation = 0  # the number of times that parameter values have changed
         self._latest_graph: Callable[[], _Graph | None] = lambda: None  # weak
         self._open_graph: _Graph | None = None
         """The graph of a forward that has not returned yet, which may have no hooks so far."""
         self.before_step: Callable[[], None] = lambda: None  # called before the first forward of a step
-        self.follow_flags: Callable[[], None] = lambda: (
-            None
-        )  # called before each backward, as `requires_grad` then decides
+        self.follow_flags: Callable[[], None] = lambda: None  # called before each backward
         self._inner: list[list[tuple[nn.Module, int]]] = []
         """For each unit, the modules inside it without user hooks so far, with the number of the engine's forward hooks on each."""
         self._hook_after: Callable[[nn.Module, Callable[[Any], None]], None]

@@ -490,6 +490,29 @@ def copies(mesh: Mesh) -> None:
     assert bool(torch.isfinite(ours.model(x)).all())
 
 
+def evaluated(mesh: Mesh) -> None:
+    """A model without an optimizer has flags as the user sets them, also afterwards, and no gradients but of its inputs."""
+    model = llama().double()
+    reference = copy.deepcopy(model)
+    zeromesh.shard(model, stage=3, parallel={"tensor": mesh.world_size})
+    assert all(each.requires_grad for each in model.parameters())
+    for each in (model, reference):
+        each.model.layers[0].requires_grad_(False)
+        each.lm_head.weight.requires_grad = False
+    x, y = (torch.ones(1, 3, reference.config.hidden_size, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for given, each in ((x, model), (y, reference)):
+        each(inputs_embeds=given).logits.sum().backward()
+    assert float((x.grad - y.grad).abs().max()) < EXACT  # type: ignore[operator]
+    assert not any(each._grad is not None for each in model.parameters())
+    zeromesh.unshard(model)
+    for (name, each), (_, other) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+        assert each.requires_grad == other.requires_grad == (not name.startswith(("model.layers.0.", "lm_head"))), name
+    try:
+        zeromesh.shard(model, parallel={"tensor": 7})
+    except ZeromeshError:
+        assert [each.requires_grad for each in model.parameters()] == [p.requires_grad for p in reference.parameters()]
+
+
 def forgotten(mesh: Mesh, stage: int) -> None:
     """What is left of a model that nobody holds any more, and of its engine; how many threads and descriptors it has left."""
     threads, kept, files = threading.active_count(), [], []

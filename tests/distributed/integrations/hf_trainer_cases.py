@@ -172,6 +172,23 @@ def twice(mesh: Mesh, folder: str) -> None:
     assert len(found[0]) > 20
 
 
+def unfreezing(mesh: Mesh, folder: str) -> None:
+    """Parts that are frozen and unfrozen after an evaluation, between trainings, and before another trainer of the model."""
+    found = []
+    for zeromesh in (None, {"zero": {"stage": 3}}):
+        model, rows = seeded(llama), list[Any]()
+        for names in (["lm_head", "model.norm"], ["lm_head", "model.layers"], ["model"]):
+            with trainer_of(tf.Trainer, model, Path(folder), zeromesh, **TRAINS_ALONE, max_steps=3) as trainer:
+                trainer.evaluate()
+                for name in names:
+                    model.requires_grad_(False).get_submodule(name).requires_grad_(True)
+                    trainer.optimizer = trainer.lr_scheduler = None
+                    trainer.train()
+                    rows.append([history(trainer), [each.requires_grad for each in model.parameters()]])
+        found.append(rows)
+    like(found[1], found[0], rel=0, abs_=2e-5)
+
+
 def generating(mesh: Mesh, folder: str) -> None:
     """`Seq2SeqTrainer` with generation in evaluation, in bfloat16: the same tokens, and what is saved keeps float32."""
     found = []
