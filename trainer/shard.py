@@ -36,7 +36,7 @@ from zeromesh.trainer.checkpoints.frozen import FrozenWeights
 from zeromesh.trainer.checkpoints.manager import LOOP, content_of, load_engine, load_weights, read_state
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.generation.library_loop import generate
 from zeromesh.trainer.generation.settings import check_arguments
 from zeromesh.trainer.loop.calls import attend_in_calls
@@ -193,28 +193,18 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
         "precision": {"compute": str(dtype).removeprefix("torch."), "master": sums, "reduce": sums},
         "run": {"clip_norm": 0.0, "seed": given.run.seed},
     }
-    zero = {name: value for name, value in options.items() if name not in _SECTIONS}
     for name in _SECTIONS:
         own = options.get(name, {})
         if not isinstance(own, Mapping):
             raise ConfigError(f"{name} is {own!r}; give a mapping of keys of that section")
         found[name] = {**found.get(name, {}), **getattr(given, name).model_dump(exclude_unset=True), **own}
-    found["zero"] |= zero
+    found["zero"] |= {name: value for name, value in options.items() if name not in _SECTIONS}
     unused += [f"checkpoint.{name}" for name in sorted(found["checkpoint"].keys() - {"frozen"})]
     if unused:
         _LOGGER.warning("the loop has its own settings, not those of the configuration: %s", ", ".join(unused))
     resolved = load_config(found)
-    if resolved.parallel.pipeline > 1:
-        why = f"parallel.pipeline is {resolved.parallel.pipeline}: a loop of one's own calls the whole model"
-        raise ConfigError(f"{why}; set it to 1, or use zeromesh.Trainer")
-    tiers = (resolved.offload.optimizer, resolved.offload.gradients, resolved.offload.parameters)
-    if any(each.tier == "file" for each in tiers) and not resolved.offload.directory:
-        raise ConfigError("offload: file needs a directory on the disk to use: offload={..., 'directory': '/nvme'}")
-    if resolved.offload.durable:
-        raise ConfigError("is for zeromesh.Trainer, which knows a run's progress", where="offload.durable")
-    if resolved.parallel.sync_every > 1:
-        why = "is for zeromesh.Trainer, which knows when replicas meet; set it to 1"
-        raise ConfigError(why, where="parallel.sync_every")
+    if problems := disagreements(resolved, under="a loop"):
+        raise ConfigError(problems)
     require_directories(resolved.offload)
     return resolved
 

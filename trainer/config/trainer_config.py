@@ -117,11 +117,11 @@ _POLYNOMIAL_END = 1e-7  # the final learning rate of transformers' polynomial sc
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
-def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset()) -> list[str]:
-    """List the keys of `config` that contradict each other. Rules about `wrong` keys are skipped."""
+def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset(), under: str = "any") -> list[str]:
+    """List the keys of `config` that contradict each other, or what is `under` it. Rules about `wrong` keys are skipped."""
     problems = []
-    for text, broken in _RULES.items():
-        if found := not wrong.intersection(_KEY.findall(text)) and broken(config):
+    for text, where, broken in _RULES:
+        if found := where == under and not wrong.intersection(_KEY.findall(text)) and broken(config):
             problems.append(text.format(found, c=config))
     if not wrong.intersection(["run.max_steps", *(f"schedule.{key}" for key in ScheduleSection.model_fields)]):
         try:
@@ -205,7 +205,8 @@ def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], object]:
     return lambda config: any(all(_holds(clause, config) for clause in clauses) for clauses in either)
 
 
-_RULES = {row["says"]: _rule(row) for row in read_texts(Path(__file__).with_name("rules.yaml"))}
+_ROWS = read_texts(Path(__file__).with_name("rules.yaml"))
+_RULES = [(row["says"], row.get("under", "any"), _rule(row)) for row in _ROWS]
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

@@ -22,7 +22,7 @@ from zeromesh.trainer.callbacks.dispatcher import CallbackDispatcher
 from zeromesh.trainer.config.sections.optimizer import make_optimizer
 from zeromesh.trainer.config.sections.schedule import LRSchedule
 from zeromesh.trainer.config.sections.training import AUTO_EVAL_SAMPLES, paths_of
-from zeromesh.trainer.config.trainer_config import TrainerConfig, schedule_of, with_length
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements, schedule_of, with_length
 from zeromesh.trainer.data.collate import check_dataset
 from zeromesh.trainer.data.datasets import load_datasets, load_pictures
 from zeromesh.trainer.data.feed import RunData, require_same_data
@@ -316,13 +316,7 @@ def _limit_eval_sets(data: RunData, count: int | None) -> RunData:
 def _make_streamed(source: Any, config: TrainerConfig) -> StreamedDataset:
     least = config.data.shuffle_window if config.data.shuffle else 1
     size = config.batch.global_size
-    if config.run.epochs is not None:
-        raise ConfigError("run.epochs: train_dataset is a stream, whose length is not known; set run.max_steps")
-    if config.batch.last != "carry":
-        problem = f"batch.last: {config.batch.last} needs to know where an epoch ends, and train_dataset is a stream"
-        raise ConfigError(f"{problem}; set it to carry")
-    if config.batch.tokens is not None:
-        why = f"batch.tokens: {config.batch.tokens} needs the lengths of all samples of a step first"
-        raise ConfigError(f"{why}, and train_dataset is a stream; set batch.micro_size instead")
+    if problems := disagreements(config, under="a stream"):
+        raise ConfigError(problems)
     seed = config.run.seed if config.data.seed is None else config.data.seed
     return StreamedDataset(source, block=-(-least // size) * size, seed=seed, resume=config.data.resume)

@@ -24,7 +24,7 @@ from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
 from zeromesh.telemetry.status_board import Activity
 from zeromesh.trainer.checkpoints.trainer_state import description_of
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.data.collate import BatchRules
 from zeromesh.trainer.data.feed import Feeds
 from zeromesh.trainer.data.streaming import StreamedDataset
@@ -377,12 +377,8 @@ def build_whole_model(model: Any, config: TrainerConfig, tokenizer: Tokenizer | 
 
 def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, loss: Loss, user: UserInputs) -> list[str]:
     """Check settings and each dataset's first batch before anything large is allocated; returns notes."""
-    if user.compute_loss is not None:
-        late = "needs the number of targets before inputs, and compute_loss counts them after it"
-        if config.optimizer.in_backward:
-            raise ConfigError(f"optimizer.in_backward {late}; set optimizer.in_backward: false")
-        if config.batch.average == "samples":
-            raise ConfigError(f"batch.average: samples {late}; set it to tokens")
+    if user.compute_loss is not None and (problems := disagreements(config, under="compute_loss")):
+        raise ConfigError(problems)
     if feeds.data.tokenizer is not None:
         inputs.check_length(config.data.sequence_length, "lower data.sequence_length")
         labelled = any(each.label for each in config.data.formats)
