@@ -4,17 +4,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from zeromesh.environment import kept_environment
 from zeromesh.errors import CheckpointError, ConfigError, some
 from zeromesh.trainer.config.load import ConfigSource
+from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, unshard
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+_REFUSED: dict[str, str] = read_texts(Path(__file__).with_suffix(".yaml"))
 _PRECISIONS = ("32-true", "64-true", "bf16-true")
 
 
@@ -37,12 +37,9 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         if plugin.precision not in _PRECISIONS:
             raise ConfigError(f"precision is {plugin.precision}; allowed are {', '.join(_PRECISIONS)}")
         plugin.clip_gradients = _clip_gradients
-        averaging = next((each for each in trainer.callbacks if isinstance(each, _AVERAGING)), None)
-        if averaging is not None:
-            raise ConfigError(
-                f"{type(averaging).__name__} averages weights, which are divided among ranks; leave it out and set ema.decay: "
-                'ZeromeshStrategy(ema={"decay": 0.999}), and zeromesh.averaged(model) to evaluate the averages'
-            )
+        for kind in map(type, trainer.callbacks):
+            if why := next((_REFUSED[each.__name__] for each in kind.__mro__ if each.__name__ in _REFUSED), None):
+                raise ConfigError(f"{kind.__name__} {why}")
         if is_sharded(self.model):
             unshard(self.model)
         super().setup(trainer)

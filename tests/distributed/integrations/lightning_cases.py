@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     LearningRateMonitor,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -128,12 +129,25 @@ def in_part(mesh: Mesh, folder: str) -> None:
     assert list(monitor.lrs) == ["lr-AdamW"]
 
 
-AVERAGING = {"WeightAveraging": WeightAveraging, "StochasticWeightAveraging": lambda: StochasticWeightAveraging(1e-2)}
+class Finetuning(BaseFinetuning):  # type: ignore[misc]
+    def freeze_before_training(self, module: Any) -> None:
+        self.freeze(module.net[0])
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.net[0], optimizer)
+
+
+CALLBACKS = {
+    "WeightAveraging": WeightAveraging,
+    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(1e-2),
+    "Finetuning": Finetuning,
+}
 
 
 @kept_environment()
-def refused(mesh: Mesh, folder: str, averaging: str = "", rename: bool = False, **arguments: Any) -> str:
-    more = [AVERAGING[averaging]()] if averaging else []
+def refused(mesh: Mesh, folder: str, callback: str = "", rename: bool = False, **arguments: Any) -> str:
+    more = [CALLBACKS[callback]()] if callback else []
     place = Path(folder) if rename else None
     module = Partial(rename) if rename else Regression()
     return error_of(lambda: trainer(ZeromeshStrategy(), 1, place, more=more, **arguments).fit(module), ConfigError)

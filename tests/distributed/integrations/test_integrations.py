@@ -116,8 +116,9 @@ test_over_lightning = tried(
             for arguments, said in (
                 ({"precision": "bf16-mixed"}, "precision is bf16-mixed"),
                 ({"gradient_clip_algorithm": "value"}, "set it to norm"),
-                ({"averaging": "WeightAveraging"}, "ema.decay"),
-                ({"averaging": "StochasticWeightAveraging"}, "ema.decay"),
+                ({"callback": "WeightAveraging"}, "ema.decay"),
+                ({"callback": "StochasticWeightAveraging"}, "ema.decay"),
+                ({"callback": "Finetuning"}, "Finetuning adds groups to the optimizer while it trains"),
                 ({"rename": True}, "has put first.weight into state_dict"),
             )
         ),
