@@ -1,5 +1,7 @@
 """`train.method`: TRL's trainers over the engine. Set keys without an argument of TRL are refused; unset ones have its defaults."""
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,30 +12,49 @@ from transformers.trainer_utils import get_last_checkpoint, set_seed
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, errors_as, library_errors
+from zeromesh.files import read_whole, write_whole
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
+from zeromesh.trainer.checkpoints.trainer_state import differences
 from zeromesh.trainer.config.foreign_names import ARGUMENTS, STEP_INTERVALS, training_arguments
 from zeromesh.trainer.config.sections.base import find_object
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
+from zeromesh.trainer.config.yaml_reader import read_texts
+from zeromesh.trainer.data.streaming import digest
 from zeromesh.trainer.formatting import print_lines
 from zeromesh.trainer.integrations.transformers import on_zeromesh
 from zeromesh.trainer.models.adapters import adapter_configs
 
-_KINDS = {"dpo": "DPO", "kto": "KTO", "reward": "Reward", "grpo": "GRPO"}
-_SECTIONS = ("zero", "parallel", "precision", "offload", "ema")
-_KNOWN_KEYS = {*ARGUMENTS, *STEP_INTERVALS} | set(
-    """
-    model.source model.revision model.config model.lora model.attention model.activation_checkpointing data.train data.eval
-    data.tokenizer batch.global_size optimizer.name optimizer.betas run.name run.output_dir run.verbose checkpoint.resume
-    train.method train.rewards train.options
-    """.split()  # noqa: SIM905 - a table of words
-)
-_FILES = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_TABLE: dict[str, Any] = read_texts(Path(__file__).with_suffix(".yaml"))
+_SECTIONS, _FILES = _TABLE["sections"].split(), _TABLE["files"]
+_KNOWN_KEYS = {*ARGUMENTS, *STEP_INTERVALS, *_TABLE["keys"].split()}
+
+
+def _keys(config: TrainerConfig) -> dict[str, Any]:
+    given = config.model_dump(mode="json", exclude_unset=True)
+    return {f"{section}.{key}": value for section in given for key, value in given[section].items()}
+
+
+def _require_settings(config: TrainerConfig, given: Any, train: Any, *, resumes: bool) -> None:
+    """Raise `ConfigError` where a run that is resumed has other settings that decide its result; note those of a new run."""
+    path, keys, count = config.run.directory / "settings.json", _keys(config), len(train)
+    now = {key: getattr(given, ARGUMENTS.get(key, ""), keys.get(key)) for key in _TABLE["settings"].split()}
+    size = given.per_device_train_batch_size * given.gradient_accumulation_steps * given.world_size
+    now["batch.global_size"] = size // config.parallel.model_size
+    seen = digest([train[each] for each in range(0, count, count // 64 + 1)])
+    now["data.train"] = f"{count} rows with the checksum {seen:x}"
+    written = json.dumps(now, indent=1).encode()
+    if resumes and path.is_file():
+        if differ := differences(json.loads(read_whole(path)), json.loads(written)):
+            cure = "undo these changes, or give this run another run.name"
+            raise ConfigError(differ, where=f"{path.parent} is of a run with other settings; {cure}")
+    elif given.process_index == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, written)
 
 
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     """Return the arguments of TRL's configuration class for `ranks` ranks. Raises `ConfigError` with all keys that it lacks."""
-    given = config.model_dump(exclude_unset=True)
-    keys = {f"{section}.{key}": value for section in given for key, value in given[section].items()}
+    keys = _keys(config)
     problems = [
         f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
         for key, value in keys.items()
@@ -42,16 +63,12 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     arguments = training_arguments(keys)
     if "model.activation_checkpointing" in keys:
         arguments["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
-    for key, value in {"optimizer.name": "adamw", "model.activation_checkpointing": "block"}.items():
-        if keys.get(key, value) not in (value, "none"):
-            problems.append(f"{key}: {keys[key]} is not to be had from TRL; allowed is {value}")
-    problems += [
-        f"data.{name}: TRL's trainers read files here, and neither Python code nor several sets by name"
-        for name in ("train", "eval")
-        if not isinstance(getattr(config.data, name), str | tuple | None)
-    ]
+    problems += disagreements(config, under="TRL")
+    problems += [f"{key}: {_TABLE['code']}" for key in ("data.train", "data.eval") if isinstance(keys.get(key), dict)]
     if config.train.method == "grpo" and "max_length" in arguments:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
+    if config.data.eval is None and arguments.get("eval_strategy", "no") != "no":
+        problems.append("run.eval_every: TRL holds no part of the data out; set data.eval, or run.eval_every: 0")
     if "batch.global_size" in keys:
         once = config.batch.micro_size * (ranks // config.parallel.model_size)
         if config.batch.global_size % once:
@@ -61,8 +78,6 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     half = {"bf16": config.precision.compute == "bfloat16", "fp16": config.precision.compute == "float16"}
     twice = sorted(config.train.options.keys() & {**half, **arguments}.keys())
     problems += [f"train.options.{name}: is set by a key of its own" for name in twice]
-    if (config.train.method == "grpo") != bool(config.train.rewards):
-        problems.append("train.rewards: functions are given with train.method grpo, and with it alone")
     if problems:
         raise ConfigError(problems)
     said = {"log_level": "info"} if config.run.verbose else {}
@@ -71,8 +86,9 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
 
 def train(config: TrainerConfig) -> None:
     """Train by TRL into the run's folder `model`, on all ranks. Raises `ConfigError` for unsupported settings, or without it."""
-    arguments, kind = arguments_of(config, read_environment().world_size), _KINDS[config.train.method]
+    arguments, kind = arguments_of(config, read_environment().world_size), _TABLE["kinds"][config.train.method]
     directory = config.run.directory
+    last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
     needed = f"train.method {config.train.method} needs TRL: pip install 'zeromesh[trl]' ("
     refused = f"train: TRL's {kind}Config does not take this: "
     with errors_as(ConfigError, needed, ImportError, after=")"), errors_as(ConfigError, refused, TypeError, ValueError):
@@ -84,13 +100,16 @@ def train(config: TrainerConfig) -> None:
     with trl_config.main_process_first(local=False):
         own = "tokenizer" in config.data.model_fields_set
         tokenizer = _tokenizer(config.data.tokenizer if own else config.model.source)
-        if config.model.source is None and trl_config.process_index == 0:
-            # TRL's trainers load models, a reference model too, by name, so a new one is written first.
+        files, forms = {"train": config.data.train, "eval": config.data.eval}, _TABLE["columns"][config.train.method]
+        rows = {name: _rows(spec, forms) for name, spec in files.items() if spec is not None}
+        _require_settings(config, trl_config, rows["train"], resumes=last is not None)
+        is_there = last is not None and Path(source).is_dir()
+        if config.model.source is None and trl_config.process_index == 0 and not is_there:
+            # TRL's trainers load models, a reference model too, by name, so a new one is written first, once.
             fields = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
             set_seed(config.run.seed)
             new = AutoConfig.for_model(**{**fields, **(config.model.config or {})})
             AutoModelForCausalLM.from_config(new, trust_remote_code=False).save_pretrained(source)
-        rows = {name: _rows(spec) for name in ("train", "eval") if (spec := getattr(config.data, name)) is not None}
     kwargs = {"dtype": "float32", "revision": config.model.revision, "attn_implementation": config.model.attention}
     trl_config.model_init_kwargs = {name: value for name, value in kwargs.items() if value is not None}
     named: dict[str, Any] = {f"{name}_dataset": dataset for name, dataset in rows.items()}
@@ -103,7 +122,6 @@ def train(config: TrainerConfig) -> None:
     trainer = on_zeromesh(getattr(trl, f"{kind}Trainer"))(
         source, args=trl_config, processing_class=tokenizer, zeromesh=sections, **named
     )
-    last = get_last_checkpoint(directory) if directory.is_dir() and config.checkpoint.resume == "auto" else None
     if last is not None and _is_complete(Path(last), trl_config) and (directory / "model").is_dir():
         if trl_config.process_index == 0:
             name, step = config.run.name, Path(last).name.rpartition("-")[2]
@@ -134,7 +152,8 @@ def _tokenizer(spec: str | None) -> Any:
         return AutoTokenizer.from_pretrained(spec, trust_remote_code=False)
 
 
-def _rows(spec: Any) -> Any:
+def _rows(spec: Any, forms: Sequence[str] = ("",)) -> Any:
+    """Return the rows of files. Raises `ConfigError` unless they have the columns of one of the `forms`, as words of a line."""
     from datasets import load_dataset
 
     files = [spec] if isinstance(spec, str) else list(spec)
@@ -143,4 +162,9 @@ def _rows(spec: Any) -> Any:
         raise ConfigError(f"data.train and data.eval: {files} are not files of one of {', '.join(_FILES)}")
     if missing := [each for each in files if not Path(each).expanduser().is_file()]:
         raise ConfigError(f"data.train and data.eval: {missing[0]!r} does not exist")
-    return load_dataset(kinds.pop(), data_files=[str(Path(each).expanduser()) for each in files], split="train")
+    with library_errors("data.train and data.eval", f"{files} cannot be read: "):
+        rows = load_dataset(kinds.pop(), data_files=[str(Path(each).expanduser()) for each in files], split="train")
+    if not any(set(each.split()) <= set(rows.column_names or ()) for each in forms):
+        found = f"{len(rows)} rows with the columns {', '.join(rows.column_names or ())}"
+        raise ConfigError(f"data.train and data.eval: {files} have {found}; needed are {' or '.join(forms)}")
+    return rows

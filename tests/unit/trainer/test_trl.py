@@ -30,6 +30,7 @@ def test_keys_have_the_names_of_trl() -> None:
         checkpoint={"every_steps": 0},
         precision={"compute": "float32"},
         zero={"stage": 3},
+        data={"tokenizer": "bytes", "eval": "scripts/examples/preferences.jsonl"},
     )
     wanted = {
         "per_device_train_batch_size": 2,
@@ -100,6 +101,9 @@ def test_what_trl_has_no_word_for_is_refused_by_name() -> None:
         ),
         ({"train": {"method": "ppo"}}, "train.method"),
         ({"train": {"method": "grpo", "rewards": [{"python": "math"}]}}, "package.module:function"),
+        ({"checkpoint": {"resume": "configs"}}, "checkpoint.resume: configs is not to be had from TRL"),
+        ({"run": {"eval_every": 3}}, "run.eval_every: TRL holds no part of the data out"),
+        ({"ema": {"decay": 0.9}}, "ema.decay: train.method dpo hands the run to TRL"),
         ({"data": {"train": {"python": "a:b"}, "tokenizer": "bytes"}}, r"data.train: TRL's trainers read files here"),
         ({"data": {"eval": {"a": "README.md"}, "tokenizer": "bytes"}}, r"data.eval: TRL's trainers read files here"),
     ],
@@ -134,6 +138,12 @@ def test_rows_and_tokens(tmp_path: Path) -> None:
     for given in ("rows.txt", str(tmp_path / "none.jsonl")):
         with pytest.raises(ConfigError, match=given.rpartition("/")[2]):
             trl._rows(given)
+    assert trl._rows(str(file), ["prompt label", "chosen rejected"])[0]["chosen"] == "b"
+    with pytest.raises(ConfigError, match=r"1 rows with the columns prompt, chosen, rejected; needed are prompt label"):
+        trl._rows(str(file), ["prompt label"])
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match=r"empty.jsonl"):
+        trl._rows(str(tmp_path / "empty.jsonl"), ["chosen rejected"])
     tokenizer = trl._tokenizer("bytes")
     assert tokenizer.decode(tokenizer("Grün 7")["input_ids"]) == "Grün 7"
     with pytest.raises(ConfigError, match=r"data.tokenizer: missing"):
@@ -150,12 +160,29 @@ def test_the_configuration_runs_once(
 ) -> None:
     pytest.importorskip("trl")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    config = load_config("configs/dpo.yaml", [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"])
-    trl.train(config)
+    keys = [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"]
+    trl.train(load_config("configs/dpo.yaml", keys))
     assert (tmp_path / "dpo/model/config.json").is_file()
     capsys.readouterr()
-    trl.train(config)
+    base = (tmp_path / "dpo/base/model.safetensors").stat()
+    trl.train(load_config("configs/dpo.yaml", [*keys, "zero.stage=1", "batch.micro_size=1"]))
     assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 80, encoding="utf-8")
+    for key, changed in {
+        "optimizer.lr": "optimizer.lr=0.5",
+        "train.method": "train.method=kto",
+        "train.options": "train.options={beta: 0.7}",
+        "data.train": f"data.train={other}",
+        "batch.global_size": "batch.global_size=2",
+        "model.config": "model.config={model_type: llama, hidden_size: 64}",
+        "run.seed": "run.seed=7",
+    }.items():
+        with pytest.raises(
+            ConfigError, match=rf"is of a run with other settings; undo .*(?s:.*){key}: .* then, .* now"
+        ):
+            trl.train(load_config("configs/dpo.yaml", [*keys, "run.max_steps=3", changed]))
+    assert (tmp_path / "dpo/base/model.safetensors").stat() == base
     assert [path.name for path in (tmp_path / "dpo").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
