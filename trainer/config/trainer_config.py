@@ -117,7 +117,7 @@ _POLYNOMIAL_END = 1e-7  # the final learning rate of transformers' polynomial sc
 _KEY = re.compile(rf"\b(?:{'|'.join(TrainerConfig.model_fields)})\.\w+")
 
 
-def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset(), under: str = "any") -> list[str]:
+def disagreements(config: TrainerConfig, *, wrong: frozenset[str] = frozenset(), under: str | None = None) -> list[str]:
     """List the keys of `config` that contradict each other, or what is `under` it. Rules about `wrong` keys are skipped."""
     problems = []
     for text, where, broken in _RULES:
@@ -205,8 +205,7 @@ def _rule(row: Mapping[str, Any]) -> Callable[[TrainerConfig], object]:
     return lambda config: any(all(_holds(clause, config) for clause in clauses) for clauses in either)
 
 
-_ROWS = read_texts(Path(__file__).with_name("rules.yaml"))
-_RULES = [(row["says"], row.get("under", "any"), _rule(row)) for row in _ROWS]
+_RULES = [(row["says"], row.get("under"), _rule(row)) for row in read_texts(Path(__file__).with_name("rules.yaml"))]
 
 
 def schedule_of(config: TrainerConfig) -> LRSchedule:

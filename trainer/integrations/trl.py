@@ -55,11 +55,9 @@ def _require_settings(config: TrainerConfig, given: Any, train: Any, *, resumes:
 def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     """Return the arguments of TRL's configuration class for `ranks` ranks. Raises `ConfigError` with all keys that it lacks."""
     keys = _keys(config)
-    problems = [
-        f"{key}: train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
-        for key, value in keys.items()
-        if not (value is None or key in _KNOWN_KEYS or key.partition(".")[0] in _SECTIONS)
-    ]
+    unknown = f"train.method {config.train.method} hands the run to TRL, which has no such setting; leave it out"
+    known = _KNOWN_KEYS | {key for key, value in keys.items() if value is None or key.partition(".")[0] in _SECTIONS}
+    problems = [f"{key}: {unknown}" for key in keys if key not in known]
     arguments = training_arguments(keys)
     if "model.activation_checkpointing" in keys:
         arguments["gradient_checkpointing"] = config.model.activation_checkpointing != "none"
@@ -67,8 +65,6 @@ def arguments_of(config: TrainerConfig, ranks: int) -> dict[str, Any]:
     problems += [f"{key}: {_TABLE['code']}" for key in ("data.train", "data.eval") if isinstance(keys.get(key), dict)]
     if config.train.method == "grpo" and "max_length" in arguments:
         problems.append("data.sequence_length: GRPO has no such limit; set train.options.max_completion_length")
-    if config.data.eval is None and arguments.get("eval_strategy", "no") != "no":
-        problems.append("run.eval_every: TRL holds no part of the data out; set data.eval, or run.eval_every: 0")
     if "batch.global_size" in keys:
         once = config.batch.micro_size * (ranks // config.parallel.model_size)
         if config.batch.global_size % once:
@@ -130,6 +126,8 @@ def train(config: TrainerConfig) -> None:
         return
     trainer.train(resume_from_checkpoint=last)
     trainer.save_model(str(directory / "model"))
+    if trl_config.process_index == 0:
+        print_lines([f"the model is in {directory / 'model'}"])
 
 
 def _is_complete(checkpoint: Path, arguments: Any) -> bool:

@@ -27,7 +27,7 @@ from zeromesh.files import refusals, write_whole
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import accelerator
-from zeromesh.trainer.config.trainer_config import TrainerConfig
+from zeromesh.trainer.config.trainer_config import TrainerConfig, disagreements
 from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.models.small_copy import deviation
 from zeromesh.trainer.verification.certificate import Certificate, Difference, merged
@@ -43,9 +43,8 @@ def verify(
     """Train a small run in the user's layout beside a plain process, as `Trainer.verify`. Rank 0 writes to `out`."""
     if unknown := [name for name in checks if name not in CHECKS]:
         raise ConfigError(f"{', '.join(unknown)} cannot be checked; there are {', '.join(CHECKS)}", where="check")
-    if config.parallel.sync_every > 1:
-        why = "local steps are not what one process computes; verify the layout with 1"
-        raise ConfigError(f"{config.parallel.sync_every}: {why}", where="parallel.sync_every")
+    if problems := disagreements(config, under="verify"):
+        raise ConfigError(problems)
     began = time.perf_counter()
     with _scratch_directory(config, mesh) as folder:
         subject = shrink(config, inputs, mesh, folder)

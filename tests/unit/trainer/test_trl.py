@@ -163,7 +163,7 @@ def test_the_configuration_runs_once(
     keys = [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"]
     trl.train(load_config("configs/dpo.yaml", keys))
     assert (tmp_path / "dpo/model/config.json").is_file()
-    capsys.readouterr()
+    assert f"the model is in {tmp_path / 'dpo/model'}" in capsys.readouterr().out
     base = (tmp_path / "dpo/base/model.safetensors").stat()
     trl.train(load_config("configs/dpo.yaml", [*keys, "zero.stage=1", "batch.micro_size=1"]))
     assert "nothing was trained: run 'dpo' is complete at step 2" in capsys.readouterr().out
