@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.saver import Saver
 from zeromesh.checkpoint.store import CheckpointStore
-from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError
+from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.offload import prevent_fragmentation
 from zeromesh.options import OptimizerSettings, ZeroOptions
 from zeromesh.parallelize import Divided
@@ -118,10 +118,8 @@ def shard(
     resolved = _resolve(model, config, options)
     several: Sequence[Any] = [] if optimizer is None else optimizer if isinstance(optimizer, Sequence) else [optimizer]
     made = [each if isinstance(each, Optimizer) else each(model.parameters()) for each in several]
-    for each in made:
-        if not isinstance(each, Optimizer):
-            cure = "give a torch.optim.Optimizer, its class, or a list of them"
-            raise ConfigError(f"optimizer is a {type(each).__name__}; {cure}")
+    if wrong := [type(each).__name__ for each in made if not isinstance(each, Optimizer)]:
+        raise ConfigError(f"optimizer is a {wrong[0]}; give a torch.optim.Optimizer, its class, or a list of them")
     optimizer = ChainedOptimizer(*made) if len(made) > 1 else made[0] if made else None
     settings = OptimizerSettings() if optimizer is None else settings_of(optimizer, model.named_parameters())
     zero = replace(engine_options(resolved, accumulation), optimizer=settings)
@@ -211,8 +209,7 @@ def _resolve(model: nn.Module, config: ConfigSource, options: Mapping[str, Any])
 
 def _require_unpartitioned(model: nn.Module) -> None:
     if isinstance(model, DataParallel | DistributedDataParallel):
-        why = f"model is a {type(model).__name__}, which reduces gradients itself"
-        raise ConfigError(f"{why}; give the model inside (.module)")
+        raise ConfigError(f"model is a {type(model).__name__}, which reduces gradients itself; give its .module")
     for name, parameter in model.named_parameters():
         if issubclass(type(parameter), AtRest | GuardedParameter):
             cure = "give all modules to one shard(), or call unshard() before"
@@ -278,8 +275,7 @@ def placed_of(model: nn.Module) -> ShardedModel:
     """Return this rank's part of a partitioned model, with the operations of `Trainer`. Raises `ConfigError` for others."""
     placed: ShardedModel | None = vars(model).get(_SHARDING)
     if placed is None:
-        cure = "call zeromesh.shard(model, optimizer) first"
-        raise ConfigError(f"this {type(model).__name__} is not partitioned; {cure}")
+        raise ConfigError(f"this {type(model).__name__} is not partitioned; first call zeromesh.shard(model, ...)")
     return placed
 
 
@@ -350,9 +346,9 @@ def save(
     engine.require_same_parameters()
     require_storable(engine.model, "name it in `without`", without)
     progress = engine.progress()
-    groups: list[dict[str, Any]] = []
-    for group in () if optimizer is None else optimizer.param_groups:
-        kept = {name: value for name, value in group.items() if name != "params"}
+    members, groups = engine.options.optimizer.members, list[dict[str, Any]]()
+    for group, names in () if optimizer is None else zip(optimizer.param_groups, members, strict=True):
+        kept = {**group, "params": sorted(names)}
         groups.append({name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()})
     own = {LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}}
     number = progress["updates"] if step is None else step
@@ -388,6 +384,7 @@ def load(
     for each in found:
         try:
             reader, state = read_state(each, engine)
+            kept = state.callbacks.get(LOOP, {})
             if optimizer is not None:
                 own = {spec.kind for spec in engine.checkpoint_state.tensors(reading=True)}
                 others = {tensor.kind for tensor in reader.manifest.tensors} - own - set(WEIGHTS)
@@ -395,6 +392,7 @@ def load(
                     has = f"{reader.directory} has {', '.join(sorted(others))} of its optimizer"
                     cure = "load weights alone by zeromesh.load(directory, model), or go on with that optimizer"
                     raise LayoutError(f"{has}, which is of another kind than the one here; {cure}")
+                _take_groups(optimizer, kept.get("groups", ()))
                 load_engine(reader, engine, state)
             else:
                 load_weights(each, engine)
@@ -402,18 +400,26 @@ def load(
             problems.append(str(error))
             _LOGGER.warning("checkpoint %s skipped: %s", each, error)
             continue
-        kept = state.callbacks.get(LOOP, {})
-        groups = () if optimizer is None else optimizer.param_groups
-        for group, values in zip(groups, kept.get("groups", ()), strict=False):
-            for name, value in values.items():
-                if isinstance(group.get(name), torch.Tensor):  # A class may insist on tensors.
-                    group[name].fill_(value)
-                else:
-                    group[name] = value
         return dict(kept.get("state", {}))
     if problems:
         raise CheckpointError(f"no checkpoint in {path} can be used: {problems[0]}")
     if next(path.glob("*.safetensors"), None) is not None:
-        cure = "load them into the model before shard() partitions it"
-        raise CheckpointError(f"{path} has weights and no checkpoint; {cure}")
+        raise CheckpointError(f"{path} has weights and no checkpoint; load them into the model before shard()")
     return None
+
+
+def _take_groups(optimizer: ShardedOptimizer, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Give groups the stored values of those with the same parameters. Raises `LayoutError` if a group has others."""
+    members = optimizer.engine.options.optimizer.members
+    groups = {tuple(sorted(names)): group for names, group in zip(members, optimizer.param_groups, strict=True)}
+    places = dict(enumerate(groups))  # Not every version has written the names.
+    found = {tuple(each.get("params", places.get(n, ()))): each for n, each in enumerate(stored)}
+    if found and (others := found.keys() ^ groups.keys()):
+        why = f"the optimizer's group of {some(min(others, key=len))} has other parameters in the checkpoint than here"
+        raise LayoutError(f"{why}; make the groups that were saved, or load weights alone, without the optimizer")
+    for names, values in found.items():
+        for name in values.keys() - {"params"}:
+            if isinstance(groups[names].get(name), torch.Tensor):  # A class may insist on tensors.
+                groups[names][name].fill_(values[name])
+            else:
+                groups[names][name] = values[name]

@@ -292,17 +292,16 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     ) -> None:
         """Load the files of `save_state`, on any number of ranks. Raises `CheckpointError` and `LayoutError` as `load` does, and
         `PhaseError` where the files of a model are missing."""
-        read: list[Path] = []
+        parts = [*self._model_folders(Path())]
 
-        def note(models: list[nn.Module], directory: str) -> None:
+        def load_parts(models: list[nn.Module], directory: str) -> None:
             models.clear()
-            read.append(Path(directory))
+            for name, model, optimizer in parts:
+                if load(directory / name, model, optimizer) is None:
+                    raise PhaseError(f"there is no checkpoint of zeromesh in {directory / name}")
 
-        with self._without_models(), self.register_load_state_pre_hook(note):
+        with self._without_models(), self.register_load_state_pre_hook(load_parts):
             super().load_state(input_dir, load_kwargs, **named)
-        for directory, model, optimizer in self._model_folders(read[0]):
-            if load(directory, model, optimizer) is None:
-                raise PhaseError(f"there is no checkpoint of zeromesh in {directory}")
 
     @contextmanager
     def _without_models(self) -> Iterator[None]:

@@ -135,9 +135,9 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         stored = Path(checkpoint or "") / _FOLDER
-        if not self._without_states(super()._load_optimizer_and_scheduler, checkpoint):
-            return
-        if load(stored, self.model, self.accelerator.optimizer_of(self.model)) is None:
+        # Before the scheduler is read, whose own errors would not name what differs.
+        found = checkpoint and stored.is_dir() and load(stored, self.model, self.accelerator.optimizer_of(self.model))
+        if self._without_states(super()._load_optimizer_and_scheduler, checkpoint) and found in (None, False):
             raise CheckpointError(f"there is no checkpoint of zeromesh in {stored}")
 
     def _without_states(self, call: Callable[[str | None], None], directory: str | None) -> bool:

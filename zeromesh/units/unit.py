@@ -116,7 +116,7 @@ class Phase(Enum):
 
 _NEXT_PHASE = {Phase.RESTING: Phase.GATHERING, Phase.GATHERING: Phase.LIVE, Phase.LIVE: Phase.RESTING}
 _version_of = attrgetter("_version")
-_flag_of = vars(torch._C.TensorBase)["requires_grad"].__get__  # as autograd sees it
+FLAG: Any = vars(torch._C.TensorBase)["requires_grad"]  # as autograd sees it
 _FIRST_FORWARDS = 2
 _DIGEST_WORDS = 1 << 22  # summed at a time
 _INTEGER_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -247,7 +247,7 @@ class Bucket:
     def changed_flags(self) -> list[int]:
         """Return the indices of parameters whose `requires_grad` has changed since `training` was recorded."""
         with torch._C.DisableTorchFunctionSubclass():  # This skips the slow overrides of parameters at rest.
-            flags = list(map(_flag_of, self.parameters))
+            flags = list(map(FLAG.__get__, self.parameters))
         return [] if flags == self.training else [n for n, flag in enumerate(flags) if flag != self.training[n]]
 
     def adopt_requires_grad(self, *, within_step: bool = False) -> None:

@@ -26,13 +26,12 @@ from zeromesh.optim.gradients import backward_reaches
 from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.overrides import override
 from zeromesh.rng import Streams
-from zeromesh.units.unit import Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
+from zeromesh.units.unit import FLAG, Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.hooks import Hooks, hook_before, on_gradient_of, tensors_in
 from zeromesh.zero.passes import Passes, PassMode, PassProgress
 
 _GRAD_DESCRIPTOR: Any = vars(torch._C.TensorBase)["grad"]
-_FLAG_DESCRIPTOR: Any = vars(torch._C.TensorBase)["requires_grad"]
 _Result = TypeVar("_Result")
 
 
@@ -63,14 +62,14 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
 
     @property
     def requires_grad(self) -> bool:
-        """The flag as the user sets it; see `AutogradPasses.users_flags`."""
+        """The flag as the user sets it. In a model without an optimizer, autograd sees all parameters as frozen."""
         flags = self.passes.users_flags
-        return bool(_FLAG_DESCRIPTOR.__get__(self) if flags is None else flags.get(id(self), False))
+        return bool(FLAG.__get__(self) if flags is None else flags.get(id(self), False))
 
     @requires_grad.setter
     def requires_grad(self, flag: bool) -> None:
         if self.passes.users_flags is None:
-            _FLAG_DESCRIPTOR.__set__(self, flag)
+            FLAG.__set__(self, flag)
         else:
             self.passes.users_flags[id(self)] = flag
 
@@ -122,8 +121,7 @@ class AutogradPasses(Passes):
         super().__init__(*arguments, **options)
         self.step = StepGradients()
         self.synced = True
-        self.users_flags: dict[int, bool] | None = None if self._options.optimizer.members else {}
-        """The `requires_grad` of parameters by id, as the user sees it: without an optimizer autograd sees all as frozen."""
+        self.users_flags: dict[int, bool] | None = None if self._options.optimizer.members else {}  # by ids
         self.generation = 0  # the number of times that parameter values have changed
         self._latest_graph: Callable[[], _Graph | None] = lambda: None  # weak
         self._open_graph: _Graph | None = None

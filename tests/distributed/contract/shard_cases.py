@@ -432,7 +432,7 @@ def refused(mesh: Mesh, stage: int) -> None:
     _says("zeromesh.save(directory, model, optimizer)", lambda: optimizer.state[model.head.weight])
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "model.safetensors").touch()
-        _says("before shard() partitions it", lambda: zeromesh.load(folder, model, optimizer))
+        _says("load them into the model before shard()", lambda: zeromesh.load(folder, model, optimizer))
     _says("cannot be copied or pickled", lambda: copy.deepcopy(optimizer))
     _says("cannot be copied or pickled", lambda: pickle.dumps(optimizer))
     if stage < 3:

@@ -12,7 +12,7 @@ from tests.distributed.contract.shard_cases import EXACT, LOOPS, LOSSES
 from tests.support.tables import row, tried
 from tests.support.workers import Workers
 from zeromesh.checkpoint.io.format import DTYPES
-from zeromesh.errors import PhaseError
+from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.trainer.shard import engine_of
 
 NAMES = sorted({*LOSSES, *LOOPS} - {"unused_by_others"})  # At other stages ranks run units in one order.
@@ -108,3 +108,23 @@ def test_buffers_of_every_dtype_of_files_are_saved_and_loaded(tmp_path: Path) ->
     zeromesh.load(tmp_path, model)
     assert all(model.get_buffer(code).view(torch.uint8).equal(each.view(torch.uint8)) for code, each in made.items())
     zeromesh.unshard(model)
+
+
+def test_groups_of_a_checkpoint_are_known_by_their_parameters(tmp_path: Path) -> None:
+    def made(*groups: dict[str, Any]) -> tuple[nn.Module, Any]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        parts = {"first": model[0].parameters(), "second": model[1].parameters(), "all": model.parameters()}
+        taken = [{**each, "params": parts[each["params"]]} for each in groups]
+        return zeromesh.shard(model, torch.optim.AdamW(taken))
+
+    first, second = {"params": "first", "lr": 0.5}, {"params": "second", "lr": 0.25, "weight_decay": 0.0}
+    zeromesh.save(tmp_path, *made(first, second))
+    model, optimizer = made({"params": "second", "lr": 0.1}, {"params": "first", "lr": 0.2})
+    zeromesh.load(tmp_path, model, optimizer)
+    assert [(each["lr"], each["weight_decay"]) for each in optimizer.param_groups] == [(0.25, 0.0), (0.5, 0.01)]
+    for groups in ([{"params": "all", "lr": 0.1}], [first]):
+        model, optimizer = made(*groups)
+        with pytest.raises(LayoutError, match=r"group of 0.bias, 0.weight|group of 1.bias, 1.weight"):
+            zeromesh.load(tmp_path, model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == groups[0]["lr"]
+        assert zeromesh.load(tmp_path, model) == {}

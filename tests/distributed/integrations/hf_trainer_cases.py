@@ -18,9 +18,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from tests.distributed.integrations.accelerate_cases import fresh_state
-from tests.support.plain import like
+from tests.support.plain import error_of, like
 from tests.support.trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, LayoutError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.transformers import on_zeromesh
 
@@ -264,6 +264,23 @@ def refused(mesh: Mesh, folder: str, name: str) -> str:
             return ""
     except ConfigError as error:
         return str(error)
+
+
+def other_groups(mesh: Mesh, folder: str) -> None:
+    """A checkpoint that is resumed with groups of other parameters, or with another optimizer, before its scheduler is read."""
+    asked, config = {**TRAINS_ALONE, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}, {"zero": {"stage": 3}}
+    with trainer_of(tf.Trainer, seeded(llama), Path(folder), config, **asked) as trainer:
+        trainer.train()
+    for said, make in {
+        "has other parameters in the checkpoint than here": lambda model: torch.optim.AdamW(
+            [{"params": [each]} for each in model.parameters()], lr=1e-3
+        ),
+        "of another kind than the one here": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    }.items():
+        model = seeded(llama)
+        inputs = {"optimizers": (make(model), None)}
+        with trainer_of(tf.Trainer, model, Path(folder), config, inputs=inputs, **{**asked, "max_steps": 3}) as trainer:
+            assert said in error_of(partial(trainer.train, resume_from_checkpoint=True), LayoutError)
 
 
 def weights_alone(mesh: Mesh, folder: str, zeromesh: dict[str, Any], adapted: bool = False) -> None:

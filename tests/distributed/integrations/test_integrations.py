@@ -40,6 +40,7 @@ test_over_transformers = pytest.mark.sampled(2)(
             row(2, "as_original", FULL, stage=3, adapted=True),
             row(2, "twice"),
             row(1, "unfreezing"),
+            row(1, "other_groups"),
             row(2, "generating"),
             row(2, "generating_together"),
             row(1, "streams"),
