@@ -27,8 +27,12 @@ Batch = Mapping[str, torch.Tensor]
 
 
 def build(name: str, layers: int) -> Any:
-    """A tiny model in float64, the same on every rank."""
+    """A tiny model in float64, the same on every rank. In "shared" the last block has the first one's MLP."""
     torch.manual_seed(0)
+    if name == "shared":
+        model = build("llama", layers)
+        model.model.layers[-1].mlp = model.model.layers[0].mlp
+        return model
     changes: dict[str, Any] = {"n_layer" if name == "gpt2" else "num_hidden_layers": layers}
     if name == "gemma3":
         changes["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)

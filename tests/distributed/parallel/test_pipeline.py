@@ -38,6 +38,7 @@ USUAL = [
     (2, "mixtral", "interleaved", 4, 2),
     (4, "gpt2", "zero_bubble", 7, 1),
     (2, "mixtral", "zero_bubble", 1, 1),
+    (2, "shared", "interleaved", 2, 2),
 ]
 
 
@@ -63,9 +64,13 @@ def test_training_is_that_of_one_process(
         assert found["calls"] == [2 * microbatches], "gradients arrive once for each microbatch of two steps"
         assert found["spans"] == microbatches * chunks * (3 if schedule == "zero_bubble" else 2)
         assert all(0 <= part < 1 for part in found["bubble"])
-        tied = {"gpt2": "transformer.wte.weight", "gemma": "model.embed_tokens.weight"}.get(model)
         last = str(ranks * chunks - 1)
-        assert found["ties"] == ([[[tied, "lm_head.weight"], {"0": tied, last: "lm_head.weight"}]] if tied else [])
+        tied = {"gpt2": "transformer.wte.weight", "gemma": "model.embed_tokens.weight"}.get(model)
+        ties = [[tied, "lm_head.weight"]] if tied else []
+        if model == "shared":
+            leaves = [f"mlp.{each}_proj.{leaf}" for each in ("gate", "up", "down") for leaf in ("weight", "bias")]
+            ties = [[f"model.layers.{number}.{leaf}" for number in (0, 3)] for leaf in leaves]
+        assert found["ties"] == [[names, {"0": names[0], last: names[1]}] for names in ties]
 
 
 @pytest.mark.parametrize(("model", "chunks"), [("mixtral", 2), ("gpt2", 1)])

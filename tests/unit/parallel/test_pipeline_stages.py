@@ -251,6 +251,19 @@ def test_a_tie_is_whole_again_with_the_copy_that_the_stage_had(stage: int) -> No
     assert model.lm_head.weight is model.transformer.wte.weight is weight
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_module_that_stages_share_has_its_weights_in_each_and_is_one_again_afterwards(stage: int) -> None:
+    model = build("shared", 2)
+    shared, weight = model.model.layers[0].mlp, model.model.layers[0].mlp.up_proj.weight
+    stages = Stages(model, examine(model), (1, 1), [stage])
+    assert model.get_parameter(f"model.layers.{stage}.mlp.up_proj.weight") is weight
+    with stubs_removed(model):
+        assert model.get_parameter(f"model.layers.{1 - stage}.mlp.up_proj.weight").is_meta
+    stages.restore()
+    assert model.model.layers[0].mlp is model.model.layers[1].mlp is shared
+    assert shared.up_proj.weight is weight
+
+
 def test_a_balance_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("mixtral", 2)
     monkeypatch.delitem(inspect.unwrap(type(model).forward).__globals__, "load_balancing_loss_func")

@@ -149,15 +149,23 @@ class Stages:
             if len(held) > 1:
                 self.ties[names] = held
         self._install_modules(self.own)
-        meta: dict[int, nn.Parameter] = {}
-        foreign = [module for name, module in self._modules.items() if self._stages[name] not in self.own]
-        for module in (each for part in foreign for each in part.modules()):
+        self._remove_foreign()
+
+    def _remove_foreign(self) -> None:
+        """Give the modules of other stages meta parameters. Of modules that own stages share, the others have copies."""
+        parts = [(each, self._stages[name] in self.own) for name, each in self._modules.items()]
+        here, away = ({each for part, own in parts if own is kind for each in part.modules()} for kind in (True, False))
+        held = {each for module in away for each in module.parameters(recurse=False)}
+        known: dict[int, Any] = {id(each): each for each in self.model.buffers()}
+        for each in held:
+            known[id(each)] = nn.Parameter(torch.empty_like(each, device="meta"), requires_grad=each.requires_grad)
+            vars(known[id(each)]).update(vars(each))
+        for module in away - here:
             for leaf, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in meta:
-                    empty = torch.empty_like(parameter, device="meta")
-                    meta[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                    vars(meta[id(parameter)]).update(vars(parameter))
-                module._parameters[leaf] = None if parameter is None else meta[id(parameter)]
+                module._parameters[leaf] = None if parameter is None else known[id(parameter)]
+            for leaf, child in module._modules.items():
+                if child in here and any(True for _ in child.parameters()):
+                    self._undo.append(override(module._modules, leaf, copy.deepcopy(child, known)))
 
     def _stub(self, name: str, module: nn.Module, outside: Mapping[str, nn.Module]) -> nn.Module:
         anatomy, slot = self._anatomy, self._slot

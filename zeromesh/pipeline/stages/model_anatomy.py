@@ -8,12 +8,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,8 +198,6 @@ class _Recorder:
 
     def run(self, inputs: Mapping[str, Any]) -> Any:
         body = self._model.get_submodule(self._body)
-        tensors = chain(body.named_parameters(), body.named_buffers())
-        meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
         batch = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), dict(inputs))
         # Tensors that modules cache for later calls, such as rotary embeddings, have no values here.
         with ExitStack() as undo, cached_tensors_removed(body), torch.no_grad():
@@ -220,8 +216,14 @@ class _Recorder:
                 wrap(block, self._run_block, index)
             for module in body.modules():
                 undo.callback(override(module, "training", False))
+                # functional_call of torch leaves tensors of its own in a module that has several names.
+                # torch's functional_call would leave its own tensors in a module that has several names.
+                for own in (module._parameters, module._buffers):
+                    for name, tensor in own.items():
+                        if tensor is not None:
+                            undo.callback(override(own, name, torch.empty_like(tensor, device="meta")))
             with WithoutValues():  # type: ignore[no-untyped-call]
-                return functional_call(body, meta, args=(), kwargs=batch)
+                return body(**batch)
 
     def _run_block(self, index: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments = dict(enumerate(args)) | kwargs
