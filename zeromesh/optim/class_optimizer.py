@@ -7,7 +7,7 @@ whole tensors         each parameter has one owner, which holds its whole states
 A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
 that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored, and of other objects, such as
 GaLore's projectors, the tensors and numbers among the attributes. What depends on a tensor's size is updated whole; its layout is
-found by a step with the parameter's shape. Numbers of a group that a step changes are kept for each parameter."""
+found by a step with the parameter's shape."""
 
 import copy
 from collections import OrderedDict, defaultdict
@@ -44,17 +44,51 @@ _GROUP = "group_"  # the prefix of the names of states that stand for a number i
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
+class ClassStates:
+    """What the optimizers of all buckets share: the shard group with the elements of whole tensors that each rank owns, and numbers
+    of parameter groups that a class changes. As in torch these move once in an update, whichever parameters have a gradient."""
+
+    def __init__(self, own_class: OptimizerClass | None, group: ProcessSet) -> None:
+        self.group, self.loads, self._class = group, [0] * group.size, cast(OptimizerClass, own_class)
+        self.kept: dict[int, dict[str, tuple[Any, Tensor]]] = {}
+        """An example of each number, by its group and name, and the number itself, a float64 tensor `[1]`."""
+        self.known = (
+            False  # True after the first update; until then the class has the group's own numbers, or creates them
+        )
+        self.moved: dict[int, Mapping[str, Any]] = {}  # by group, what the present update has made of them on this rank
+        for (number, _), plan in own_class.plans.items() if own_class is not None else ():
+            examples = [(name, each) for name, each in plan.scalars.items() if name.startswith(_GROUP)]
+            self.kept[number] = {name: (each, torch.zeros(1, dtype=torch.float64)) for name, each in examples}
+
+    def before(self, group: int) -> dict[str, Any]:
+        """Return the numbers of a group before the present update."""
+        kept = self.kept[group].items() if self.known else ()
+        return {name: _to_type(example, value.item()) for name, (example, value) in kept}
+
+    def end_update(self, groups: Sequence[Hyperparameters]) -> None:
+        """Move the numbers of all groups; of those without an updated parameter here, by a step of one that has no gradient."""
+        for group, kept in self.kept.items():
+            if kept and group not in self.moved:
+                blank, inputs = blank_copy_of(self._class.optimizer), [(torch.zeros(1), None, self.before(group))]
+                (self.moved[group],) = _run_step(blank, groups[group], inputs, kept)
+            for name, (_, value) in kept.items():
+                value.fill_(self.moved[group].get(name, 0))
+        self.known = True
+        self.moved.clear()
+
+
 def make_optimizers(
-    buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, group: ProcessSet, loads: list[int]
+    buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, shared: ClassStates
 ) -> list[BucketOptimizer]:
-    """Make optimizers for the buckets. To `loads`, the elements of whole tensors that each rank of the shard group owns, those of
-    the new optimizers are added. Raises `ConfigError` for parameters that are not whole on a rank, if the class needs that."""
+    """Make optimizers for the buckets. To `shared.loads`, the elements that the new optimizers own are added. Raises `ConfigError`
+    for parameters that are not whole on a rank, if the class needs that."""
     own_class = options.optimizer.own_class
-    if own_class is None or not own_class.whole:
-        kind = BucketOptimizer if own_class is None else PieceOptimizer
-        return [kind(bucket, options, tiers) for bucket in buckets]
-    owners = _owners_of([bucket.layout for bucket in buckets], own_class, loads)
-    return [WholeOptimizer(bucket, options, tiers, group, each) for bucket, each in zip(buckets, owners, strict=True)]
+    if own_class is None:
+        return [BucketOptimizer(bucket, options, tiers) for bucket in buckets]
+    if not own_class.whole:
+        return [PieceOptimizer(bucket, options, tiers, shared) for bucket in buckets]
+    owners = _owners_of([bucket.layout for bucket in buckets], own_class, shared.loads)
+    return [WholeOptimizer(bucket, options, tiers, shared, each) for bucket, each in zip(buckets, owners, strict=True)]
 
 
 def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads: list[int]) -> list[dict[int, int]]:
@@ -88,9 +122,9 @@ class PieceOptimizer(BucketOptimizer):
     """The optimizer of one bucket's shard for a class whose update is element by element. Numbers that it keeps for each parameter,
     such as a step count, are float64 or int64 tensors `[parameters of the bucket]` on the CPU of each rank."""
 
-    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers) -> None:
+    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, shared: ClassStates) -> None:
         self._class = own_class = cast(OptimizerClass, options.optimizer.own_class)
-        self._blank = blank_copy_of(own_class.optimizer)
+        self._blank, self._shared = blank_copy_of(own_class.optimizer), shared
         count = len(bucket.layout.slots)
         scalars = {name: each for plan in own_class.plans.values() for name, each in sorted(plan.scalars.items())}
         # Seeds are integers that a float64 does not hold.
@@ -105,8 +139,10 @@ class PieceOptimizer(BucketOptimizer):
         self._scalars_before = {name: values.clone() for name, values in self._scalars.items()}
 
     def whole_states(self, number: int) -> Iterator[UnshardedState]:
+        of_group = self._shared.kept.get(self._bucket.layout.slots[number].spec.group, {})
         for name, values in self._scalars.items():
-            yield name, values.dtype, (), TieredTensor.of(values[number : number + 1])
+            value = of_group[name][1] if name in of_group else values[number : number + 1]
+            yield name, value.dtype, (), TieredTensor.of(value)
 
     def evaluated(
         self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]
@@ -117,6 +153,7 @@ class PieceOptimizer(BucketOptimizer):
         for segment, (part, *given) in self._parts(start, [found, *moments]):
             if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
+                state |= self._shared.moved.get(segment.group) or self._shared.before(segment.group)
                 _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
         return found
 
@@ -134,7 +171,8 @@ class PieceOptimizer(BucketOptimizer):
         kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
-        (state,) = _run_step(self._blank, group, [(master, grad, state)], plan.scalars)
+        inputs = [(master, grad, state | self._shared.before(spec.group))]
+        (state,) = _run_step(self._blank, group, inputs, plan.scalars)
         after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
@@ -146,6 +184,7 @@ class PieceOptimizer(BucketOptimizer):
         for name, each in kept.items():
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
+        self._shared.moved[spec.group] = {name: after[name] for name in plan.scalars if name.startswith(_GROUP)}
         for name in plan.scalars:
             self._scalars[name][number] = after[name]
 
@@ -156,16 +195,16 @@ class WholeOptimizer(PieceOptimizer):
     whole = True
 
     def __init__(
-        self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, group: ProcessSet, owners: Mapping[int, int]
+        self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, shared: ClassStates, owners: Mapping[int, int]
     ) -> None:
-        """`owners` maps the number of each parameter to the position in `group` of its owner."""
-        super().__init__(bucket, options, tiers)
-        self._group, self._owners, self._ledger = group, owners, tiers.ledger
+        """`owners` maps the number of each parameter to the position of its owner in the shard group."""
+        super().__init__(bucket, options, tiers, shared)
+        self._group, self._owners, self._ledger = shared.group, owners, tiers.ledger
         self._states: dict[tuple[int, str], TieredTensor] = {}
         for number, owner in owners.items():
             spec = bucket.layout.slots[number].spec
             plan = self._plans[number] = _plan_of(self._class, spec, bucket.master.dtype)
-            for name, each in plan.tensors.items() if owner == group.index else ():
+            for name, each in plan.tensors.items() if owner == shared.group.index else ():
                 what, at = f"{name} of {spec.fqn}", options.offload.optimizer
                 self._states[number, name] = tiers.allocate(each.numel(), each.dtype, at, Purpose.MOMENTS, what)
 
@@ -306,7 +345,7 @@ def blank_copy_of(optimizer: Optimizer) -> Optimizer:
 def _run_step(
     blank: Optimizer,
     group: Mapping[str, Any],
-    tensors: Iterable[tuple[Tensor, Tensor, Mapping[str, Any]]],
+    tensors: Iterable[tuple[Tensor, Tensor | None, Mapping[str, Any]]],
     kept: Iterable[str] = (),
     call: str = "step",
 ) -> list[dict[str, Any]]:

@@ -23,7 +23,7 @@ from zeromesh.offload import Purpose, Tier, TierChoice, TieredTensor, Tiers, Wai
 from zeromesh.offload.accelerator import is_accelerator, on_accelerator
 from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow, UpdateStream, run_whole
 from zeromesh.optim import fused_optimizer
-from zeromesh.optim.class_optimizer import make_optimizers
+from zeromesh.optim.class_optimizer import ClassStates, make_optimizers
 from zeromesh.optim.gradients import GradientReducer, gradient_of
 from zeromesh.optim.journal import COMPLETE, Journal
 from zeromesh.optim.replicas import OuterOptimizer
@@ -187,7 +187,7 @@ class OptimizerStep:
         self._all_buckets = all_buckets(units)
         self._units = units
         self._optimizers: dict[int, fused_optimizer.BucketOptimizer] = {}
-        self._loads = [0] * mesh.shard.size  # See `make_optimizers`.
+        self._shared = ClassStates(options.optimizer.own_class, self._mesh.shard)
         at = options.offload.optimizer
         self.averages = WeightAverage(options.average, tiers, at) if options.average else None
         self.outer = OuterOptimizer(options.outer, tiers, at, mesh.replicate) if options.outer else None
@@ -233,7 +233,7 @@ class OptimizerStep:
     def _make_optimizers(self) -> None:
         self._buckets = [bucket for bucket in self._all_buckets if any(bucket.training)]
         new = [bucket for bucket in self._all_buckets if bucket.trainable and id(bucket) not in self._optimizers]
-        optimizers = make_optimizers(new, self._options, self._tiers, self._mesh.shard, self._loads)
+        optimizers = make_optimizers(new, self._options, self._tiers, self._shared)
         for bucket, optimizer in zip(new, optimizers, strict=True):
             self._optimizers[id(bucket)] = optimizer
             if self.outer is not None:
@@ -275,7 +275,7 @@ class OptimizerStep:
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
         """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
-        self.updates = updates
+        self.updates, self._shared.known = updates, updates > 0
         for bucket in self._all_buckets:
             if (optimizer := self.optimizer_of(bucket)) is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
@@ -421,6 +421,8 @@ class OptimizerStep:
                 self._change_averages(others, Access.READ, blend)
             averages.count += 1
         self.updates += not skip
+        if not skip:
+            self._shared.end_update(self.groups)
         if self.outer is not None:
             self.diverged = not self.syncs
             if self.syncs:

@@ -279,6 +279,26 @@ class Lamb(Optimizer):
                 each.data = each.data - group["lr"] * each.norm() / ratio.norm() * ratio
 
 
+class Counted(Optimizer):
+    """An average of iterates by weights that a group sums up, whichever of its parameters move, as Schedule-Free's."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "weight_sum": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            weight = group["lr"] * (1 + group["count"])
+            group["weight_sum"] += weight
+            group["norm"] = group.get("norm", 1.0) * 0.9
+            for each in group["params"]:
+                if each.grad is not None:
+                    fast = self.state[each].setdefault("fast", each.clone())
+                    fast.sub_(each.grad, alpha=group["lr"] * group["norm"])
+                    each.lerp_(fast, weight / group["weight_sum"])
+            group["count"] += 1
+
+
 class GlobalNorm(Lion):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -339,6 +359,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "Adafactor": torch.optim.Adafactor,
     "transformers": lambda groups: Adafactor(groups, beta1=0.5, relative_step=False, warmup_init=False, lr=1e-3),
     "Lamb": Lamb,
+    "Counted": Counted,
     "Muon and AdamW": lambda groups: ChainedOptimizer(torch.optim.Muon(groups[:1]), torch.optim.AdamW(groups[1:])),
 }
 REFUSED: dict[str, Callable[..., Optimizer]] = {
@@ -379,6 +400,10 @@ class Resting(Net):
         return (
             super().forward(x) if self.calls % 2 else self.norm(self.inner[2](torch.tanh(self.inner[1](x)))) * self.gain
         )
+
+
+class Late(Resting):
+    calls = 1
 
 
 def exact_orthogonal(grad: torch.Tensor, coefficients: Any, steps: int, eps: float) -> torch.Tensor:
@@ -443,7 +468,7 @@ def trained(
 ) -> dict[str, Any]:
     """Steps at each stage, or those after a checkpoint in `folder`: the largest difference from the plain loop."""
     _muon._zeropower_via_newtonschulz = exact_orthogonal
-    made = {"Net": Net, "Resting": Resting}[net]
+    made = {"Net": Net, "Resting": Resting, "Late": Late}[net]
     plain = seeded(made).double()
     states = plain_loop(plain, batches(), loss_of, optimizer_of(name, plain)).states[1:]
     moved = max(float((value - states[0][key]).abs().max()) for key, value in states[-1].items())
@@ -525,9 +550,14 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
             assert max(shares) < 0.8 * whole  # Small buckets have much padding.
 
 
-@pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
-def test_without_a_gradient_a_parameter_neither_moves_nor_decays(workers: Workers, tmp_path: Path, name: str) -> None:
-    arguments = {"name": name, "stages": [1, 3], "folder": str(tmp_path), "net": "Resting"}
+@pytest.mark.parametrize(
+    ("name", "net"),
+    [("NAdam", "Resting"), ("Adafactor", "Resting"), ("Counted", "Resting"), ("Counted", "Late")],
+)
+def test_without_a_gradient_a_parameter_neither_moves_nor_decays(
+    workers: Workers, tmp_path: Path, name: str, net: str
+) -> None:
+    arguments = {"name": name, "stages": [1, 3], "folder": str(tmp_path), "net": net}
     assert max(found["off"] for found in workers.run(2, "test_optimizers:trained", **arguments)) < 1e-9
 
 

@@ -15,7 +15,7 @@ from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.intervals import Interval
 from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TierChoice, TieredTensor, Tiers
-from zeromesh.optim.class_optimizer import WholeOptimizer, classify, make_optimizers, plain_group
+from zeromesh.optim.class_optimizer import ClassStates, WholeOptimizer, classify, make_optimizers, plain_group
 from zeromesh.optim.fused_optimizer import BucketOptimizer, fused_update, moment_dtypes
 from zeromesh.optim.optimizer_step import WeightAverage, clip_factor
 from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
@@ -271,10 +271,9 @@ def test_owners_of_whole_tensors_have_about_as_many_elements() -> None:
     own_class = classify(Kept([model[0]], lambda each: {"rows": each.new_zeros(len(each))}))
     options = ZeroOptions(optimizer=OptimizerSettings(own_class=own_class))
     buckets = [bucket_of([0, 0, 0], [True] * 3, (64, 192, 128)), bucket_of([0, NO_GROUP], [True] * 2, (64, 640))]
-    loads, group = [0, 0], SimpleNamespace(size=2, index=0)
-    tiers = Tiers(device=CPU, ledger=Ledger())
-    made = make_optimizers(buckets, options, tiers, group, loads)  # type: ignore[arg-type]
-    assert loads == [256, 192]
+    shared = ClassStates(own_class, SimpleNamespace(size=2, index=0))  # type: ignore[arg-type]
+    made = make_optimizers(buckets, options, Tiers(device=CPU, ledger=Ledger()), shared)
+    assert shared.loads == [256, 192]
     owners = [each._owners for each in made if isinstance(each, WholeOptimizer)]
     names = [{bucket.layout.slots[n].spec.numel: owner for n, owner in each.items()} for bucket, each in zip(
         buckets, owners, strict=True)]  # fmt: skip
