@@ -89,17 +89,10 @@ class ModelOnMesh(ABC):
         return ((name, cut_part(name, tensor, part_of(name))) for name, tensor in weights)
 
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
-        """Send the weights to processes that listen with `zeromesh.receive_weights`. Returns the number of tensors.
-
-        Each rank has only its shards and the buffers of `stream_weights` in memory.
-
-        Args:
-            addresses: paths of Unix sockets, or `HOST:PORT`.
-            token: the token of the receivers.
-            timeout_seconds: the longest silence of a receiver.
-
-        Raises `TransferError` on all ranks, when a receiver is not there, refuses, or is gone.
-        """
+        """Send the weights to processes that listen with `zeromesh.receive_weights` at `addresses`, paths of Unix sockets or
+        `HOST:PORT`, and have this `token`. Each rank has only its shards and the buffers of `stream_weights` in memory. Returns
+        the number of tensors. Raises `TransferError` on all ranks, when a receiver is not there, refuses, is gone, or is silent
+        for `timeout_seconds`."""
         weights, mesh = self.stream_weights(), self.placed.mesh
         return send_weights(weights, mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 

@@ -292,13 +292,9 @@ class Trainer(ModelOnMesh):
         value, first in float64 and then in the configured precision. All ranks call it. The trainer and its model do not change.
 
         A model of transformers with over two million parameters is made smaller. `docs/howto/verify.md` lists the compared values.
-
-        Args:
-            checks: further checks: `determinism`, `resume`, `dropout`.
-            out: the path of the certificate in JSON, which rank 0 writes; None: `certificate.json` in the run's directory.
-
-        Raises `ConfigError` for a model that can neither be trained whole nor be made smaller.
-        """
+        Further `checks` are `determinism`, `resume` and `dropout`. Rank 0 writes the certificate in JSON to the path `out`; None:
+        `certificate.json` in the run's directory. Raises `ConfigError` for a model that can neither be trained whole nor be made
+        smaller."""
         from zeromesh.trainer.verification.verify import verify  # Most runs do not need this import.
 
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()

@@ -200,10 +200,9 @@ def load_config(
     consent: Consent | None = None,
     tunes: str | None = None,
 ) -> TrainerConfig:
-    """Load the configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top.
-
-    Keys in `unused`, which something else replaces, need neither agree with other keys nor exist as paths.
-    Loading uses no process group, device or model; it checks that named paths and packages of trackers exist.
+    """Load the configuration of `source`, with `overrides` (`section.key=value`, the value in YAML) on top. Keys in `unused`,
+    which something else replaces, need neither agree with other keys nor exist as paths. Loading uses no process group, device
+    or model; it checks that named paths and packages of trackers exist.
 
     Args:
         tunes: `whole` or `adapters`, the trained part of a pretrained model, for its defaults; None for a new model.

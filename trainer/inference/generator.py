@@ -220,16 +220,10 @@ class Generator(ModelOnMesh):
             raise StorageError(f"{why}; lower batch (here {batch}), max_new_tokens or num_beams") from error
 
     def serve(self, inbox: Inbox | None, *, batch: int = 16, **fields: Any) -> None:
-        """Generate for the requests in rank 0's inbox until it is stopped; all ranks call it, the others with None.
-
-        Args:
-            inbox: the inbox to which other threads submit requests that `check_request` has accepted.
-            batch: requests that a replica of the model runs at a time.
-            fields: of transformers' `GenerationConfig`, on top of which are those of a request.
-
-        Raises `ConfigError` for a model whose requests cannot join a running batch and `CollectiveError` when a rank is gone or
-        late.
-        """
+        """Generate for the requests in rank 0's inbox, to which other threads submit what `check_request` has accepted, until it
+        is stopped; all ranks call it, the others with None. A replica of the model runs `batch` requests at a time; `fields` are
+        of transformers' `GenerationConfig`, on top of which are those of a request. Raises `ConfigError` for a model whose
+        requests cannot join a running batch, and `CollectiveError` when a rank is gone or late."""
         self.require_serving(fields)
         with self.placed.guarded("generator.serve()"):
             deliver = inbox.deliver if inbox is not None else lambda progress: None

@@ -35,11 +35,9 @@ from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.mesh.mesh_shape import axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tiers
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
-from zeromesh.options import ZeroOptions
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -203,11 +201,6 @@ class Recovery:
                 self._record, self._at = latest.get(stages[mesh.rank], some), at
         if not memory.warm and not all(row["free"] for row in rows):  # Another model of this process has states there.
             self.memory = None
-
-    def lend_memory(self, tiers: Tiers, options: ZeroOptions) -> ZeroOptions:
-        """Lend the memory for states, if there is any, to the tiers of an engine; returns its options then."""
-        tiers.states = self.memory
-        return options if self.memory is None else replace(options, gradients_outlive=True)
 
     def note(self, run: RunContext) -> None:
         """Note what the end of a step, which begins, may change."""

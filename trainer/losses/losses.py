@@ -348,15 +348,10 @@ class TokenScorer:
     def __call__(self, model: nn.Module, batch: Batch, *, temperature: float = 1.0) -> TokenScores:
         """Return the scores of a batch's labels, float32 (float64 for a float64 model) `[batch, tokens]`. Position i has those of
         the target that is predicted there: label i + 1 of a causal model, which has none at the last position, else label i.
-
-        Args:
-            model: the model, or what wraps it, as the loop calls it; partitioned or not.
-            batch: the model's inputs with `labels` [batch, tokens], -100 where nothing is to be scored.
-            temperature: a positive number by which the logits are divided.
-
-        Raises `DataError` for a batch without labels or with labels outside of the vocabulary, and `PhaseError` for a model that
-        changes its logits otherwise than the small copy did.
-        """
+        `model` is the model, or what wraps it, as the loop calls it, partitioned or not; `batch` are its inputs with `labels`
+        [batch, tokens], -100 where nothing is to be scored. Logits are divided by `temperature`, a positive number. Raises
+        `DataError` for a batch without labels or with labels outside of the vocabulary, and `PhaseError` for a model that changes
+        its logits otherwise than the small copy did."""
         if not isinstance(labels := batch.get("labels"), Tensor):
             raise DataError(f"the batch has no `labels` to score; it has {_field_names(batch)}")
         targets = shifted(labels) if self._causal else labels

@@ -302,7 +302,8 @@ def fill_engine(
 ) -> ZeroEngine:
     """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
     trained has `feeds`. Raises `StorageError` if memory or disk is short."""
-    options = options if recovery is None else recovery.lend_memory(tiers, options)
+    if recovery is not None and recovery.memory is not None:
+        tiers.states, options = recovery.memory, replace(options, gradients_outlive=True)
     model, transport = built.model, choose_transport(options.transport, mesh.shard, mesh.device)
     if config.precision.linear is not None:
         console.note(use_float8_linear(model, mesh.device))

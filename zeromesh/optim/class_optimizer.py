@@ -52,9 +52,7 @@ class ClassStates:
         self.group, self.loads, self._class = group, [0] * group.size, cast(OptimizerClass, own_class)
         self.kept: dict[int, dict[str, tuple[Any, Tensor]]] = {}
         """An example of each number, by its group and name, and the number itself, a float64 tensor `[1]`."""
-        self.known = (
-            False  # True after the first update; until then the class has the group's own numbers, or creates them
-        )
+        self.known = False  # True after the first update; until then the class has the group's own numbers, or none
         self.moved: dict[int, Mapping[str, Any]] = {}  # by group, what the present update has made of them on this rank
         for (number, _), plan in own_class.plans.items() if own_class is not None else ():
             examples = [(name, each) for name, each in plan.scalars.items() if name.startswith(_GROUP)]
