@@ -111,8 +111,11 @@ class TextSource:
                 where = f"{str(file.path)!r} row {number}"
                 if missing := [name for name in required if name not in values]:
                     form, only = format_of(values), ", ".join(map(repr, values))
-                    cure = f"set data.{'text_field' if whole else 'columns'}"
-                    if form != "text":
+                    pairs = "data.format: pairs and data.columns: {prompt: NAME, completion: NAME}"
+                    cure = f"set data.text_field, or {pairs}" if whole else "set data.columns"
+                    if {"chosen", "rejected"} <= values.keys():
+                        cure = "set train.method: dpo"
+                    elif form != "text":
                         part = f"make files of several formats parts of data.mixture: {{train: FILE, format: {form}}}"
                         cure = part if found else f"set data.format: {form}"
                     raise DataError(f"{where} has no field {missing[0]!r}, only {only}; {cure}")

@@ -261,6 +261,12 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
         ([{"conversations": []}], {}, "row 0 has no field 'messages', only 'conversations'; set data.format: sharegpt"),
         ([{"messages": []}], PAIRS, "row 0 has no field 'prompt', only 'messages'; set data.format: chat"),
         ([{"prompt": "a", "completion": "b"}], {"format": "text"}, "set data.format: pairs"),
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"format": "text"}, "'rejected'; set train.method: dpo"),
+        (
+            [{"question": "a", "answer": "b"}],
+            {"format": "text"},
+            "; set data.text_field, or data.format: pairs and data.c",
+        ),
         ([{"messages": "hello"}], {}, "field 'messages' is str; it should be a list of messages"),
         ([{"messages": []}], {}, "field 'messages' is an empty list"),
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),

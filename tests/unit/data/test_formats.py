@@ -132,6 +132,7 @@ def test_a_masked_language_model_learns_plain_text(tmp_path: Path, words: str) -
 
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
+CHAT = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]
 SHAREGPT = {
     "conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}],
     "system": "Be brief.",
@@ -144,6 +145,7 @@ SHAREGPT = {
         ("alpaca", ALPACA, "user: Add.\n\n1 and 2\nassistant: 3\n"),
         ("alpaca", {**ALPACA, "input": "", "system": "Be brief."}, "system: Be brief.\nuser: Add.\nassistant: 3\n"),
         ("sharegpt", SHAREGPT, "system: Be brief.\nuser: Add 1 and 2.\nassistant: 3\n"),
+        ("sharegpt", {"conversations": CHAT, "system": "Be brief."}, "system: Be brief.\nuser: Add.\nassistant: 3\n"),
     ],
 )
 def test_rows_of_other_trainers_are_conversations(tmp_path: Path, form: str, row: dict[str, Any], text: str) -> None:
@@ -159,8 +161,12 @@ def test_rows_of_other_trainers_are_conversations(tmp_path: Path, form: str, row
     ("form", "row", "message"),
     [
         ("alpaca", {**ALPACA, "output": None}, "what the assistant says is NoneType"),
-        ("sharegpt", {"conversations": [{"from": "robot", "value": "a"}]}, "robot"),
-        ("sharegpt", {"conversations": [{"role": "user", "content": "a"}]}, "from"),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "robot", "value": "a"}]},
+            "from 'robot', and has to be from one of hu",
+        ),
+        ("sharegpt", {"conversations": [{"value": "a"}]}, "from"),
         ("sharegpt", {"conversations": "a"}, "no row of data.format sharegpt"),
     ],
 )

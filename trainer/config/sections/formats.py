@@ -1,7 +1,6 @@
 """The formats of rows (`data.format`). Add one as a row of `FORMATS`, and a function that converts columns to text or messages."""
 
 from collections.abc import Callable, Collection, Mapping
-from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 Messages = list[dict[str, Any]]
@@ -44,8 +43,12 @@ def _alpaca(row: Mapping[str, Any]) -> Parts:
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Parts:
-    turns = [_message(_ROLES[turn["from"]], turn["value"], needed=True) for turn in row["conversations"]]
-    return {"messages": [*_message("system", row["system"]), *chain(*turns)]}
+    turns = _message("system", row["system"])
+    for turn in row["conversations"]:
+        if "role" not in turn and turn["from"] not in _ROLES:
+            raise TypeError(f"a turn is from {turn['from']!r}, and has to be from one of {', '.join(_ROLES)}")
+        turns += [turn] if "role" in turn else _message(_ROLES[turn["from"]], turn["value"], needed=True)
+    return {"messages": turns}
 
 
 def _message(role: str, text: Any, *, needed: bool = False) -> Messages:
