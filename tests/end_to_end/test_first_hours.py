@@ -19,7 +19,9 @@ from zeromesh.trainer.config.sections.outputs import name_of_file
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.run_directory import RunDirectory
 
-test_evaluations_and_a_cell_that_is_run_again = tried("first_hour_cases", [row(2, "evaluated"), row(1, "again")])
+test_evaluations_and_a_cell_that_is_run_again = tried(
+    "first_hour_cases", [row(2, "evaluated"), row(1, "again"), row(1, "complete")]
+)
 
 
 def test_a_run_is_called_after_its_file_or_script(workers: Workers, tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def again(mesh: Mesh, folder: str) -> None:
     assert "give this run another run.name" in refusal
 
 
+def complete(mesh: Mesh, folder: str) -> None:
+    """Runs that are complete by the smaller one of two limits, which the second start names."""
+    for name, epochs, limit in (("a", 4, "run.max_steps"), ("b", 1, "run.epochs")):
+        said = io.StringIO()
+        for _ in range(2):
+            config = settings(folder, run={"name": name, "epochs": epochs}, checkpoint={"every_steps": 2})
+            with contextlib.redirect_stdout(said), Trainer(seeded(llama), config, sentences()) as trainer:
+                trainer.fit()
+        assert f"; raise {limit}, or choose another run.name" in said.getvalue()
+
+
 def tokenized(mesh: Mesh, folder: str) -> dict[str, Any]:
     """How many texts this rank tokenised in three runs over one text, the last with longer sequences; their losses."""
     root, texts, counts, losses = Path(folder), [], [], []

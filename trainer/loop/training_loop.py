@@ -62,7 +62,6 @@ class TrainingLoop:
     """Seconds of the phases of startup, until a line of metrics has logged them."""
     _line: Line | None = None  # The current step's line of metrics, until it is logged.
     _last_written_step: int = 0  # The latest step whose line is in the file.
-    _went_on: bool = False  # True if this loop goes on with what another one has left in memory.
     _refused: bool = False  # True if it was said that a line could not be written.
     _on_save_due: bool = False  # True if the current step is saved and `on_save` is still to be called.
     _evaluated: tuple[int, float | None, float | None] | None = None
@@ -111,7 +110,7 @@ class TrainingLoop:
             run.start_times.end("checkpoints")
             if not run.finished:
                 self._checkpoints.require_room()
-            if not run.finished or progress.owes or self._went_on:
+            if not run.finished or progress.owes or (self.recovery is not None and self.recovery.source in _SOURCES):
                 self._train(feed)
             if not self._signal:
                 progress.report = self._end()
@@ -122,12 +121,11 @@ class TrainingLoop:
             # The process ends as it does by the signal's default action, but through `finally` blocks.
             raise KeyboardInterrupt if self._signal == signal.SIGINT else SystemExit(128 + self._signal)
         if progress.max_nonfinite and 2 * progress.skipped > progress.step:
-            raise NonFiniteError(
-                f"{progress.skipped} of {counted(progress.step, 'step')} made no update, because their gradients were not finite "
-                f"(in the last such step, {progress.cause or 'of an earlier process'}). The run is complete and what it has is "
-                "saved, but the model is hardly trained; look at the first line of metrics.jsonl that has `cause`. "
-                "run.max_nonfinite: 0 lets such a run pass"
-            )
+            what = f"{progress.skipped} of {counted(progress.step, 'step')} made no update: gradients were not finite"
+            last = f"in the last such step, {progress.cause or 'of an earlier process'}"
+            state = "The run is complete and what it has is saved, but the model is hardly trained"
+            cure = "look at the first line of metrics.jsonl that has `cause`. run.max_nonfinite: 0 lets such a run pass"
+            raise NonFiniteError(f"{what} ({last}). {state}; {cure}")
         return progress.report
 
     def _resume(self) -> None:
@@ -135,7 +133,6 @@ class TrainingLoop:
         if self.recovery is not None and (state := self.recovery.restore(run)) is not None:
             self._checkpoints.require_settings(state, run.settings)  # Every start reads the data anew.
             self._take_over(state)
-            self._went_on = True
             run.console.note(f"went on after step {run.progress.step}, from {_SOURCES[self.recovery.source]}")
             return
         run.console.status("looking for checkpoints")
@@ -161,7 +158,8 @@ class TrainingLoop:
             if run.data.eval is not None and due and state.eval_loss is None:
                 progress.owes.add("evaluate")
             owed = ", but not evaluated there, which is done now" if "evaluate" in progress.owes else ""
-            length = "run.max_steps" if section.epochs is None else "run.epochs"
+            by_epochs = section.epochs is not None and run.plan.steps_of(section.epochs) <= section.max_steps
+            length = "run.epochs" if by_epochs else "run.max_steps"
             why = f"ended early ({progress.ended})" if progress.ended else "is complete"
             complete = f"run {section.name!r} {why} at step {progress.reached} of {section.max_steps}{owed}"
             cure = f"raise {length}{', change run.patience' * bool(progress.ended)}, or choose another run.name"
