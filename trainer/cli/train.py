@@ -394,9 +394,8 @@ def exit_code_of(error: BaseException) -> int:
 
 def say(message: str) -> None:
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    sys.stderr.writelines(
-        f"{line}\n" for line in wrapped(f"zeromesh: {errors.printable_lines(message)}".split("\n"), width)
-    )
+    lines = f"zeromesh: {errors.printable_lines(message)}".split("\n")
+    sys.stderr.writelines(f"{line}\n" for line in wrapped(lines, width))
 
 
 def _hint(message: str) -> None:

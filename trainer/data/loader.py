@@ -70,11 +70,9 @@ class Feed:
             batch = self.rules.accepted(self._make_batch(microbatch))
         if self.plan.tokens is not None and not 0 < (size := _tokens_of(batch)) <= self.plan.tokens:
             indices = [self.order.dataset_index(each) for each in microbatch.samples]
-            raise DataError(
-                f"a batch of the samples {some(indices, 8)} of the dataset has {size} tokens ({', '.join(_TOKEN_FIELDS)}), and "
-                f"batch.tokens allows 1 to {self.plan.tokens}; raise it, cut the samples or leave them out, have the data_collator "
-                "pad to the longest sample, or set batch.micro_size instead"
-            )
+            what = f"a batch of the samples {some(indices, 8)} of the dataset has {size} tokens ({', '.join(_TOKEN_FIELDS)})"
+            cure = "cut or leave out samples, have the data_collator pad to the longest one, or set batch.micro_size instead"
+            raise DataError(f"{what}, and batch.tokens allows 1 to {self.plan.tokens}; raise it, {cure}")
         return batch
 
     def blocks(self, step: int) -> Blocks:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from zeromesh.errors import StorageError
+from zeromesh.errors import StorageError, errors_as
 from zeromesh.files import json_object, open_regular, read_whole, refusals, write_whole
 from zeromesh.trainer.config.yaml_reader import MAX_DEPTH
 
@@ -65,15 +65,12 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". What could
-        not be written is kept, and written before the next line."""
+        not be written is kept, and written before the next line. Raises `StorageError`, also where the file was closed."""
         line = json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
         self._unwritten += line
-        try:
+        with errors_as(StorageError, f"{str(self.path)!r} cannot be written: ", OSError, ValueError):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
-        except (OSError, ValueError) as error:  # ValueError: the file was closed
-            why = getattr(error, "strerror", None) or error
-            raise StorageError(f"{str(self.path)!r} cannot be written: {why}") from error
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
