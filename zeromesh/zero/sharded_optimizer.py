@@ -32,7 +32,7 @@ class ShardedOptimizer(Optimizer):
         self.optimizer = optimizer
         """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
         self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
-        self._factor, self._loss_is_scaled = factor, False
+        self._factor, self._loss_is_scaled, self._fixed_form = factor, False, self._form()
         vars(_refuse_step)["_wrapped_by_lr_sched"] = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._replaced_optimizers:
             vars(each)["step"] = _refuse_step  # The wrapped optimizer's step would silently do nothing.
@@ -53,8 +53,11 @@ class ShardedOptimizer(Optimizer):
         return torch.tensor(self.engine.clip(float(max_norm), self._factor), dtype=torch.float64)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Call `closure` if given, update, and return its result. Raises `PhaseError` without gradients, or if they are used up."""
+        """Call `closure` if given, update, and return its result. Raises `PhaseError` without new gradients, or for new groups."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        if self._form() != self._fixed_form:
+            why = "states, the parameters of groups or their decoupled_weight_decay were changed, which are fixed by shard()"
+            raise PhaseError(f"{why}; change them before, or call unshard() and shard(), which begins with new states")
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
         for each in self._replaced_optimizers:
@@ -96,6 +99,10 @@ class ShardedOptimizer(Optimizer):
         averaged = "shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model)"
         raise PhaseError(f"the optimizer of a partitioned model cannot be copied or pickled; {cure} {averaged}")
 
+    def _form(self) -> list[Any]:
+        groups = [[*map(id, each["params"]), each.get("decoupled_weight_decay")] for each in self.param_groups]
+        return [id(self.state), *self.state, *groups]
+
     def _require_scaled(self) -> None:
         if self.engine.options.precision.loss_scale is not None and not self._loss_is_scaled:
             raise PhaseError("float16 gradients need the loss scale: call optimizer.scale(loss).backward()")
@@ -129,10 +136,13 @@ class ChainedOptimizer(Optimizer):
 
 
 class _PartitionedStates(dict[Any, Any]):
-    """A mapping for optimizer states that the engine holds. Reading an entry raises `PhaseError`."""
+    """A mapping for optimizer states that the engine holds. Reading or removing an entry raises `PhaseError`."""
 
-    def __missing__(self, key: Any) -> Any:
-        raise PhaseError(f"{_DIVIDED}; write them with zeromesh.save(directory, model, optimizer)")
+    def __missing__(self, *_: Any) -> Any:
+        cure = "write them with zeromesh.save(directory, model, optimizer), or begin with new ones by unshard() and shard()"
+        raise PhaseError(f"{_DIVIDED}; {cure}")
+
+    clear = pop = popitem = __missing__
 
     def __reduce__(self) -> Any:
         return self["state"]
@@ -180,7 +190,8 @@ def settings_of(
     values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
     name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
-    decoupled = name == "adam" and any(group.get("decoupled_weight_decay") for group in groups)
+    usual = name == "adamw"
+    decoupled = name in ("adam", "adamw") and any(g.get("decoupled_weight_decay", usual) != usual for g in groups)
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
     if name is None or by_class or decoupled:

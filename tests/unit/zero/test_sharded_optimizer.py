@@ -1,5 +1,6 @@
 """The optimizer of a user's own loop on a single rank: what its calls give, in which order they are allowed, and its settings."""
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -166,6 +167,33 @@ def test_the_replaced_optimizer_does_not_step_and_its_schedulers_do_not_warn(rec
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda optimizer: optimizer.state.clear(),
+        lambda optimizer: optimizer.state.pop(optimizer.param_groups[0]["params"][0], None),
+        lambda optimizer: optimizer.state.setdefault(optimizer.param_groups[0]["params"][0], {}),
+        lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+        lambda optimizer: optimizer.param_groups[0].update(params=[]),
+        lambda optimizer: optimizer.param_groups[0]["params"].reverse(),
+        lambda optimizer: optimizer.param_groups.pop(),
+        lambda optimizer: setattr(optimizer, "param_groups", []),
+        lambda optimizer: optimizer.param_groups[0].update(decoupled_weight_decay=True),
+    ],
+)
+def test_what_shard_has_fixed_is_not_changed_without_a_word(change: Callable[[Optimizer], object]) -> None:
+    def changed() -> None:
+        change(loop.optimizer)
+        loop.optimizer.step()
+
+    loop = Loop()
+    loop.loss().backward()
+    loop.optimizer.param_groups[0]["lr"] = 0.5
+    loop.optimizer.step()
+    with pytest.raises(PhaseError, match=r"states.* unshard\(\) and shard\(\)"):
+        changed()
+
+
 def test_all_parts_of_a_chain_are_replaced() -> None:
     model = net()
     parts = SGD(model[0].parameters(), lr=1.0), SGD(model[1].parameters(), lr=1.0)
@@ -193,6 +221,7 @@ def two_groups(make: Callable[..., Optimizer], second: dict[str, Any], model: nn
         (Adam, {"amsgrad": True}, None),
         (Adam, {"decoupled_weight_decay": True}, None),
         (AdamW, {}, "adamw"),
+        (AdamW, {"decoupled_weight_decay": False}, None),
         (Adagrad, {"lr_decay": 0.5}, "adagrad"),
         (torch.optim.RMSprop, {}, None),
     ],
