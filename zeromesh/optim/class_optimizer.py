@@ -10,6 +10,7 @@ GaLore's projectors, the tensors and numbers among the attributes. What depends 
 found by a step with the parameter's shape."""
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,27 +52,26 @@ class ClassStates:
     def __init__(self, own_class: OptimizerClass | None, group: ProcessSet) -> None:
         self.group, self.loads, self._class = group, [0] * group.size, cast(OptimizerClass, own_class)
         self.kept: dict[int, dict[str, tuple[Any, Tensor]]] = {}
-        """An example of each number, by its group and name, and the number itself, a float64 tensor `[1]`."""
-        self.known = False  # True after the first update; until then the class has the group's own numbers, or none
+        """An example of each number, by its group and name, and the number itself, a float64 tensor `[1]`, NaN before the first
+        update: that begins with the group's own, or creates it."""
         self.moved: dict[int, Mapping[str, Any]] = {}  # by group, what the present update has made of them on this rank
         for (number, _), plan in own_class.plans.items() if own_class is not None else ():
             examples = [(name, each) for name, each in plan.scalars.items() if name.startswith(_GROUP)]
-            self.kept[number] = {name: (each, torch.zeros(1, dtype=torch.float64)) for name, each in examples}
+            self.kept[number] = {name: (each, torch.tensor([math.nan]).double()) for name, each in examples}
 
-    def before(self, group: int) -> dict[str, Any]:
+    def of(self, group: int) -> dict[str, Any]:
         """Return the numbers of a group before the present update."""
-        kept = self.kept[group].items() if self.known else ()
-        return {name: _to_type(example, value.item()) for name, (example, value) in kept}
+        kept = self.kept[group].items()
+        return {name: _to_type(example, value.item()) for name, (example, value) in kept if not value.isnan()}
 
     def end_update(self, groups: Sequence[Hyperparameters]) -> None:
         """Move the numbers of all groups; of those without an updated parameter here, by a step of one that has no gradient."""
         for group, kept in self.kept.items():
             if kept and group not in self.moved:
-                blank, inputs = blank_copy_of(self._class.optimizer), [(torch.zeros(1), None, self.before(group))]
+                blank, inputs = blank_copy_of(self._class.optimizer), [(torch.zeros(1), None, self.of(group))]
                 (self.moved[group],) = _run_step(blank, groups[group], inputs, kept)
             for name, (_, value) in kept.items():
-                value.fill_(self.moved[group].get(name, 0))
-        self.known = True
+                value.fill_(self.moved[group].get(name, math.nan))
         self.moved.clear()
 
 
@@ -151,7 +151,7 @@ class PieceOptimizer(BucketOptimizer):
         for segment, (part, *given) in self._parts(start, [found, *moments]):
             if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
-                state |= self._shared.moved.get(segment.group) or self._shared.before(segment.group)
+                state |= self._shared.moved.get(segment.group) or self._shared.of(segment.group)
                 _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
         return found
 
@@ -169,8 +169,7 @@ class PieceOptimizer(BucketOptimizer):
         kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
-        inputs = [(master, grad, state | self._shared.before(spec.group))]
-        (state,) = _run_step(self._blank, group, inputs, plan.scalars)
+        (state,) = _run_step(self._blank, group, [(master, grad, state | self._shared.of(spec.group))], plan.scalars)
         after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())

@@ -275,7 +275,7 @@ class OptimizerStep:
 
     def resume(self, updates: int, steps: Mapping[str, int]) -> None:
         """Continue after `updates` updates; `steps` has, by name, the counts of parameters that had another number of updates."""
-        self.updates, self._shared.known = updates, updates > 0
+        self.updates = updates
         for bucket in self._all_buckets:
             if (optimizer := self.optimizer_of(bucket)) is not None:
                 specs = [slot.spec for slot in bucket.layout.slots]
