@@ -162,14 +162,12 @@ class Trainer(ModelOnMesh):
         """Train for `run.max_steps` steps, evaluating on the way and at the end; all ranks call it.
 
         `resume` replaces `checkpoint.resume`: a path of a checkpoint or run, True for auto, False for never. With `hub.push` the
-        model is uploaded at the end; a failed upload is a warning.
-
-        Afterwards a model that fits in memory is whole again on every rank, with its master weights. On a single rank, a run
-        that was interrupted (Ctrl-C, an exception of a callback) continues when `fit` is called again. Raises `DataError`
-        before the first step, for data that cannot be trained on, `StorageError` for a directory that cannot be written, or
-        where memory is short, `CollectiveError` when another rank has ended, is late, or makes another collective call, and
-        `NonFiniteError` for such gradients, if the configuration says to stop; at the end, if most steps made no update.
-        """
+        model is uploaded at the end; a failed upload is a warning. Afterwards a model that fits in memory is whole again on every
+        rank, with its master weights. On a single rank, a run that was interrupted (Ctrl-C, an exception of a callback) continues
+        when `fit` is called again. Raises `DataError` before the first step, for data that cannot be trained on, `StorageError`
+        for a directory that cannot be written, or where memory is short, `CollectiveError` when another rank has ended, is late,
+        or makes another collective call, and `NonFiniteError` for such gradients, if the configuration says to stop; at the end,
+        if most steps made no update."""
         if resume is not None:
             named = {True: "auto", False: "never"}[resume] if isinstance(resume, bool) else str(resume)
             self.config = self.config.changed(checkpoint={"resume": named})
@@ -268,15 +266,12 @@ class Trainer(ModelOnMesh):
     ) -> PredictionOutput:
         """Run the model on every sample of a dataset, and return its outputs in that order on all ranks; all ranks call it.
 
-        `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` likewise, if there are
-        labels, `metrics` the loss and the values of `compute_metrics`.
-
-        With `predict_with_generate` (None: `run.predict_with_generate`) predictions are generated tokens [samples, longest],
-        padded with the pad token. A decoder-only model continues the tokens before the first label that is not -100, and
-        predictions are its new tokens. `generation` are fields of `GenerationConfig`, as for `evaluate`. Raises `ConfigError`
-        for fields that do not exist or that the layout does not allow and `DataError` when the dataset cannot be used, or a
-        sample has no prompt to generate from.
-        """
+        `predictions` are arrays [samples, ...], padded with -100 to the longest, `label_ids` likewise, if there are labels,
+        `metrics` the loss and the values of `compute_metrics`. With `predict_with_generate` (None: `run.predict_with_generate`)
+        predictions are generated tokens [samples, longest], padded with the pad token. A decoder-only model continues the tokens
+        before the first label that is not -100, and predictions are its new tokens. `generation` are fields of
+        `GenerationConfig`, as for `evaluate`. Raises `ConfigError` for fields that do not exist or that the layout does not allow
+        and `DataError` when the dataset cannot be used, or a sample has no prompt to generate from."""
         run = self.run
         with run.model.guarded("trainer.predict()"):
             how = generation_of(run, predict_with_generate, generation, metrics=False)

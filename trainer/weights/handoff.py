@@ -187,17 +187,12 @@ def _host_of(address: str) -> tuple[str, int | None]:
 def receive_weights(
     address: str, *, parts: Mapping[str, Part] | None = None, token: str | None = None, timeout_seconds: float = 60.0
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Listen at an address, and yield `(name, tensor)` of each weight that a trainer sends, on the CPU, until all have arrived.
-
-    Args:
-        address: the path of a Unix socket, or `HOST:PORT`.
-        parts: the requested part `(dim, index, parts)` by name pattern, as in `fnmatch`; other tensors come whole.
-        token: the secret shared with the sender; required if other hosts can reach the address.
-        timeout_seconds: the limit of waiting for the sender, and for each tensor.
-
-    Raises `ConfigError` for an invalid address, and for one that others can reach without a token, and `TransferError` if
-    nobody sends in time, or the sender has another token, disconnects or sends damaged bytes.
-    """
+    """Listen at `address`, the path of a Unix socket or `HOST:PORT`, and yield `(name, tensor)` of each weight that a trainer
+    sends, on the CPU, until all have arrived. `parts` has the requested part `(dim, index, parts)` by name pattern, as in
+    `fnmatch`; other tensors come whole. `token` is the secret shared with the sender, required if other hosts can reach the
+    address. The sender is waited for, and each tensor, `timeout_seconds` at most. Raises `ConfigError` for an invalid address,
+    and for one that others can reach without a token, and `TransferError` if nobody sends in time, or the sender has another
+    token, disconnects or sends damaged bytes."""
     host, port = _host_of(address)
     if port is not None and not token and not is_loopback(host):
         raise ConfigError(f"{address} can be reached by other hosts: give a token, the same to both ends")

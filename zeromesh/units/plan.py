@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static, signature, unwrap
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -73,6 +75,7 @@ def plan_model(
     _require_supported_modules(model, compute_dtype)
     if not (names := names_by_parameter(model)):
         raise LayoutError(f"{type(model).__name__} has no parameters to train")
+    _require_own_memory(names)
     dtypes = _dtypes(model, names, compute_dtype)
     codecs = {} if weights is None else dict.fromkeys(encoded_names(model, weights), weights.codec)
     experts, known = experts_of(model), dict[Any, bool]()
@@ -194,6 +197,16 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
                     f"{compute_dtype}; set precision.compute to {str(vector.dtype).removeprefix('torch.')}, or convert the model "
                     f"before: model.to({compute_dtype})"
                 )
+
+
+def _require_own_memory(names: Iterable[tuple[nn.Parameter, list[str]]]) -> None:
+    """Refuse parameters in the same memory if one is trained: here they would be apart."""
+    placed = ((each.data_ptr(), name, each) for each, (name, *_) in names if not each.is_meta and each.numel())
+    for (start, name, each), (next_start, other, second) in pairwise(sorted(placed, key=itemgetter(0))):
+        inside = next_start == start or (each.is_contiguous() and next_start < start + each.nbytes)
+        if inside and (each.requires_grad or second.requires_grad):
+            cure = "make them one parameter, as by `a.weight = b.weight`, or give each memory of its own by clone()"
+            raise LayoutError(f"{name} and {other} share memory, and parameters do not here; {cure}")
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:

@@ -221,3 +221,22 @@ def test_frozen_experts_are_apart_if_a_trial_finds_that_weights_multiply_their_r
 def test_a_model_without_parameters_is_refused() -> None:
     with pytest.raises(LayoutError, match="ReLU has no parameters to train"):
         plan_model(nn.ReLU(), torch.float32)
+
+
+def in_one_memory(*places: torch.Tensor, trained: bool = True) -> nn.Module:
+    return nn.ParameterList(nn.Parameter(each, requires_grad=trained and not n) for n, each in enumerate(places))
+
+
+MATRIX = torch.randn(4, 6)
+
+
+@pytest.mark.parametrize("places", [(MATRIX, MATRIX), (MATRIX, MATRIX.t()), (MATRIX[1:], MATRIX[:3])])
+def test_parameters_in_one_memory_are_refused_if_one_is_trained(places: tuple[torch.Tensor, ...]) -> None:
+    with pytest.raises(LayoutError, match=r"[01] and [01] share memory"):
+        plan_model(in_one_memory(*places), torch.float32)
+    assert plan_model(in_one_memory(*places, trained=False), torch.float32)
+
+
+@pytest.mark.parametrize("places", [(MATRIX[:2], MATRIX[2:]), (MATRIX[:, :3], MATRIX[:, 3:]), (MATRIX[:0], MATRIX)])
+def test_parameters_that_divide_a_memory_are_allowed(places: tuple[torch.Tensor, ...]) -> None:
+    assert plan_model(in_one_memory(*places), torch.float32)
