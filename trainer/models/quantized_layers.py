@@ -75,7 +75,7 @@ def make_plain(model: nn.Module) -> None:
             raise ConfigError(
                 f"{name or type(model).__name__} is quantized as {kind}, which is not decoded here; give the model in 16 bits "
                 "(model.weights of a configuration keeps frozen weights in 4 or 8), or in 4 bits of bitsandbytes "
-                "(BitsAndBytesConfig(load_in_4bit=True))"
+                "(BitsAndBytesConfig(load_in_4bit=True)); a table of integers is to be a buffer"
             )
     if not layers:
         return
