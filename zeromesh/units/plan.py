@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static, signature, unwrap
 from itertools import pairwise
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -201,12 +200,11 @@ def _require_supported_modules(model: nn.Module, compute_dtype: torch.dtype) -> 
 
 def _require_own_memory(names: Iterable[tuple[nn.Parameter, list[str]]]) -> None:
     """Refuse parameters in the same memory if one is trained: here they would be apart."""
-    placed = ((each.data_ptr(), name, each) for each, (name, *_) in names if not each.is_meta and each.numel())
-    for (start, name, each), (next_start, other, second) in pairwise(sorted(placed, key=itemgetter(0))):
+    placed = ((each.data_ptr(), name, each) for each, (name, *_) in names if each.numel() and not each.is_meta)
+    for (start, name, each), (next_start, other, second) in pairwise(sorted(placed)):
         inside = next_start == start or (each.is_contiguous() and next_start < start + each.nbytes)
         if inside and (each.requires_grad or second.requires_grad):
-            cure = "make them one parameter, as by `a.weight = b.weight`, or give each memory of its own by clone()"
-            raise LayoutError(f"{name} and {other} share memory, and parameters do not here; {cure}")
+            raise LayoutError(f"{name} and {other} share memory; make them one parameter, or clone() one of them")
 
 
 def without_adapters(model: nn.Module) -> tuple[nn.Module, str]:

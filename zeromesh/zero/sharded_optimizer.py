@@ -139,8 +139,9 @@ class _PartitionedStates(dict[Any, Any]):
     """A mapping for optimizer states that the engine holds. Reading or removing an entry raises `PhaseError`."""
 
     def __missing__(self, *_: Any) -> Any:
-        cure = "write them with zeromesh.save(directory, model, optimizer), or begin with new ones by unshard() and shard()"
-        raise PhaseError(f"{_DIVIDED}; {cure}")
+        raise PhaseError(
+            f"{_DIVIDED}; zeromesh.save(directory, model, optimizer) writes them, unshard() and shard() begin anew"
+        )
 
     clear = pop = popitem = __missing__
 
@@ -190,8 +191,7 @@ def settings_of(
     values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
     name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
-    usual = name == "adamw"
-    decoupled = name in ("adam", "adamw") and any(g.get("decoupled_weight_decay", usual) != usual for g in groups)
+    decoupled = any(each.get("decoupled_weight_decay", name == "adamw") != (name == "adamw") for each in groups)
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
     if name is None or by_class or decoupled:
