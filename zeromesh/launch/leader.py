@@ -235,7 +235,10 @@ class Leader:
         step = max((each.step for each in failures), default=0)
         self._recoveries = [each for each in self._recoveries if each[0] > now - _HOUR]
         before = [each for _, each in self._recoveries[1 - _SAME_STEP :]]
-        if len(self._recoveries) >= limit or before == [step] * (_SAME_STEP - 1):
+        stuck = before == [step] * (_SAME_STEP - 1)
+        if len(self._recoveries) >= limit or stuck:
+            if limit:
+                self.notify(f"no more recovery: {f'the third after step {step}' if stuck else f'its limit is {limit}'}")
             return False
         self._recoveries.append((now, step))
         return True

@@ -280,17 +280,19 @@ def recovering(message: str = "gone", step: int = 0, limit: int = 20, code: int 
 
 
 @pytest.mark.parametrize(
-    ("steps", "limit", "code", "recoveries"),
+    ("steps", "limit", "code", "recoveries", "end"),
     [
-        ((3, 5, 7, 7), 20, 1, 4),
-        ((3, 5, 7), 2, 1, 2),
-        ((5, 5, 5), 20, 1, 2),
-        ((5, 5, 6, 5, 5, 5), 20, 1, 5),
-        ((5,), 0, 1, 0),
-        ((5,), 20, 2, 0),
+        ((3, 5, 7, 7), 20, 1, 4, []),
+        ((3, 5, 7), 2, 1, 2, ["no more recovery: its limit is 2"]),
+        ((5, 5, 5), 20, 1, 2, ["no more recovery: the third after step 5"]),
+        ((5, 5, 6, 5, 5, 5), 20, 1, 5, ["no more recovery: the third after step 5"]),
+        ((5,), 0, 1, 0, []),
+        ((5,), 20, 2, 0, []),
     ],
 )
-def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, code: int, recoveries: int) -> None:
+def test_a_run_recovers_within_its_limit(
+    steps: tuple[int, ...], limit: int, code: int, recoveries: int, end: list[str]
+) -> None:
     """Not from what the user has to change, nor where nobody is left, nor from what comes back at the same step."""
     told: list[str] = []
     leader = Leader(ALONE, 1, told.append, bool)
@@ -298,7 +300,8 @@ def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, cod
     found = [leader.next_start(recovering(step=step, limit=limit, code=code)) for step in steps]
     assert sum(isinstance(each, RankRange) for each in found) == recoveries
     assert all(isinstance(each, RankRange) for each in found[:recoveries])
-    assert told == ["gone\nzeromesh: the run goes on, with new processes for the ranks that have ended"] * recoveries
+    goes_on = "gone\nzeromesh: the run goes on, with new processes for the ranks that have ended"
+    assert told == [goes_on] * recoveries + end
     if recoveries < len(steps):
         assert str(found[recoveries]) == "gone"
 
@@ -320,7 +323,8 @@ def test_recoveries_are_counted_beside_restarts() -> None:
     leader.first_start()
     found = [leader.next_start(recovering(step=step, limit=1)) for step in (1, 2, 3)]
     assert [isinstance(each, RankRange) for each in found] == [True, True, False]
-    assert told[1].endswith("restart 1 of 1")
+    assert told[1] == "no more recovery: its limit is 1"
+    assert told[2].endswith("restart 1 of 1")
 
 
 def test_a_run_that_was_stopped_says_nothing_of_starts() -> None:
