@@ -158,18 +158,22 @@ def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "error", "message"),
     [
-        ("killed", "was ended by SIGKILL"),
-        pytest.param("hangs", "a data worker took more than 2 seconds for one microbatch", marks=pytest.mark.full),
+        ("killed", "StorageError", "was ended by SIGKILL"),
+        pytest.param(
+            "hangs", "DataError", "a data worker took more than 2 seconds for one microbatch", marks=pytest.mark.full
+        ),
     ],
 )
-def test_data_that_fails_on_one_rank_ends_all(workers: Workers, tmp_path: Path, fault: str, message: str) -> None:
+def test_data_that_fails_on_one_rank_ends_all(
+    workers: Workers, tmp_path: Path, fault: str, error: str, message: str
+) -> None:
     """The other rank is patient with one that waits for its data, and learns why it has failed. Samples are not lost."""
     whole, cut = folders(tmp_path)
     with workers.fresh(PoolOptions(size=2, timeout_seconds=5.0)) as pool:
         other, own = pool.outcomes("test_data:fails", folder=str(cut), fault=fault, timeout=20)
-    assert own.error == "DataError"
+    assert own.error == error
     assert message in own.message
     assert other.error == "CollectiveError"
     assert "rank 1" in other.message
