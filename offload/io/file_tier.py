@@ -230,7 +230,8 @@ class FileSlot:
             begin, memory = self._aligned_around(at, out)
             self._read_aligned(begin, memory)
         if memory is not out:
-            copy(out, memory[at - begin : at - begin + out.numel()])
+            with torch.inference_mode():  # A caller may have made `out` in that mode.
+                copy(out, memory[at - begin : at - begin + out.numel()])
 
     def _write_piece(self, copy: _Copy, at: int, data: torch.Tensor) -> None:
         # The data of a piece and its checksum change together.

@@ -266,6 +266,15 @@ def test_only_unaligned_reads_of_a_file_use_a_buffer(how: str, begin: int, count
         assert not (alike and used)
 
 
+def test_what_is_read_may_go_where_inference_mode_has_made_room(tier: FileTier) -> None:
+    slot = tier.allocate(2 * BLOCK, "some")
+    slot.write(0, some_bytes(slot.nbytes, 1)).wait()
+    with torch.inference_mode():
+        out = torch.empty(BLOCK, dtype=torch.uint8)
+        slot.read(1, out).wait()
+    assert torch.equal(out, some_bytes(slot.nbytes, 1)[1 : BLOCK + 1])
+
+
 @pytest.mark.parametrize("renamed", [True, False], ids=["under another name", "with its time set back"])
 def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path, renamed: bool) -> None:
     """Other weights than those that the model began with would answer, silently."""
