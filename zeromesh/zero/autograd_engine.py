@@ -222,7 +222,10 @@ class AutogradPasses(Passes):
 
     def on_gradient(self, unit: Unit, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
         if self.mode is not PassMode.BACKWARD:
+            was_live = self.units[0].phase is Phase.LIVE
             self._begin_backward(self._latest_graph() or _Graph(PassProgress(), self.generation))
+            if was_live:  # Backward may have read the root, and may go on to.
+                self._make_live_in_backward(self.units[0])
         super().on_gradient(unit, bucket, index, parameter)
 
     def _sets_gradients(self) -> bool:

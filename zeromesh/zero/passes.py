@@ -454,7 +454,7 @@ class Passes:
         if unit.phase is not Phase.LIVE and not self._reads_no_weights:
             raise PhaseError(
                 f"unit {unit.name} got a gradient of {unit.name_of(parameter)} while it was {unit.phase.value}: backward has "
-                "entered it in a way that earlier steps did not have, and has read released parameters. Use the block's results "
+                "entered it unseen, as by torch.func.jvp, and has read released parameters. Use the block's results "
                 "as its forward returns them, checkpoint activations with use_reentrant=False, or train at stage 2"
             )
         self.gradients.take(bucket, index)

@@ -135,6 +135,13 @@ def penalty(model: Any, batch: Batch) -> torch.Tensor:
     return F.mse_loss(out, batch[1]) + gradient.pow(2).mean()
 
 
+def penalty_alone(model: Any, batch: Batch) -> torch.Tensor:
+    """Of layers in the root alone, the result of which is not in the graph of the loss."""
+    model.backbone.used, x = 0, batch[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return gradient.pow(2).mean()
+
+
 def of_parameters(model: Any, batch: Batch) -> torch.Tensor:
     loss = mse(model, batch)
     wanted = [model.head.weight, model.backbone.blocks[1].up.weight]
@@ -197,6 +204,7 @@ LOSSES = {
     each.__name__: each
     for each in (
         penalty,
+        penalty_alone,
         of_parameters,
         adversarial,
         features,
