@@ -575,9 +575,8 @@ class TrainingLoop:
         )
         if report.losses:
             speed = f"{human_count(report.tokens_per_second)} {progress.unit}/s"
-            figures = f"{speed}, peak memory {human_bytes(report.peak_memory_bytes)} a rank"
-            steps = counted(report.final_step, "step")
-            run.console.note(f"done: {steps}, loss {report.final_loss:.4f}, {figures}")
+            done = f"done: {counted(report.final_step, 'step')}, loss {report.final_loss:.4f}, {speed}"
+            run.console.note(f"{done}, peak memory {human_bytes(report.peak_memory_bytes)} a rank")
         run.console.note(*progress.notes())
         if run.planned is not None and run.planned.result:
             run.console.note("\n  ".join(comparison_lines(run.planned.result)))

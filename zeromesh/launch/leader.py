@@ -351,7 +351,6 @@ class Leader:
         """Tell launchers that lead at the endpoint `former`, such as that of a host which is back, where the run goes on."""
         where, seconds = replace(self._nodes, endpoint=former).where, messages.LOOK_SECONDS
         while self._listener is not None:
-            time.sleep(seconds)
             with suppress(OSError, MessageError):
                 reached = socket.create_connection(where, timeout=seconds)
                 found = LauncherConnection(reached, reached, self._secret, serves=False)
@@ -359,6 +358,7 @@ class Leader:
                     while not found.receive():
                         select.select(found.readers, [], [], messages.TICK_SECONDS)
                     found.send({**told, "drawn": found.drawn})
+            time.sleep(seconds)
 
     def _stop(self, cause: WorkersFailed | None) -> None:
         if self._stop_told is None:

@@ -52,7 +52,7 @@ class ClassStates:
     def __init__(self, own_class: OptimizerClass | None, group: ProcessSet) -> None:
         self.group, self.loads, self._class = group, [0] * group.size, cast(OptimizerClass, own_class)
         self.kept: dict[int, dict[str, tuple[Any, Tensor]]] = {}
-        """By group and name an example of each number, and the number, float64 `[1]`: NaN before the first update has made it."""
+        """An example of each number by group and name, and the number, float64 `[1]`: NaN before the first update has made it."""
         self.moved: dict[int, Mapping[str, Any]] = {}  # by group, what the present update has made of them on this rank
         for (number, _), plan in own_class.plans.items() if own_class is not None else ():
             examples = [(name, each) for name, each in plan.scalars.items() if name.startswith(_GROUP)]

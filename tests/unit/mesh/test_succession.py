@@ -22,7 +22,7 @@ LATEST = RankRange(first=1, processes=1, world_size=4, master_address="a", maste
 GONE = WorkersFailed(message="host a, which led, is gone", exit_code=1)
 
 
-def heir(own: str, others: str, ended: set[str], **nodes: Any) -> Leader:
+def heir(own: str, others: str, ended: set[str], former: str = "127.0.0.1:1", **nodes: Any) -> Leader:
     """The launcher `own` of those that had a leader, of whom some have come to it and none has the rest of a time to come."""
     server = socket.create_server(("127.0.0.1", 0))
     where = f"127.0.0.1:{server.getsockname()[1]}"
@@ -32,7 +32,7 @@ def heir(own: str, others: str, ended: set[str], **nodes: Any) -> Leader:
         "failures": 2,
         "recoveries": {"1500": 7},
     }
-    found.inherit(will, own, LATEST, ended, GONE, where)
+    found.inherit(will, own, LATEST, ended, GONE, former)
     return found
 
 
@@ -190,6 +190,18 @@ def test_a_stranger_that_goes_again_is_not_the_leader_that_is_lost(closed: bool)
     found._serve()
     assert (found._members, found._silent, found._gone) == ([], silent, gone)
     found.close()
+
+
+def test_an_heir_whose_run_is_over_sends_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as former:
+        found = heir("b", "bc", {""}, f"127.0.0.1:{former.getsockname()[1]}")
+        former.settimeout(20)
+        former.accept()[0].close()
+        time.sleep(messages.LOOK_SECONDS / 2)  # Until it waits to come again.
+        found.close()
+        former.settimeout(2 * messages.LOOK_SECONDS)
+        with pytest.raises(TimeoutError):
+            former.accept()
 
 
 def test_heirs_have_addresses() -> None:

@@ -216,7 +216,6 @@ class _Recorder:
                 wrap(block, self._run_block, index)
             for module in body.modules():
                 undo.callback(override(module, "training", False))
-                # functional_call of torch leaves tensors of its own in a module that has several names.
                 # torch's functional_call would leave its own tensors in a module that has several names.
                 for own in (module._parameters, module._buffers):
                     for name, tensor in own.items():
