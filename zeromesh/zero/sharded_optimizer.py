@@ -139,7 +139,7 @@ class _PartitionedStates(dict[Any, Any]):
     """A mapping for optimizer states that the engine holds. Reading or removing an entry raises `PhaseError`."""
 
     def __missing__(self, *_: Any) -> Any:
-        raise PhaseError(f"{_DIVIDED}; zeromesh.save(directory, model, optimizer) writes them, unshard() drops them")
+        raise PhaseError(f"{_DIVIDED}; zeromesh.save(path, model, optimizer) saves, unshard() and shard() drop them")
 
     clear = pop = popitem = __missing__
 
