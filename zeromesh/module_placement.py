@@ -82,7 +82,7 @@ class ModulePlacement:
             if self.homes.get(_placed_module_of(name, self.homes) or "", world).index == 0:
                 total += float(gradient.double().pow(2).sum())
         norm = math.sqrt(world.all_reduce(total, "gradient norm of a placed model").item())
-        factor = min(1.0, max_norm / (norm + 1e-6))
+        factor = min(max_norm / (norm + 1e-6), 1.0)
         for gradient in gradients.values():
             gradient.mul_(factor)
         return norm

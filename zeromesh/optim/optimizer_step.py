@@ -39,7 +39,7 @@ _SWAPPED_ELEMENTS = 1 << 20  # swapped at a time with their averages
 
 def clip_factor(norm: float, limit: float) -> float:
     """The factor by which `torch.nn.utils.clip_grad_norm_` multiplies gradients; 1 for limit 0, which means no clipping."""
-    return 1.0 if limit <= 0 else min(1.0, limit / (norm + 1e-6))
+    return 1.0 if limit <= 0 else min(limit / (norm + 1e-6), 1.0)  # nan where the norm is
 
 
 class LossScaler:

@@ -23,7 +23,6 @@ from torch.autograd import Variable
 from zeromesh.errors import PhaseError
 from zeromesh.optim.fused_optimizer import Hyperparameters
 from zeromesh.optim.gradients import backward_reaches
-from zeromesh.optim.optimizer_step import clip_factor
 from zeromesh.overrides import override
 from zeromesh.rng import Streams
 from zeromesh.units.unit import FLAG, Bucket, ParameterMeta, Phase, Unit, live_class, make_subclass
@@ -410,7 +409,7 @@ class AutogradEngine(ZeroEngine):
     def clip(self, limit: float, factor: float) -> float:
         """Scale gradients down to the norm `limit`; returns the norm before clipping. All ranks call it."""
         norm, step = self.gradient_norm(factor), self._passes.step
-        step.clip, step.clipped = step.clip * clip_factor(norm, limit), True
+        step.clip, step.clipped = step.clip * min(limit / (norm + 1e-6), 1.0), True
         return norm
 
     def update(self, groups: Sequence[Hyperparameters], factor: float) -> bool:

@@ -72,6 +72,22 @@ def test_a_scaled_loss_counts_for_one_step_alone() -> None:
     plain.optimizer.step()
 
 
+@pytest.mark.parametrize(("limit", "times"), [(0.0, 1.0), (1.0, float("nan")), (1.0, float("inf")), (-1.0, 1.0)])
+def test_clipping_is_that_of_torch(limit: float, times: float) -> None:
+    """Of gradients of which one is no number too, and to nothing."""
+    loop, plain = Loop(), net()
+    optimizer = SGD(plain.parameters(), lr=1.0)
+    for model, clip in ((loop.model, loop.optimizer), (plain, None)):
+        model(torch.ones(2, 8)).sum(0).mul(torch.tensor([times, 1.0, 1.0, 1.0])).sum().backward()
+        if clip is None:
+            nn.utils.clip_grad_norm_(plain.parameters(), limit)
+        else:
+            clip.clip_grad_norm_(limit)
+    optimizer.step()
+    loop.optimizer.step()
+    assert torch.allclose(loop.weights(), torch.cat([each.reshape(-1) for each in plain.parameters()]), equal_nan=True)
+
+
 def test_what_overflows_is_skipped_and_halves_the_scale() -> None:
     loop = Loop(HALF)
     before = loop.weights()
