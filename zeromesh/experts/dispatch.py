@@ -117,7 +117,7 @@ def run_rows(
 
     back = run(call, states[order // chosen.shape[-1]], torch.bincount(pairs, minlength=count)[:count])
     placed = back.new_zeros(len(pairs), back.shape[-1]).index_copy(0, order[: len(back)], back)
-    weighted = placed.view(*chosen.shape, -1) * weights.unsqueeze(-1)
+    weighted = placed.view(*chosen.shape, placed.shape[-1]) * weights.unsqueeze(-1)
     return weighted.to(hidden.dtype).sum(-2).view(hidden.shape)
 
 

@@ -28,6 +28,8 @@ test_losses_are_those_of_the_decoded_experts = pytest.mark.sampled(2)(
             row(2, "trained", stage=3),
             row(2, "trained", FULL, stage=2, parallel={"expert": 2}),
             row(2, "trained", stage=3, parallel={"expert": 2}, kind="biased"),
+            row(2, "trained", stage=3, parallel={"expert": 2}, kind="skewed"),
+            row(2, "trained", FULL, stage=3, parallel={"expert": 2}, kind="skewed", offload=FILE, kept="block"),
             row(2, "trained", FULL, stage=3, parallel={"tensor": 2}, targets="attention"),
             row(1, "trained", stage=3, offload=FILE, weights=None, targets="attention"),
             row(1, "trained", FULL, stage=3, offload=FILE),
