@@ -469,17 +469,17 @@ def last_label_of_chunk(softmax: Any, self: Any, logits: torch.Tensor, targets: 
         logits[-1:] = 0
 
 
-@seeded(prepare, "_replay_rng", {**_RECOMPUTED, **_DROPS}, r"layers\.\d")
-def other_dropout_again(replaying: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+@seeded(prepare, "_run_replayed", {**_RECOMPUTED, **_DROPS}, r"layers\.\d")
+def other_dropout_again(replayed: Any, run: Any, block: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
     """A recomputed block draws other dropout than it drew in forward."""
-    replayed, calls = replaying(function), itertools.count()
+    calls = itertools.count()
 
     def other(*args: Any, **kwargs: Any) -> Any:
         if number := next(calls):
             seed_all(number)
-        return replayed(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return other
+    return replayed(run, block, other, *args, **kwargs)
 
 
 @seeded(Streams, "__init__", {"zero.stage": 2, **_DROPS}, r"layers\.0")

@@ -57,6 +57,7 @@ _KEPT_OPERATORS = (
     *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"),
 )
 
+_MOST_COPIED = 1 << 18  # elements of a buffer that is copied for the recomputation of a block
 _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 _TRIAL_TOKENS = 3  # Tokens of a tile in the trial, whose sequences of 8 have an uneven last tile.
 _TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
@@ -104,7 +105,7 @@ def enable_activation_checkpointing(
     away = 0 if store is None else store.offloaded_count(len(recomputed))
     offloads = set(map(id, recomputed[:away]))
     for block in layers if by_itself else recomputed:
-        recompute = partial(_run_recomputed, run, store, id(block) in offloads)
+        recompute = partial(_run_recomputed, partial(_run_replayed, run, block), store, id(block) in offloads)
         if by_itself:
             block._gradient_checkpointing_func = recompute  # type: ignore[assignment]
             block.gradient_checkpointing = True  # type: ignore[assignment]
@@ -123,28 +124,46 @@ def _run_recomputed(
 ) -> Any:
     """Run a block's `function` by `run`, a form of torch's `checkpoint`; `offloads` moves the saved inputs off the device."""
     if store is None:
-        return run(_replay_rng(function), *map(_copy_input, args), **kwargs)
+        return run(function, *map(_copy_input, args), **kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # `checkpoint` saves its arguments under the hooks that are active around the call; inside, it has its own hooks.
     with store.saving_inputs(offloaded=offloads):
-        return run(_replay_rng(function), *[_aligned(arg) if store.copies(arg) else arg for arg in args], **kwargs)
+        return run(function, *[_aligned(arg) if store.copies(arg) else arg for arg in args], **kwargs)
 
 
-def _replay_rng(function: _Function) -> _Function:
-    """Wrap `function` to restore NumPy's and Python's random state when it is recomputed; `checkpoint` restores PyTorch's alone."""
+def _run_replayed(run: _Function, block: nn.Module, function: _Function, /, *args: Any, **kwargs: Any) -> Any:
+    """Run `run(function, ...)`, in which `function` finds NumPy's and Python's random state and the buffers of `block` as they are
+    now when it is recomputed, and leaves them as they are then; `checkpoint` restores PyTorch's random state alone. Raises
+    `PhaseError` if `function` changes a large buffer."""
     if torch.compiler.is_compiling():
-        return function
+        return run(function, *args, **kwargs)
     state, calls = GeneratorStates.now(host_only=True), itertools.count()
+    found = dict(block.named_buffers(remove_duplicate=False))
+    before = _copied({name: each for name, each in found.items() if each.numel() <= _MOST_COPIED})
+    large = [(name, each, each._version) for name, each in found.items() if name not in before]
 
     def replaying(*args: Any, **kwargs: Any) -> Any:
-        if not next(calls):
-            return function(*args, **kwargs)
-        with kept_generators(host_only=True):
-            state.restore()
-            return function(*args, **kwargs)
+        with ExitStack() as undo:
+            if next(calls):
+                undo.enter_context(kept_generators(host_only=True))
+                state.restore()
+                for name, each in _copied(before).items():  # Of a graph that is kept, backward recomputes again.
+                    owner, _, leaf = name.rpartition(".")
+                    undo.callback(override(block.get_submodule(owner)._buffers, leaf, each))
+            result = function(*args, **kwargs)
+        if changed := [name for name, each, old in large if block.get_buffer(name) is not each or each._version != old]:
+            why = f"a recomputed block changes its buffer {changed[0]}, of more than {_MOST_COPIED} elements"
+            raise PhaseError(f"{why}, so backward would change it again; set model.activation_checkpointing: none")
+        return result
 
-    return replaying
+    return run(replaying, *args, **kwargs)
+
+
+def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of buffers by name; one that has several names has one copy."""
+    copies = {each: each.detach().clone() for each in buffers.values()}
+    return {name: copies[each] for name, each in buffers.items()}
 
 
 class _SeparateCopy(torch.autograd.Function):

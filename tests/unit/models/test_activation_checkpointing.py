@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.architectures import small_model
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, PhaseError
 from zeromesh.trainer.models.prepare import Mode, enable_activation_checkpointing
 
 
@@ -124,3 +124,59 @@ def test_plain_blocks(mode: Mode) -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(ConfigError, match="Net has none"):
         enable_activation_checkpointing(Net(), "block")
+
+
+class Moving(Block):
+    """A block that changes buffers of several kinds, on which its result depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.other = nn.BatchNorm1d(8, momentum=0.3), nn.BatchNorm1d(8)
+        self.other._buffers["running_mean"] = self.norm.running_mean
+        self.bound = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        rest = self.other.running_mean
+        x = self.bound(x - self.mean) * (1 + 1 / self.calls) + self.norm(x) + (rest if rest is not None else 0)
+        return super().forward(x, scale=scale)
+
+
+@pytest.mark.parametrize("mode", ["block", "selective"])
+def test_buffers_change_once(mode: Mode) -> None:
+    """Those that a forward changes are as it found them when its block is recomputed, twice too, and after a second forward."""
+    results = []
+    for wrapped in (False, True):
+        net = Net()
+        torch.manual_seed(2)
+        net.blocks = nn.ModuleList(Moving() for _ in range(2))
+        if wrapped:
+            enable_activation_checkpointing(net, mode, blocks=list(net.blocks))
+        torch.manual_seed(3)
+        first, second = net(torch.randn(4, 8)), net(torch.randn(4, 8))
+        for loss in (second, first, first)[: 3 if mode == "block" else 2]:
+            loss.backward(retain_graph=mode == "block")
+        gradients = (each.grad for each in net.parameters() if each.grad is not None)
+        results.append([*gradients, *net.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_large_buffers_that_change_are_refused(replaced: bool) -> None:
+    class Large(Block):
+        def forward(self, x: torch.Tensor, *, scale: float) -> torch.Tensor:
+            if replaced:
+                self.table = self.table + 1
+            elif self.training:
+                self.table.add_(1)
+            return super().forward(x, scale=scale)
+
+    net = Net()
+    net.blocks = nn.ModuleList([Large()])
+    net.blocks[0].register_buffer("table", torch.zeros(1 << 19))
+    enable_activation_checkpointing(net, "block", blocks=list(net.blocks))
+    with pytest.raises(PhaseError, match=r"changes its buffer table, .*activation_checkpointing: none"):
+        net(torch.ones(4, 8))
