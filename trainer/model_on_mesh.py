@@ -45,8 +45,7 @@ class ModelOnMesh(ABC):
 
     def save(self, path: str | PathLike[str], *, ema: bool = False) -> None:
         """Write the model as a Hugging Face model directory, one parameter at a time. `ema` writes averaged weights, before and
-        after the end of `fit`. Raises `ConfigError` for `ema` in a run without `ema.decay` and `StorageError` when it cannot be
-        written."""
+        after the end of `fit`. Raises `ConfigError` for `ema` without `ema.decay` and `StorageError` if it cannot be written."""
         placed = self.placed
         placed.require_average(ema)
         averaged = ema and placed.engine is None
@@ -59,8 +58,7 @@ class ModelOnMesh(ABC):
     def state_dict(self, *, ema: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of whole parameters, with one bucket in memory at a time; all ranks iterate to the end. Values
         are master weights. A tensor may change with the next step: copy it to keep it. `dict(trainer.state_dict())` holds the
-        whole model on every rank. `ema` yields averaged weights instead. Raises `ConfigError` for `ema` in a run without
-        `ema.decay`."""
+        whole model on every rank. `ema` yields averaged weights. Raises `ConfigError` for `ema` in a run without `ema.decay`."""
         placed = self.placed
         placed.require_average(ema)
         return _named(placed, "state_dict", ema=ema)
@@ -91,8 +89,7 @@ class ModelOnMesh(ABC):
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights` at `addresses`, paths of Unix sockets or
         `HOST:PORT`, and have this `token`. Each rank has only its shards and the buffers of `stream_weights` in memory. Returns
-        the number of tensors. Raises `TransferError` on all ranks, when a receiver is not there, refuses, is gone, or is silent
-        for `timeout_seconds`."""
+        the number of tensors. Raises `TransferError` on all ranks if a receiver is not there, refuses, or is silent for as long."""
         weights, mesh = self.stream_weights(), self.placed.mesh
         return send_weights(weights, mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 
@@ -100,8 +97,7 @@ class ModelOnMesh(ABC):
     def gathered(self, names: Iterable[str]) -> Iterator[None]:
         """Inside the block the named parameters are whole on every rank, in the compute dtype, to be read; all ranks enter it.
         The parameters are copies, so an exception in the block leaves the model usable. Raises `StorageError` when the copies
-        would not fit in memory and `PhaseError` at the end of the block, if a copy was written; the weights of the run are
-        unchanged."""
+        would not fit in memory and `PhaseError` at the end of the block, if a copy was written; the run's weights stay."""
         placed, names = self.placed, list(names)
         if placed.engine is None:
             yield

@@ -288,8 +288,7 @@ class Trainer(ModelOnMesh):
 
         A model of transformers with over two million parameters is made smaller. `docs/howto/verify.md` lists the compared values.
         Further `checks` are `determinism`, `resume` and `dropout`. Rank 0 writes the certificate in JSON to the path `out`; None:
-        `certificate.json` in the run's directory. Raises `ConfigError` for a model that can neither be trained whole nor be made
-        smaller."""
+        `certificate.json` in the run's directory. Raises `ConfigError` for a model that is too large and cannot be made smaller."""
         from zeromesh.trainer.verification.verify import verify  # Most runs do not need this import.
 
         path = self.run_directory / "certificate.json" if out is None else Path(out).expanduser()

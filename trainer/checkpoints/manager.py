@@ -360,8 +360,7 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
 
 
 def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:
-    """Load a whole checkpoint into an engine, or only progress, where it has the tensors; all ranks call it. Raises as
-    `fill_shards`."""
+    """Load a whole checkpoint into an engine, or progress alone, where it has the tensors, as `fill_shards`; all ranks call it."""
     progress = {name: getattr(state, name) for name in ("updates", "trained", "loss_scale", "good_steps")}
     engine.load_progress(**progress)
     if reader is not None:

@@ -168,8 +168,7 @@ class Machine(Section):
         whole (after an all-gather, and before another), while `ranks_on_host` compute on each. Raises `ConfigError` without
         such a link. The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of
         1/n of the bytes, twice as many for an all-reduce (Thakur, Rabenseifner and Gropp 2005). A ring's bandwidth between
-        hosts is the sum over the networks of one host's ranks. All-reduces may have the latency of a tree instead, as NCCL
-        chooses."""
+        hosts is the sum over the networks of one host's ranks. All-reduces may have the latency of a tree, as NCCL chooses."""
         if ranks == 1:
             return 0.0
         transport, on_host = self.transport(hosts), math.ceil(ranks / hosts)

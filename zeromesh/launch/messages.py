@@ -88,8 +88,7 @@ def rank_range(message: Message) -> RankRange:
 
 
 def heirs(message: Message) -> dict[str, str]:
-    """Return the `HOST:PORT` of each launcher that may lead next, in order, by the name that it has drawn. Raises
-    `MessageError`."""
+    """Return the `HOST:PORT` of each launcher that may lead next, in order, by its drawn name. Raises `MessageError`."""
     found = field(message, "heirs", {})
     if not all(isinstance(each, str) and _ENDPOINT.fullmatch(each) for each in found.values()):
         raise MessageError(f"'heirs' is {_shown(found)}; allowed is HOST:PORT for each")

@@ -201,8 +201,7 @@ class Bucket:
 
     def set_trainable(self, trainable: bool) -> None:
         self.trainable, self.divided = trainable, trainable and self.layout.dividers > 1
-        """True if the bucket has memory for moments and gradients, since one of its parameters is or was trained; and if replicas
-        divide these."""
+        """True if it has memory for moments and gradients, as a parameter of it is or was trained; and if replicas divide it."""
         self.interval = self.layout.part(self.held, self.group.replicas.index) if self.divided else self.held
         """The elements whose states this rank has and updates: those that are `held`, or a part of them."""
         self.length = self.interval.length

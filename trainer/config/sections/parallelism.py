@@ -98,8 +98,7 @@ class ParallelSection(Section, keys.ParallelOptions):  # type: ignore[misc]  # p
     """Binding of each rank to CPUs near its GPU, as by torchrun's option of this name; null: no binding."""
     timeout_seconds: Annotated[Literal["auto"] | Seconds, keys.Allowed("auto, or a number of seconds")] = 60.0
     """Seconds without progress after which waiting ranks raise an error that names the late one; five times as long at first.
-    auto: 60, and after 20 steps and a sync, for ranks at work in a step or stopped, 20 times the longest wait in one of these, 5 at
-    least."""
+    auto: 60, and after 20 steps and a sync, for ranks in a step or stopped, 20 times the longest wait in these, at least 5."""
 
     @property
     def patience(self) -> float:
