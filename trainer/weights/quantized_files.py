@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 from zeromesh.checkpoint.io.format import Manifest, TensorSpec
 from zeromesh.checkpoint.io.reader import TensorFiles
 from zeromesh.errors import ConfigError, StorageError, library_errors
+from zeromesh.files import json_object, read_whole
 from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter, EncodedPlace
 from zeromesh.intervals import round_up
 
@@ -186,7 +187,9 @@ def stored_form(
 
 def quantization_of(directory: Path) -> Mapping[str, Any] | None:
     """Return how a model directory says that it is quantized; None if it is not."""
-    found = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("quantization_config")
+    path = directory / "config.json"
+    stored = json_object(read_whole(path), lambda why: ConfigError(f"{path} {why}", where="model.source"))
+    found = stored.get("quantization_config")
     return found if isinstance(found, dict) else None
 
 

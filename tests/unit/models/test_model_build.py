@@ -13,6 +13,7 @@ from zeromesh.errors import ConfigError
 from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.data.tokenizer import ByteTokenizer
 from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.weights.quantized_files import open_files
 from zeromesh.weight_init.weight_sources import BuiltSource, SeededSource
 
 LLAMA = {"model_type": "llama", **SIZES}
@@ -128,6 +129,15 @@ def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
     other = directory_with(tmp_path)
     with pytest.raises(ConfigError, match="is not 'llama'"):
         build({"model_type": "gpt2"}, source=str(other))
+
+
+@pytest.mark.parametrize(("text", "said"), [("{'a': 1}", r"is not JSON \(Expecting"), ("[]", "is not a JSON object")])
+def test_a_configuration_that_is_no_json_is_refused_before_weights_are_looked_for(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model\.source: {tmp_path}/config\.json {said}"):
+        open_files(tmp_path)
 
 
 def test_code_in_a_directory_is_not_run(tmp_path: Path) -> None:
