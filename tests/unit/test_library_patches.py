@@ -46,6 +46,7 @@ INTERNALS = (
     "torch._foreach_add_",
     "torch._foreach_copy_",
     "torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack",
+    "torch._guards.CompileContext.try_get",
     "torch._has_compatible_shallow_copy_type",
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch.autograd._get_sequence_nr",

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import CompileContext
 from torch.autograd import Variable
 
 from zeromesh.errors import PhaseError
@@ -45,7 +46,7 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     def grad(self) -> torch.Tensor | None:
         """The gradient inside backward; None without gradients. Raises `PhaseError` between backward and `zero_grad`."""
         gradient: torch.Tensor | None = _GRAD_DESCRIPTOR.__get__(self)
-        if gradient is None:
+        if gradient is None and CompileContext.try_get() is None:  # Compiling a forward reads it.
             type(self).passes.require_no_gradients("read")
         return gradient
 
@@ -261,7 +262,7 @@ class AutogradPasses(Passes):
             raise PhaseError(f"{why}; {cure}")
         accumulation = self._options.accumulation
         if step.backwards >= accumulation > 1:
-            cure = "call optimizer.step() and optimizer.zero_grad(), or give shard() another accumulation"
+            cure = "call optimizer.step() and zero_grad(), or give shard() or Accelerator() another accumulation"
             raise PhaseError(f"the step has had its {accumulation} backwards (accumulation={accumulation}); {cure}")
         last = self.synced and step.backwards + 1 == accumulation > 1
         graph.progress.first, graph.progress.last = not step.backwards, last
@@ -393,8 +394,7 @@ class AutogradEngine(ZeroEngine):
     def gradient(self, name: str, factor: float) -> torch.Tensor | None:
         """Return a whole gradient times `factor`, clipped, without loss scale; see `FullState.gradient`. All ranks call it."""
         self._passes.close_backwards()
-        gradient = self.state.gradient(name)
-        if gradient is not None:
+        if (gradient := self.state.gradient(name)) is not None:
             gradient.mul_(factor * self._passes.step.clip / self.loss_scale)
         return gradient
 

@@ -321,10 +321,13 @@ def fallible(side: Side, step: int) -> None:
 
 
 def compiled(side: Side, step: int) -> None:
+    """Blocks are compiled once more between a backward and its update, for an evaluation."""
     if not step and side.ours:
         for block in side.model.backbone.blocks:
             block.compile(backend="eager")
     side.backward(step)
+    with torch.no_grad():
+        side.model(next(side.batches(step))[0])
     side.finish()
 
 
