@@ -4,6 +4,7 @@ accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"sta
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -71,8 +72,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def __init__(self, *arguments: Any, zeromesh: ConfigSource = None, accumulation: int | None = None, **named: Any):
         """Create an accelerator with accelerate's arguments; `mixed_precision` is the dtype of forward and backward, the states are
         float32. `zeromesh` is the configuration of `shard`: a YAML or JSON file, or a dict, with the sections `zero`, `parallel`,
-        `precision`, `offload`. `accumulation` is the number of backwards per step; None: `gradient_accumulation_steps`. Raises
-        `ConfigError` for another partitioning plugin, and for processes that accelerate does not see."""
+        `precision`, `offload`. `accumulation` is the number of backwards per step, and at stages 0 and 1 the last one reduces
+        gradients; None: any number. Raises `ConfigError` for another partitioning plugin, and for processes that are not seen."""
         if accelerator_kind() is None:
             named["cpu"] = True  # Otherwise accelerate ignores the other processes of a launch.
         for name in ("deepspeed", "fsdp", "megatron_lm"):
@@ -142,8 +143,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 raise ConfigError(f"{type(model).__name__} has {len(updating)} optimizers; {cure}")
             pairs.append((model, updating[0] if updating else None))
         if any(all(each is not optimizer for _, optimizer in pairs) for each in optimizers):
-            cure = "pass a model and the optimizer over its parameters together"
-            raise ConfigError(f"prepare() got an optimizer without its model; {cure}")
+            raise ConfigError("prepare() got an optimizer without its model; pass both to one call")
         for model, optimizer in pairs:
             # The model may have been evaluated before, or trained by another optimizer.
             if optimizer is not None and is_sharded(model):
@@ -197,8 +197,9 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if self._compute in _COMPUTE.values():
             _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
         precision = {} if self._compute is None else {"compute": self._compute}
-        # Stages 2 and 3 reduce gradients in each backward anyway.
-        accumulation = (self._accumulation or self.gradient_accumulation_steps) if self._config.zero.stage < 2 else 1
+        # Stages 2 and 3 reduce gradients in each backward anyway, the others at the end of a step, after any number of them.
+        usual = sys.maxsize if self.gradient_accumulation_steps > 1 else 1
+        accumulation = (self._accumulation or usual) if self._config.zero.stage < 2 else 1
         _, sharded = shard(model, optimizer, self._config, accumulation=accumulation, precision=precision)
         if self.together > 1 and engine_of(model).mesh.data_index != self.process_index // self.together:
             raise LayoutError("ranks of a batch are not numbered one after the other, as accelerate's loaders need")

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -132,6 +133,33 @@ def as_accelerate(mesh: Mesh, folder: str, stage: int) -> None:
         states = ["random_states_0.pkl", "random_states_1.pkl", "scheduler.bin", "zeromesh", "zeromesh_1"]
         assert sorted(path.name for path in (root / "state").iterdir()) == states
         assert (root / "model/model.safetensors").is_file()
+
+
+def any_backwards(mesh: Mesh, folder: str, stage: int) -> None:
+    """Two backwards in every microbatch, and then other numbers of microbatches in a step, over DDP and over the engine."""
+    found = []
+    for make in (partial(accelerate.Accelerator, cpu=True), partial(Accelerator, zeromesh={"zero": {"stage": stage}})):
+        with fresh_state():
+            accelerator = make(gradient_accumulation_steps=2)
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+            inputs = DataLoader(torch.randn(20, 4, dtype=torch.float64), batch_size=2)
+            model, optimizer, inputs = accelerator.prepare(
+                model, torch.optim.AdamW(model.parameters(), lr=1e-2), inputs
+            )
+            for steps in (2, 3, 1):
+                accelerator.gradient_accumulation_steps = steps
+                for batch in inputs:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(batch).square().mean())
+                        accelerator.backward((model(batch) - 1).abs().mean())
+                        if accelerator.sync_gradients:
+                            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                        optimizer.step()
+                        optimizer.zero_grad()
+            found.append(accelerator.get_state_dict(model))
+    if mesh.rank == 0:
+        like(found[1], dict(found[0]), rel=0, abs_=1e-7)
 
 
 def over_tensor(mesh: Mesh, folder: str) -> None:

@@ -26,6 +26,7 @@ test_over_accelerate = tried(
     [
         row(2, "as_accelerate", FULL, stage=0),
         row(2, "as_accelerate", stage=3),
+        row(2, "any_backwards", stage=1),
         row(2, "over_tensor"),
         row(2, "in_low_precision", FULL, asked={"mixed_precision": "bf16"}, dtype="torch.bfloat16"),
         row(2, "in_low_precision", asked={"zeromesh": {"precision": {"compute": "float16"}}}, dtype="torch.float16"),
