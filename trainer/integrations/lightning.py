@@ -9,9 +9,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from zeromesh.environment import kept_environment
 from zeromesh.errors import CheckpointError, ConfigError, some
-from zeromesh.trainer.config.load import ConfigSource
+from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
 from zeromesh.trainer.config.yaml_reader import read_texts
-from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, unshard
+from zeromesh.trainer.shard import is_sharded, load, save, shard, unshard
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _REFUSED: dict[str, str] = read_texts(Path(__file__).with_suffix(".yaml"))
@@ -57,17 +57,19 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
         self.optimizers = [self._partition(self.optimizers[0])]
 
     def _partition(self, optimizer: Any) -> Any:
-        cluster = self.cluster_environment
         ranks = (self.global_rank, self.world_size, self.local_rank, self.num_processes)
-        values = map(str, (*ranks, cluster.main_address, cluster.main_port))
+        values = map(str, (*ranks, self.cluster_environment.main_address, self.cluster_environment.main_port))
         with kept_environment(dict(zip(_VARIABLES, values, strict=True))):
             return shard(self.model, optimizer, **self._shard_arguments)[1]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments of the sampler, which gives tensor ranks the same batches."""
-        mesh = engine_of(self.model).mesh
-        return {"num_replicas": mesh.data.size, "rank": mesh.data_index}
+        """The arguments of the sampler, which gives tensor ranks the same batches; there may be no mesh yet."""
+        given, ranks = self._shard_arguments, self.world_size
+        stored = load_config(given["config"], ranks=ranks, consent=Consent.GIVEN).parallel
+        parallel = {**stored.model_dump(exclude_unset=True), **given.get("parallel", {})}
+        together = load_config({"parallel": parallel}).parallel.model_size
+        return {"num_replicas": -(-ranks // together), "rank": self.global_rank // together}
 
     def teardown(self) -> None:
         """Tear down, and leave the module partitioned on its device."""

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import zeromesh
 from tests.support.plain import clones, error_of, like
@@ -94,6 +94,47 @@ def as_lightning(mesh: Mesh, folder: str, stage: int, accumulation: int) -> None
     found = [[*first.seen, *second.seen], clones(second), values["val"]]
     like(found, [alone.seen, clones(alone), one.validate(alone, verbose=False)[0]["val"]], rel=0, abs_=1e-9)
     assert [each.requires_grad for each in second.parameters()] == [True, False, True, True]
+
+
+class Cycled(Regression):
+    """Asks for the length of training in `configure_optimizers`, which makes Lightning load data there, and deal them to ranks."""
+
+    def __init__(self, data_ranks: int) -> None:
+        super().__init__()
+        self.data_ranks = data_ranks
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, self.trainer.estimated_stepping_batches)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def train_dataloader(self) -> Any:
+        inputs = torch.randn(SAMPLES, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        data = TensorDataset(inputs, inputs.roll(1, 1).tanh())
+        one = (
+            DistributedSampler(data, 1, 0) if self.trainer.world_size == 1 else None
+        )  # Lightning shuffles for several ranks.
+        return DataLoader(data, BATCH // self.data_ranks, sampler=one)
+
+    val_dataloader = test_dataloader = train_dataloader
+    test_step = Regression.validation_step
+
+
+@kept_environment()
+def asked_early(mesh: Mesh, folder: str, **options: Any) -> None:
+    """A schedule as long as training, and a test of the best weights, and of the latest, with the trainer that has trained."""
+    place, found, data_ranks = Path(folder), [], 1 if options else mesh.world_size
+    for strategy, ranks in ((ZeromeshStrategy(**options), mesh.world_size), ("auto", 1))[: 1 if mesh.rank else 2]:
+        module = Cycled(data_ranks if ranks > 1 else 1)
+        one = trainer(strategy, ranks, place / str(ranks), use_distributed_sampler=True)
+        one.fit(module)
+        found.append([one.test(module, ckpt_path=which, verbose=False)[0]["val"] for which in (None,)])
+        one.save_checkpoint(place / f"later-{ranks}.ckpt")
+        if ranks > 1:
+            zeromesh.unshard(module)
+        found.append([*map(float, module.seen), clones(module)])
+    if mesh.rank == 0:
+        like(found[:2], found[2:], rel=0, abs_=1e-9)
 
 
 class Partial(Regression):

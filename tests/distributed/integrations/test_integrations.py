@@ -83,6 +83,8 @@ test_over_lightning = tried(
         row(2, "as_lightning", LIGHTNING, stage=3, accumulation=2),
         row(2, "as_lightning", LIGHTNING, stage=1, accumulation=1),
         row(2, "in_part", LIGHTNING),
+        row(2, "asked_early", LIGHTNING),
+        row(2, "asked_early", LIGHTNING, parallel={"tensor": 2, "plan": {"net.0": "colwise", "net.2": "rowwise"}}),
     ],
 )
 
