@@ -28,7 +28,6 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
     def __init__(self, stage: int = 3, *, config: ConfigSource = None, **options: Any) -> None:
         """Take `stage`, `config` and `options` as `zeromesh.shard` does."""
         super().__init__()
-        self.optimizers: list[Any]
         self._shard_arguments: dict[str, Any] = {"config": config, "stage": stage, **options}
 
     def setup(self, trainer: Any) -> None:
@@ -44,6 +43,7 @@ class ZeromeshStrategy(DDPStrategy):  # type: ignore[misc]  # Lightning has no t
             unshard(self.model)
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
+            self.optimizers: list[Any] = []  # Those of a fit before have lost their parameters.
             self._partition(None)
 
     def configure_ddp(self) -> None:

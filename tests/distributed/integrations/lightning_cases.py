@@ -128,7 +128,7 @@ def asked_early(mesh: Mesh, folder: str, **options: Any) -> None:
         module = Cycled(data_ranks if ranks > 1 else 1)
         one = trainer(strategy, ranks, place / str(ranks), use_distributed_sampler=True)
         one.fit(module)
-        found.append([one.test(module, ckpt_path=which, verbose=False)[0]["val"] for which in (None,)])
+        found.append([one.test(module, ckpt_path=which, verbose=False)[0]["val"] for which in (None, "last", "best")])
         one.save_checkpoint(place / f"later-{ranks}.ckpt")
         if ranks > 1:
             zeromesh.unshard(module)
