@@ -171,23 +171,21 @@ class Renderer:
             raise DataError(f"data.tokenizer has no chat template; set data.chat_template to a Jinja template, {cure}")
         return template, tools
 
-    def _apply(
-        self, row: Row, messages: Messages, *, marked: bool = False, prompting: bool = False
-    ) -> tuple[str, Spans]:
-        """Render messages; return the text and, if `marked`, its {% generation %} spans. `prompting` adds the generation prompt."""
+    def _apply(self, row: Row, messages: Messages, *, marked: bool = False, prompts: bool = False) -> tuple[str, Spans]:
+        """Render messages; return the text and, if `marked`, its {% generation %} spans. `prompts` adds the generation prompt."""
         more = row.values.get(*self._named("chat_template_kwargs")) or {}
         keys = {**self.tokenizer.special_tokens, **_without_null(more)}
         template, tools = self._template(row)
         render = partial(render_jinja_template, chat_template=template, **keys)
         require_bounded(template, lambda each, tools: render([each], tools=tools), messages)
-        wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": prompting}
+        wanted = {"return_assistant_tokens_mask": marked, "add_generation_prompt": prompts}
         with library_errors(before=f"{row.where}: the chat template refuses it: ", kind=DataError):
             texts, answers = render([messages], tools=tools, **wanted)
         return texts[0], [tuple(span) for span in answers[0]] if marked else []
 
     def _added(self, row: Row, text: str, messages: Messages, begin: int, end: int) -> tuple[int, int]:
         """Return the span of characters that `messages[begin:end]` add to `text`, the rendering of all messages."""
-        before, _ = self._apply(row, messages[:begin], prompting=True)
+        before, _ = self._apply(row, messages[:begin], prompts=True)
         through = text if end == len(messages) else self._apply(row, messages[:end])[0]
         if text.startswith(through) and through.startswith(before):
             return len(before), len(through)

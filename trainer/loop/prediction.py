@@ -80,10 +80,8 @@ class Collector:
                 del flat  # Each piece is released once it is copied.
                 whole[name] = pytree.tree_unflatten([_concatenate(column, padding) for column in columns], structure)
         if self.blocks is not None:
-            order = np.argsort(np.concatenate(self.blocks))
-            whole = pytree.tree_map_only(
-                np.ndarray, lambda each: each[order] if len(each) == len(order) else each, whole
-            )
+            rows = np.argsort(np.concatenate(self.blocks))
+            whole = pytree.tree_map_only(np.ndarray, lambda each: each[rows] if len(each) == len(rows) else each, whole)
         return EvalPrediction(**whole)
 
 

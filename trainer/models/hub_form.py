@@ -133,9 +133,7 @@ class HubForm:
                 around = isinstance(getattr(each, "base_layer", None), nn.Module) and hasattr(each, "merge")
                 outermost = self._layers.keys().isdisjoint(_parents(name))  # PEFT nests adapters of several parameters.
                 if around and ".modules_to_save." in name:
-                    self._why_not = (
-                        f"{name} has adapters in a copy of a module (modules_to_save); save the adapter alone"
-                    )
+                    self._why_not = f"{name} has adapters in a copy of a module (modules_to_save); save these alone"
                 elif outermost and (around or isinstance(getattr(each, "modules_to_save", None), nn.ModuleDict)):
                     self._layers[name] = each
             self.layer_of = {name: layer for name in tensors for layer in _parents(name) if layer in self._layers}

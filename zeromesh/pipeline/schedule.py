@@ -95,9 +95,8 @@ def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, receive
     source, target = (stage - step, stage) if received else (stage, stage + step)
     if not step or not 0 <= min(source, target) <= max(source, target) < schedule.stages:
         return None
-    return Message(
-        source=source % ranks, target=target % ranks, stage=target, microbatch=action.microbatch, gradient=step < 0
-    )
+    ends = {"source": source % ranks, "target": target % ranks}
+    return Message(**ends, stage=target, microbatch=action.microbatch, gradient=step < 0)
 
 
 @lru_cache(maxsize=16, typed=True)

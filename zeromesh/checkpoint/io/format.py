@@ -326,9 +326,7 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
         "an index and a count that is larger, two whole numbers",
     )
     names = ("files", "layout", "tensors", "aliases")
-    files, layout, tensors, aliases = (
-        checked(each, lambda value: isinstance(value, dict), "an object") for each in names
-    )
+    files, layout, tensors, aliases = (checked(each, lambda it: isinstance(it, dict), "an object") for each in names)
     if not all(isinstance(each, str) for each in aliases.values()):
         raise CheckpointError(f"{path}: aliases should be an object of texts")
     if len(files) > _MAX_FILES:
