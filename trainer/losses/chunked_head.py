@@ -172,8 +172,7 @@ class LigerLoss:
         liger's kernels do not support, and if the trial finds another result."""
         if "exchange" in keys or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
             raise _refused(
-                f"liger has no kernel for this head (tensor parallel, computed in {hidden.dtype}, or logits that are scaled "
-                "after a bias); take auto"
+                f"liger has no kernel for this head (tensor parallel, in {hidden.dtype}, or logits scaled after a bias); take auto"
             )
 
         def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
@@ -194,8 +193,7 @@ class LigerLoss:
                 apart, allowed = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6)), _TOLERANCES[hidden.dtype]
                 if not apart <= allowed:
                     raise _refused(
-                        f"a trial found liger's {name} apart by {apart:.2g} of it from what is right (allowed in {hidden.dtype} is "
-                        f"{allowed:g}); take auto"
+                        f"a trial found liger's {name} off by {apart:.2g} of it (allowed in {hidden.dtype}: {allowed:g}); take auto"
                     )
             self._tried = True
         return compute(hidden, weight, bias, targets)

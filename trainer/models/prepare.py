@@ -88,9 +88,8 @@ def enable_activation_checkpointing(
         functions = [getattr(module, "_gradient_checkpointing_func", None) for module in own]
         if any(getattr(each, "keywords", {}).get("use_reentrant") for each in functions):
             raise ConfigError(
-                "the model was made to checkpoint activations with use_reentrant=True, which brings gradients outside of the "
-                "step's backward; pass gradient_checkpointing_kwargs={'use_reentrant': False}, or set "
-                "model.activation_checkpointing: block"
+                "the model was made to checkpoint activations with use_reentrant=True, outside of backward; pass "
+                "gradient_checkpointing_kwargs={'use_reentrant': False}, or set model.activation_checkpointing: block"
             )
         return len(_innermost(own))
     by_itself = getattr(model, "supports_gradient_checkpointing", False) and bool(layers)

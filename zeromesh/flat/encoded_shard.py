@@ -138,8 +138,7 @@ def codec_of_part(codec: Codec, region: Region, name: str) -> Codec:
     if rows is None or block < _LEAST_BLOCK:
         raise LayoutError(
             f"{name} of {list(region.shape)} is cut inside blocks of {codec.block} elements, of which parts of at least "
-            f"{_LEAST_BLOCK} must be on one rank; set parallel.tensor to a number that divides its sizes into such parts, or "
-            "exclude it by model.weights.skip"
+            f"{_LEAST_BLOCK} must be on one rank; choose another parallel.tensor, or exclude it by model.weights.skip"
         )
     return replace(codec, block=block, nested=False)
 

@@ -486,7 +486,7 @@ def test_it_is_the_loss_in_chunks(install: Callable[[Fused], None], change: Logi
 
 def test_another_result_is_refused(install: Callable[[Fused], None]) -> None:
     install(lambda *arguments, **settings: stand_in(*arguments, **settings) * 1.01)
-    with pytest.raises(ConfigError, match=r"model\.loss: a trial found liger's loss apart by 0\.01"):
+    with pytest.raises(ConfigError, match=r"model\.loss: a trial found liger's loss off by 0\.01"):
         chunked_head.LigerLoss()(*problem()[:2], None, problem()[2], seed=1.0, chunk_tokens=64, change=UNCHANGED)
 
 
