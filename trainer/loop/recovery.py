@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
-from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over
+from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start
 from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
 from zeromesh.launch.line import LauncherLine, line_to_launcher
 from zeromesh.mesh.mesh_shape import axes_of
@@ -113,7 +113,8 @@ class Recovery:
         self.stays = self.stays and not is_accelerator(mesh.device) and are_ours()
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
         self._key, section, self.snapshots = _digest(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
-        copied = section.copies > 0 and len({each.host for each in mesh.locations}) > 1
+        # The last host that is left goes on from the copies that it has, and has snapshots without them.
+        copied = section.copies > 0 and (len({each.host for each in mesh.locations}) > 1 or number_of_start() > 0)
         on_device = section.memory == "auto" and is_accelerator(mesh.device) and self.config.parallel.sync_every == 1
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):

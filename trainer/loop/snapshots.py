@@ -210,7 +210,7 @@ class Snapshots:
         facts |= {"world": mesh.world_size, "mesh": str(mesh.shape), "nbytes": self._lengths[mesh.rank]}
         facts |= {"rows": self._rows(shards), "state": json.loads(state().to_json())}
         self._own.commit(number, [facts])
-        if self._others is not None:
+        if self._others is not None and any(self._sources):
             self._copy_to_other_hosts(slot, self._others.slots[number % 2])
             known = mesh.world.gather_json(facts, "images of other hosts")
             self._others.commit(number, [known[each] for each in self._sources[mesh.rank]])
@@ -260,11 +260,11 @@ class Snapshots:
 
 
 def _sources(mesh: Mesh) -> list[list[int]]:
-    """Return for each rank the ranks of the host before its own whose images it keeps; all of them are kept by some rank."""
+    """Return for each rank those of the host before its own, if there is one, whose images it keeps; all are kept by some rank."""
     hosts = list(grouped((location.host, rank) for rank, location in enumerate(mesh.locations)).values())
     found: list[list[int]] = [[] for _ in mesh.locations]
     for number, here in enumerate(hosts):
-        for place, rank in enumerate(hosts[number - 1]):
+        for place, rank in enumerate(hosts[number - 1] if len(hosts) > 1 else ()):
             found[here[place % len(here)]].append(rank)
     return found
 
