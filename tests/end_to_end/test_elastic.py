@@ -308,13 +308,21 @@ def sizes(folder: Path) -> list[str]:
 
 
 @pytest.mark.full
-def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("everyone", [False, True])
+def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path, everyone: bool) -> None:
+    """Also where all of its processes are, as by the stop of a service or of a machine."""
     folder = tmp_path / "run-twice"
     path = config(folder)
     short = ("--nproc", "2", "run.max_steps=60")
     command = start(path, *short)
     wait_for(lambda: logged_steps(folder) >= 12, 120, lambda: logs(tmp_path))
     os.kill(command.pid, signal.SIGTERM)
+    if everyone:
+        ranks = [
+            psutil.Process(each["pid"]) for each in json.loads((folder / "run" / "ranks.json").read_text())["ranks"]
+        ]
+        for each in (ranks[0].parent(), *ranks):  # The first is what they are forked from.
+            each.terminate()
     assert command.wait(timeout=60) == 128 + signal.SIGTERM
     saved = sorted(each.name for each in (folder / "run" / "checkpoints").iterdir())
     assert saved[-1] == f"step-{logged_steps(folder):08d}"

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
 from zeromesh.files import flush_files
+from zeromesh.launch.signals import STOP_SIGNALS, handled_signals
 
 
 def _obstacle() -> str | None:
@@ -34,7 +35,6 @@ def _serve(connection: Connection) -> list[str] | None:
     ended, wake = Pipe(duplex=False)
     os.set_blocking(wake.fileno(), False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # Without a handler the descriptor is not written to.
     running: set[int] = set()
     while True:
         ready = wait([connection, ended])
@@ -54,7 +54,6 @@ def _serve(connection: Connection) -> list[str] | None:
             leads, not_yet = Pipe(duplex=False)
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 signal.set_wakeup_fd(-1)
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
@@ -108,6 +107,9 @@ def _end(code: int) -> None:
     os._exit(code)
 
 
+# Of ended forks the descriptor in `_serve` learns by a handler alone. A stop that comes to all processes of a run is for the ranks,
+# which save: they would end with this one. Forks have the handlers that were there before.
+@handled_signals((*STOP_SIGNALS, signal.SIGCHLD), lambda *_: None)
 def main() -> None:
     descriptor, *modules = sys.argv[1:]
     die_with_parent()

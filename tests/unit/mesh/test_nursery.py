@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from zeromesh.launch.nursery import Fork, Nursery
+from zeromesh.launch.signals import STOP_SIGNALS
 
 MODULES = {
     "imported": "import os\nPID = os.getpid()\n",
@@ -110,6 +111,18 @@ def test_a_killed_fork_says_so_and_others_go_on(nursery, tmp_path):
     assert waiting[0].wait() == -signal.SIGTERM
     assert waiting[1].poll() is None
     assert fork(found, 0, "-").wait() == 0
+
+
+def test_a_stop_that_comes_to_all_processes_is_for_the_forks(nursery, tmp_path):
+    found, _ = nursery("imported")
+    waiting = fork(found, "waits", tmp_path / "out")
+    wait_for_line(tmp_path / "out")
+    for number in STOP_SIGNALS:
+        os.kill(found._process.pid, number)
+    assert fork(found, 3, "-").wait() == 3
+    assert waiting.poll() is None
+    os.killpg(waiting.pid, signal.SIGINT)
+    assert waiting.wait() == 130
 
 
 def test_a_fork_is_told_of_once_signals_to_its_group_reach_it(nursery, tmp_path):
