@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.simulated.device import compiler
-from tests.support.waiting import ended
+from tests.support.waiting import ended, wait_for
 from tests.unit.planning.test_machine import MACHINE
 from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
@@ -24,7 +26,7 @@ from zeromesh.trainer.planning.layouts import Layout
 pytestmark = pytest.mark.usefixtures("at_once")
 RANKS, STEPS = 3, 8
 SCRIPT = """\
-import contextlib, errno, functools, io, json, os, signal, sys
+import contextlib, errno, functools, io, json, os, signal, sys, time
 from pathlib import Path
 import torch
 from torch import nn
@@ -84,7 +86,10 @@ class Faults(TrainerCallback):
             mark = folder / f"struck-{number}"
             if at == when and victim == rank and not mark.exists():
                 mark.touch()
-                raises() if how == "raise" else os.kill(os.getpid(), getattr(signal, how))
+                while how == "wait" and not (folder / "go on").exists():
+                    time.sleep(0.01)
+                if how != "wait":
+                    raises() if how == "raise" else os.kill(os.getpid(), getattr(signal, how))
 
     def on_train_begin(self, *_, **__):
         self.begun += 1
@@ -577,6 +582,32 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
     assert found.went_well(undisturbed_run)
     assert found.process.stderr.count("was killed by SIGKILL") == 2
     assert len({*found.pids(0)}) == 2
+
+
+@pytest.mark.parametrize(
+    "section", [{}, pytest.param({"survivors": "restart", "memory": "snapshots", "every_steps": 1}, marks=FULL)]
+)
+def test_a_stop_waits_until_ranks_that_recover_can_save(
+    undisturbed_run: Run, tmp_path: Path, section: dict[str, Any]
+) -> None:
+    """It comes while a new process begins, and others may rest: they go on from memory, take a step, save and end."""
+    how = {"recovery": section, "checkpoint": {"every_steps": 100}}
+    faults = [(5, 1, "SIGKILL"), ("start", 1, "wait")]
+
+    def stop() -> None:
+        (started,) = [each for each in psutil.Process().children() if str(tmp_path) in each.cmdline()]
+        started.terminate()
+        (tmp_path / "go on").touch()
+
+    waits = threading.Thread(target=lambda: (wait_for((tmp_path / "struck-1").exists), stop()))
+    waits.start()
+    stopped = run(tmp_path, *faults, settings=how)
+    waits.join()
+    assert stopped.process.returncode == 143, stopped.process.stderr
+    assert "went on after step" in stopped.process.stdout, stopped.process.stdout
+    found = run(tmp_path, *faults, settings=how)
+    assert "resumed from step" in found.process.stdout
+    assert found.went_well(undisturbed_run)
 
 
 @pytest.mark.full

@@ -297,6 +297,7 @@ class Recovery:
         engine = run.model.require_engine()
         if engine.optimizer_step.journal is not None:
             engine.optimizer_step.journal.begin(run.progress.step)
+        self.line.tell(trains=True)
         if self.snapshots is not None and not self.snapshots.begin(engine, run.progress.step):
             why = "two copies need more than half of the memory that a host has available"
             run.console.note(f"no snapshots of the states: {why}")

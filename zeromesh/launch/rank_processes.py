@@ -60,7 +60,7 @@ class _RankProcess:
     memories: tuple[int, ...]
     """The descriptors of memory for the rank's states and for copies of them, which outlives it."""
     told: dict[str, Any] = field(default_factory=dict)
-    """The rank's own words: its `error`; `recovers`, the limit and its patience; its last `step`; and why it `rests`."""
+    """The words of the rank: its `error`; `recovers`, the limit and its patience; that it `trains`; its `step`; why it `rests`."""
     ended: float = 0.0
     killed: bool = False
 
@@ -128,6 +128,8 @@ class RankProcesses:
         self._ranks: list[_RankProcess] = []
         self._cause_until: float | None = None
         self._stop_until: float | None = None
+        self.recover: bool | None = None
+        """True while ranks that have trained do not all train: they cannot save what is in memory. None: they have not trained."""
 
     def start(self, assigned: RankRange, nursery: Nursery) -> None:
         """Begin a start: place the processes that rest, and have the nursery fork the others. No process may be running."""
@@ -155,6 +157,8 @@ class RankProcesses:
         now = time.monotonic()
         for each in self._ranks:
             each.look()
+        train = all("trains" in each.told and not (each.rests or each.process.returncode) for each in self._ranks)
+        self.recover = None if self.recover is None and not train else not train
         running = [each for each in self._ranks if not (each.ended or each.rests)]
         if not running:
             return True

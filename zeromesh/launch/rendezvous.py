@@ -248,6 +248,7 @@ def run_starts(
 ) -> Result:
     """Run the ranks of this host, again as often as `others` says, and leave these; returns as `launch_workers` does."""
     nursery, ranks = None, RankProcesses(arguments)
+    requests.holds = lambda: bool(ranks.recover)
     try:
         if others.processes:
             nursery = Nursery(modules, worker_environment(others.processes, alone=False), others.notify)

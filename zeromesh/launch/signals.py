@@ -47,23 +47,26 @@ def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
 @dataclass(slots=True, eq=False)
 class StopSignals:
     """Signals received and not yet passed on to child processes, and the number of those passed on. Signals `only_forwarded`
-    do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them."""
+    do not ask this process to stop. Of others, the first `passes` let the child processes end in order, and one more kills them.
+    The first one alone waits while it `holds`: it is not `first` before it is passed on, or another one comes."""
 
     only_forwarded: Sequence[int] = ()
     passes: int = 1
+    holds: Callable[[], bool] = bool
     first: int = 0
     passed_on: int = 0
     pending: list[int] = field(default_factory=list)
 
     def receive(self, number: int, frame: object) -> None:
-        if number not in self.only_forwarded:
+        if number not in self.only_forwarded and (self.pending or not self.holds()):
             self.first = self.first or number
         self.pending.append(number)
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
         """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
-        while self.pending:
+        while self.pending and (self.first or not self.holds()):
             number = self.pending.pop(0)
+            self.first = self.first or number * (number not in self.only_forwarded)
             if number in self.only_forwarded or self.passed_on < self.passes:
                 send(number)
             else:

@@ -213,6 +213,11 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
     recovers(forks, 0, 1, 2)
     assert not ranks.over()
+    assert ranks.recover is None, "nothing is in memory yet"
+    for number in range(3):
+        forks.tell(number, trains=True)
+    assert not ranks.over()
+    assert ranks.recover is False
     states = [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories]
     forks.forks[1].returncode = -9
     assert not ranks.over()
@@ -226,7 +231,14 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     found = ranks.failure()
     assert found is not None
     assert (found.ranks, found.distance, found.limit, found.step) == ((5,), 0, 20, 8)
+    assert ranks.recover is True
     ranks.start(assigned(first=2, restart=1), forks)
+    for number in (0, 2, 3):
+        assert not ranks.over()
+        assert ranks.recover is True, "until all train again"
+        forks.tell(number, trains=True)
+    assert not ranks.over()
+    assert ranks.recover is False
     assert len(forks.forks) == 4
     assert [each.process for each in ranks._ranks] == [forks.forks[0], forks.forks[3], forks.forks[2]]
     assert [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories] == states

@@ -73,6 +73,27 @@ def test_a_signal_that_does_not_ask_to_stop_is_always_passed_on() -> None:
     assert requests.first == signal.SIGTERM
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_stop_waits_while_ranks_recover_unless_it_comes_again(again: bool) -> None:
+    done, recover = list[str](), [True]
+    requests = StopSignals(holds=lambda: recover[0])
+
+    def passed_on() -> list[str]:
+        requests.pass_on(lambda number: done.append("sent"), lambda: done.append("killed"))
+        return done
+
+    requests.receive(signal.SIGTERM, None)
+    assert (requests.first, passed_on()) == (0, [])
+    if again:
+        requests.receive(signal.SIGTERM, None)
+        assert requests.first == signal.SIGTERM
+    recover[0] = again
+    assert passed_on() == ["sent", *["killed"] * again]
+    assert requests.first == signal.SIGTERM
+    recover[0] = True
+    assert requests.first == signal.SIGTERM, "who was told to save is not held back by a rank that is lost meanwhile"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
