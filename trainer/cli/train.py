@@ -102,9 +102,8 @@ def run_launch(options: argparse.Namespace) -> int:
 
 def check_mesh(config: TrainerConfig, processes: int) -> None:
     """Refuse a mesh that does not fit the number of processes, before any of them starts. A plan finds one that fits."""
-    if "parallel" in config.parallel.auto:
-        return
-    MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in SIZES})
+    if "parallel" not in config.parallel.auto:
+        MeshShape.resolve(processes, **{axis: getattr(config.parallel, axis) for axis in SIZES})
 
 
 def _fits(config: TrainerConfig, processes: int) -> bool:
@@ -194,7 +193,10 @@ def run_train(options: argparse.Namespace) -> int:
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         silence = min(SILENCE_SECONDS, config.parallel.patience)
         comes_and_goes = options.on or options.nnodes[0] < options.nnodes[1]
-        found = {"fits": partial(_fits, config)} if comes_and_goes else {}
+        found: dict[str, Any] = {"fits": partial(_fits, config)} if comes_and_goes else {}
+        # In DeepSpeed's settings they follow from the number of ranks, and hosts may have other ones. Messages are short.
+        skipped, shared = ("batch.", "parallel.") if config.notes else (), config.shared_settings().items()
+        found["settings"] = {key: it for key, it in shared if len(str(it)) < 4000 and not key.startswith(skipped)}
         return report(_launch(options, processes, silence_seconds=silence, grows=config.recovery.grow, **found))
     if not options.worker and environment.read_environment().rank == 0:
         _hint("loading torch and transformers")

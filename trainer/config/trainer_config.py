@@ -19,6 +19,10 @@ from zeromesh.trainer.config.sections.optimizer import OptimizerSection
 from zeromesh.trainer.config.sections.schedule import LRSchedule, ScheduleSection
 from zeromesh.trainer.config.yaml_reader import plain_scalar, read_texts
 
+_RANK_SPECIFIC: dict[str, Any] = {"data": {"chat_template", "eval", "mixture", "tokenizer", "train"}, "tracking": True}
+_RANK_SPECIFIC |= {"model": {"source"}, "offload": {"directory"}, "run": {"output_dir"}}
+"""Keys that may differ between ranks: paths on a host (contents are compared) and settings of rank 0 alone."""
+
 
 class TrainerConfig(Section):
     """The whole configuration. Every key has a default, so `TrainerConfig()` is the quick-start run."""
@@ -60,6 +64,12 @@ class TrainerConfig(Section):
         """Return a copy with these values in its sections, which are not checked."""
         parts = {name: getattr(self, name).model_copy(update=values) for name, values in sections.items()}
         return self.model_copy(update=parts)
+
+    def shared_settings(self) -> dict[str, Any]:
+        """Return the values that have to be the same on all ranks, by `SECTION.KEY`."""
+        sections = self.model_dump(mode="json", exclude=_RANK_SPECIFIC).items()
+        found = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
+        return found | ({} if self.checkpoint.resume in ("auto", "never") else {"checkpoint.resume": "a path"})
 
     def with_notes(self, notes: tuple[str, ...], folders: tuple[str, ...]) -> "TrainerConfig":
         """Return a copy with other notes and folders, which do not affect equality."""

@@ -43,12 +43,6 @@ from zeromesh.trainer.setup.engine_options import engine_options, require_direct
 from zeromesh.trainer.setup.model import build_trained_model
 from zeromesh.trainer.torch_lr_scheduler import TorchSchedule
 
-_RANK_SPECIFIC_KEYS = (
-    *("data.chat_template.", "data.eval.", "data.mixture.", "data.tokenizer.", "data.train."),
-    *("model.source.", "offload.directory.", "run.output_dir.", "tracking."),
-)
-"""Prefixes of keys that may differ between ranks: paths on a host (contents are compared) and settings of rank 0 alone."""
-
 
 def connect(config: TrainerConfig) -> Mesh:
     """Join the other ranks of the launch in the configuration's mesh. Raises `ConfigError` or `LayoutError` if they do not fit."""
@@ -183,13 +177,12 @@ def _plan_settings(
     axes = [f"{axis} {size}" for axis, size in zip(AXES, shape.sizes, strict=True) if size > 1]
     ranks = f"{shape.world_size} {device} ranks: {' x '.join(axes)}" if axes else f"1 {device} rank"
     layout = f"ZeRO stage {config.zero.stage} on {ranks}"
-    picture = [Detail(mesh.picture())] if mesh.model_size > 1 else []
     factors = " x ".join(map(str, (plan.micro_size, plan.accumulation, plan.data_ranks)))
     batch = factors if plan.tokens is None else f"microbatches of {plan.tokens} tokens"
     console.note(
         *config.notes,
         Detail(f"{config.run.name}: {layout}"),
-        *picture,
+        *([Detail(mesh.picture())] if mesh.model_size > 1 else []),
         Detail(f"batch: {plan.equation()}"),
         f"layout   {layout}; batch {plan.global_size} = {batch}",
         Detail(options.precision.table(config.optimizer.name, config.optimizer.states)),
@@ -201,10 +194,7 @@ def _plan_settings(
 
 def require_same_settings(mesh: Mesh, config: TrainerConfig, inputs: Mapping[str, object]) -> None:
     """Raise `ConfigError` where the configurations or the user's inputs differ between ranks."""
-    flat = {".".join(keys): value for keys, value in leaves(config.model_dump(mode="json"))}
-    values = {key: value for key, value in flat.items() if not f"{key}.".startswith(_RANK_SPECIFIC_KEYS)} | dict(inputs)
-    if config.checkpoint.resume not in ("auto", "never"):
-        values["checkpoint.resume"] = "a path"
+    values = {".".join(keys): value for keys, value in leaves(config.shared_settings())} | dict(inputs)
     advice = "Give every rank the same configuration and arguments; what only one rank is to do belongs behind its rank's number"
     mesh.world.require_same(values, ConfigError, advice=advice)
 

@@ -49,6 +49,7 @@ class Nodes:
     """True if hosts that come later are taken in after the present step, and False if they wait until another is lost."""
     fits: Callable[[int], bool] = bool
     """Tells if a number of ranks makes a mesh; those above the largest such number wait."""
+    settings: Message | None = None  # which all launchers that have some must have alike
     silence_seconds: float = messages.SILENCE_SECONDS
     """Seconds without a message after which a launcher counts as lost, the same for all launchers of a run."""
 
@@ -120,8 +121,7 @@ class Leader:
         self._nodes, self.processes = nodes, processes
         self.notify, self._stopped, self._address_of = notify, stopped, address_of
         self._secret = setting(SECRET) or ""
-        others_come = nodes.most > 1 and members is None
-        self._listener = listener or (listen(*nodes.where) if others_come else None)
+        self._listener = listener or (listen(*nodes.where) if nodes.most > 1 and members is None else None)
         if self._listener is not None:
             self._listener.setblocking(False)
         self._members: list[Member] = [] if members is None else members
@@ -234,8 +234,7 @@ class Leader:
         now, limit = time.monotonic(), max((each.limit for each in failures), default=0)
         step = max((each.step for each in failures), default=0)
         self._recoveries = [each for each in self._recoveries if each[0] > now - _HOUR]
-        before = [each for _, each in self._recoveries[1 - _SAME_STEP :]]
-        stuck = before == [step] * (_SAME_STEP - 1)
+        stuck = [each for _, each in self._recoveries[1 - _SAME_STEP :]] == [step] * (_SAME_STEP - 1)
         if len(self._recoveries) >= limit or stuck:
             if limit:
                 self.notify(f"no more recovery: {f'the third after step {step}' if stuck else f'its limit is {limit}'}")
@@ -470,6 +469,10 @@ class Leader:
             raise MessageError(f"its --rdzv-id is {message.get('run_id')!r}, not {self._nodes.run_id!r}")
         if not field(message, "name", "").isprintable():
             raise MessageError("its host's name has characters that cannot be printed")
+        theirs = field(message, "settings", {})
+        for key, value in (self._nodes.settings or {}).items():
+            if (other := theirs.get(key, value)) != value:
+                raise MessageError(f"its {key} is {other!r:.99}, not {value!r:.99}; give all hosts one configuration")
         if "heirs" in message and self._listener is not None and self._nodes.rank is None:
             self.moved = None if self._starts or not messages.heirs(message) else message
             return

@@ -111,8 +111,8 @@ class Follower:
     def _introduce(self, connection: LauncherConnection) -> None:
         nodes, port = self._nodes, 0 if self._listener is None else self._listener.getsockname()[1]
         heir = {"heir": self._drawn, "port": port, "running": self._runs} if port else {}
-        introduction = {"processes": self.processes, "run_id": nodes.run_id, "rank": nodes.rank or 0, **heir}
-        connection.send({**introduction, "name": socket.gethostname(), "drawn": connection.drawn})
+        told = {"processes": self.processes, "run_id": nodes.run_id, "rank": nodes.rank or 0, "drawn": connection.drawn}
+        connection.send({**told, "name": socket.gethostname(), "settings": nodes.settings or {}, **heir})
         self._is_joined = True
 
     def _wait(self, failure: WorkersFailed | None) -> RankRange | Result:

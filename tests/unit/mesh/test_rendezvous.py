@@ -342,10 +342,14 @@ def listening(**nodes: Any) -> Leader:
 
 
 def test_who_introduces_itself_wrongly_is_refused() -> None:
-    leader = listening(most=3, rank=0, run_id="run")
+    leader = listening(most=3, rank=0, run_id="run", settings={"run.name": "run", "optimizer.lr": 0.1})
     hello = {"processes": 2, "run_id": "run", "name": "b", "rank": 1}
     for change, said in (
         ({"run_id": "other"}, "its --rdzv-id is 'other', not 'run'"),
+        (
+            {"settings": {"run.name": "run", "optimizer.lr": 0.2}},
+            r"its optimizer\.lr is 0\.2, not 0\.1; give all hosts one configuration",
+        ),
         ({"name": "\x1b[2J"}, "its host's name has characters that cannot be printed"),
         ({"rank": 3}, "'rank' is 3; allowed is an integer from 1 to 2"),
         ({"rank": 0}, "'rank' is 0; allowed"),
@@ -353,6 +357,8 @@ def test_who_introduces_itself_wrongly_is_refused() -> None:
     ):
         with pytest.raises(MessageError, match=said):
             leader._take(Member(connection=Wire(), name=""), {**hello, **change})  # type: ignore[arg-type]
+    # A script's launcher knows no settings, and another version may have other keys.
+    knows = {2: {"settings": {"optimizer.lr": 0.1, "zero.new": 3}}, 1: {}}
     for number, refused in ((2, None), (1, None), (2, "--node-rank 2 is there twice")):
         each = Member(connection=Wire(), name="")  # type: ignore[arg-type]
         leader._members.append(each)
@@ -360,7 +366,7 @@ def test_who_introduces_itself_wrongly_is_refused() -> None:
             with pytest.raises(MessageError, match=refused):
                 leader._take(each, {**hello, "rank": number})
         else:
-            leader._take(each, {**hello, "rank": number})
+            leader._take(each, {**hello, **knows[number], "rank": number})
             assert (each.processes, each.rank, each.name) == (2, number, "b")
     leader.close()
     started = member("c", processes=0)
@@ -442,7 +448,8 @@ def test_a_follower_does_what_its_leader_says(monkeypatch: pytest.MonkeyPatch) -
     asked = {"stop": 5, "reason": "rank 0", "after_step": True}
     follower, wire = following(sent, [asked], [], [{"start": START}], [], [{"start": START}, asked])
     assert follower.first_start() == RankRange(**START)  # type: ignore[arg-type]
-    assert wire.sent[0] | {"name": ""} == {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word"}
+    hello = {"processes": 4, "run_id": "", "rank": 0, "name": "", "drawn": "word", "settings": {}}
+    assert wire.sent[0] | {"name": ""} == hello
     assert os.environ["ZEROMESH_SENT"] == "yes"
     assert killed == [(os.getpid(), 10)]
     assert follower.poll() == Stop(5, "rank 0", after_step=True)

@@ -22,6 +22,7 @@ from zeromesh.launch.rendezvous import WorkersFailed
 from zeromesh.launch.ssh import LaunchPlan
 from zeromesh.trainer.cli.main import _parse, main
 from zeromesh.trainer.cli.train import resolve_source
+from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.inference.generator import Generated
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
@@ -118,6 +119,21 @@ def test_what_launchers_are_told(launched: Launched, words: list[str], processes
     (call,) = launched.calls
     assert call.processes == processes
     assert {name: getattr(call.nodes, name) for name in nodes} == nodes
+
+
+def test_launchers_are_told_what_hosts_have_to_have_alike(launched: Launched, folder: Path) -> None:
+    """No paths, and nothing that follows from the number of ranks, nor what is too long for a message."""
+    long = {"model_type": "llama", "id2label": {str(number): "a label" for number in range(500)}}
+    (folder / "deepspeed.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "steps_per_print": 5}))
+    for words in (["c.yaml", f"model.config={json.dumps(long)}"], ["deepspeed.json"], ["c.yaml", "data.train=p"]):
+        assert main(["train", *words, "checkpoint.resume=.", "--nnodes", "2", *MEETING]) == 0
+    first, deepspeed, last = (call.nodes.settings for call in launched.calls)
+    assert first["optimizer.lr"] == TrainerConfig().optimizer.lr
+    assert first["checkpoint.resume"] == "a path"
+    assert not {"data.train", "model.source", "run.output_dir", "tracking.backends", "model.config"} & {*first}
+    assert not [key for key in deepspeed if key.startswith(("batch.", "parallel."))]
+    assert last == {**first, "model.config": last["model.config"]}
+    json.dumps(last)
 
 
 def test_several_hosts_need_a_meeting_place(launched: Launched, capsys: pytest.CaptureFixture[str]) -> None:
