@@ -104,8 +104,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             if most is not None and self._keep_best and state.best.step not in steps:
                 state = replace(state, best=Best())  # Later ones were better, and so it has not been kept.
             own = self.store.path(step).resolve()
-            here = own if named is None else named.resolve()
-            if here != own and here.parent == own.parent:
+            if named is not None and (here := named.resolve()) != own and here.parent == own.parent:
                 what = f"checkpoint.resume names {here.name}, and this run has gone on since"
                 self._note(f"{what}: it goes on from step {step}. To go back, give it another run.name")
             return state
@@ -272,8 +271,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         keep = set(steps[: self._section.keep_last or None])
         for step in steps:
             if self._keep_best and step not in self._metrics:
-                metric = _metric_of(self.store.path(step))
-                if metric is None:
+                if (metric := _metric_of(self.store.path(step))) is None:
                     keep.add(step)
                 else:
                     self._metrics[step] = metric

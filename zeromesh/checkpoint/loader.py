@@ -35,7 +35,7 @@ def candidates(mesh: Mesh, store: CheckpointStore) -> list[int]:
 
 
 def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> CheckpointReader:
-    """Open the checkpoint in a directory that all ranks see, or of which each host has a part; all ranks call it. `source` is where
+    """Open the checkpoint that ranks see in a directory, or of which each host has a part; all ranks call it. `source` is where
     the frozen weights it refers to are, if they moved. Raises `CheckpointError` if it is incomplete or ranks see different ones."""
     world, rank = mesh.world, mesh.rank
     reader: CheckpointReader | None = None
@@ -50,9 +50,9 @@ def open_checkpoint(mesh: Mesh, directory: Path, source: Path | None = None) -> 
     identities = world.all_or_raise(f"opening {directory}", look, CheckpointError, kept=LayoutError)
     holders = grouped((text, other) for other, text in enumerate(identities))
     blind = holders.pop("", [])
-    in_parts = bool(holders) and all(not text.startswith("1 ") for text in holders)
-    if blind and not in_parts:
-        raise CheckpointError(f"rank {blind[0]} sees no {directory}; give all hosts the same directory")
+    if not holders:
+        raise CheckpointError(f"no rank sees {directory}")
+    in_parts = bool(blind) or all(not text.startswith("1 ") for text in holders)  # A whole one is the only part.
     if reader is not None and len(holders) == 1 and not in_parts:
         return reader
     leads = reader is not None and holders[identities[rank]][0] == rank

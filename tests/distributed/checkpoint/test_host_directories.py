@@ -111,6 +111,18 @@ def test_a_run_goes_on_from_parts(
         ]  # fmt: skip
 
 
+def test_a_host_that_joins_reads_a_whole_checkpoint_through_those_that_have_it(
+    apart: Any, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The first rank is on a disk that has nothing, as where a run of one host goes on with two of them."""
+    shutil.copytree(undisturbed / "run", tmp_path / "disk-0" / "run")
+    shutil.rmtree(step(tmp_path / "disk-0", STEPS))
+    said = apart([1, 0], tmp_path, mirror=str(tmp_path / "mirror"))[0]["said"]
+    assert "resumed from step 4" in said
+    assert unequal(step(undisturbed, 4), tmp_path / "mirror" / "step-00000000") == []
+    assert len(open_parts([step(tmp_path / f"disk-{disk}", STEPS) for disk in (0, 1)])) == 2
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [

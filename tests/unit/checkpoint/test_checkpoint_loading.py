@@ -12,7 +12,7 @@ import torch
 from tests.support.stored_cases import spec, split, write
 from zeromesh.checkpoint.io.file_slices import TensorShard
 from zeromesh.checkpoint.io.format import TensorSpec
-from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint, places_of
+from zeromesh.checkpoint.loader import PartsReader, candidates, fill_shards, open_checkpoint, places_of
 from zeromesh.checkpoint.saver import SaveContent, Saver, SharedStorage
 from zeromesh.checkpoint.store import CheckpointStore, Remover
 from zeromesh.errors import CheckpointError, LayoutError
@@ -90,9 +90,10 @@ def test_a_checkpoint_of_another_model_is_refused_before_it_is_read(
 
 def test_ranks_that_see_other_checkpoints_are_named(stored: Path, tmp_path: Path) -> None:
     for answers, said in (
-        (lambda own: ["", own], f"rank 0 sees no {stored}; give all hosts the same directory"),
-        (lambda own: ["", own, ""], f"rank 0 sees no {stored}"),
-        (lambda own: [own, own, ""], f"rank 2 sees no {stored}"),
+        (
+            lambda own: ["", own, "1 other"] if isinstance(own, str) else [b"", own, own],
+            f"{stored} is another checkpoint on rank 2 than on rank 1; give all hosts the same directory",
+        ),
         (
             lambda own: [own, own, "1 other"] if isinstance(own, str) else [own] * 2,
             f"{stored} is another checkpoint on rank 2 than on rank 0; give all hosts the same directory",
@@ -100,8 +101,12 @@ def test_ranks_that_see_other_checkpoints_are_named(stored: Path, tmp_path: Path
     ):
         with pytest.raises(CheckpointError, match=said):
             open_checkpoint(mesh_of(answers), stored)
-    with pytest.raises(CheckpointError, match="rank 0 sees no"):
+    with pytest.raises(CheckpointError, match=f"no rank sees {tmp_path / 'nowhere'}"):
         open_checkpoint(mesh_of(lambda own: [own, own]), tmp_path / "nowhere")
+    for there in (["", "own"], ["", "own", ""]):
+        answers = lambda own, there=there: [own if each else own[:0] for each in there]  # noqa: E731
+        found = open_checkpoint(mesh_of(answers), stored)
+        assert (type(found), found.manifest.step) == (PartsReader, 7), "those that do not see it read it through others"
     assert open_checkpoint(mesh_of(lambda own: [own, own]), stored).manifest.step == 7
     store: Any = SimpleNamespace(root=stored, steps=lambda: [7, 3])
     assert candidates(mesh_of(lambda own: [own, [12, 3], []]), store) == [12, 7, 3]
