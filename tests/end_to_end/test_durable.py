@@ -186,6 +186,23 @@ def test_a_bit_that_has_flipped_is_found(tmp_path: Path) -> None:
     assert refused
 
 
+def test_a_folder_that_is_found_elsewhere_is_no_new_run(base: Path, tmp_path: Path) -> None:
+    """Files in a directory of several runs are known by the folder of theirs, and a link to it is that folder."""
+    place = {"offload": {"directory": str(tmp_path / "disk")}}
+    (folder := tmp_path / "folder").mkdir()
+    interrupted(folder, "update 5", place)
+    (link := tmp_path / "link").symlink_to(folder)
+    interrupted(link, "update 6", place)
+    folder.rename(tmp_path / "moved")
+    before = (tmp_path / "moved" / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"moved/run has 5 steps, and neither files .* nor checkpoints are found"):
+        runs.train(tmp_path / "moved", place)
+    assert (tmp_path / "moved" / "run" / "metrics.jsonl").read_bytes() == before
+    (tmp_path / "moved").rename(folder)
+    assert goes_on(base, folder, "plain", 5, place)
+    assert len(runs.train(folder, place)["losses"]) == runs.STEPS, "a run that is over leaves nothing to go on from"
+
+
 def test_settings_that_have_changed_are_refused(tmp_path: Path) -> None:
     interrupted(tmp_path, "update 5", {})
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.01 then, 0\.02 now"):

@@ -14,7 +14,7 @@ import torch
 
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.environment import number_of_start
-from zeromesh.errors import CollectiveError, DataError, NonFiniteError, StorageError, counted, some
+from zeromesh.errors import CollectiveError, ConfigError, DataError, NonFiniteError, StorageError, counted, some
 from zeromesh.launch.signals import StopRequest, stop_requests
 from zeromesh.optim.fused_optimizer import hyperparameters
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints, load_weights
@@ -137,13 +137,17 @@ class TrainingLoop:
             return
         run.console.status("looking for checkpoints")
         state = self._checkpoints.resume(run.settings)
+        files = run.model.require_engine().durable
         if state is None:
+            # The first steps may be on no disk yet, and a run that is over removes its files.
+            if files is not None and 2 < (last := self.directory.last_step(run.mesh)) < run.config.run.max_steps:
+                why = f"{self.directory.path} has {last} steps, and neither files of states (offload.durable) nor checkpoints"
+                raise ConfigError(f"{why} are found: move it back to where it was, or choose another run.name")
             if self.recovery is not None:
                 self.recovery.require_values()
             return
         run.progress.resume(state)
         self._take_over(state)
-        files = run.model.require_engine().durable
         if self.recovery is not None and files is not None and files.resumed is not None:
             self.recovery.source = "files"
         section, progress = run.config.run, run.progress

@@ -87,6 +87,12 @@ class RunDirectory:
                 raise
             _note(file, ENDED)
 
+    def last_step(self, mesh: Mesh) -> int:
+        """Return the latest step of which rank 0 has a line of metrics, or 0. All ranks call it."""
+        path = self.path / step_metrics.METRICS
+        look = lambda: max([0, *map(step_metrics.step_of, step_metrics.read_metrics(path))])  # noqa: E731
+        return int(mesh.world.all_or_raise(f"reading {path}", look, StorageError, first=True)[0])
+
     @contextmanager
     def open(
         self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
@@ -108,15 +114,14 @@ class RunDirectory:
                 return
             redaction = Redaction(secret_values())
             name = device_name(mesh.device) if is_accelerator(mesh.device) else cpu_name()
-            hardware = f"{counted(mesh.shape.world_size, 'rank')} on {name}"
             versions = {"zeromesh": __version__, "python": platform.python_version()}
             versions |= {package: metadata.version(package) for package in ("torch", "transformers")}
+            machine = {"hardware": f"{counted(mesh.shape.world_size, 'rank')} on {name}", "versions": versions}
             with suppress(*[StorageError] * bool(number_of_start())):  # A run that goes on does not end by these.
                 with refusals(self.path, "written", _ELSEWHERE):
                     write_whole(self.path / step_metrics.CONFIG, config.to_yaml(redaction.values).encode())
                 with MetricsWriter(self.path / step_metrics.STARTS) as starts:
-                    start = {"step": step, "host": socket.gethostname(), **facts}
-                    starts.write({**start, "hardware": hardware, "versions": versions})
+                    starts.write({"step": step, "host": socket.gethostname(), **facts, **machine})
             with (
                 MetricsWriter(self.path / step_metrics.METRICS) as writer,
                 StateMonitor(mesh.watch, mesh.world.ranks, self.path / step_metrics.RANKS, clean=redaction.text),

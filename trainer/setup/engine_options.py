@@ -71,7 +71,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
     roles = {each.name: getattr(torch, getattr(precision, each.name), torch.bfloat16) for each in fields(PrecisionKeys)}
     states = {name: getattr(offload, name) for name in ("optimizer", "gradients", "parameters", "activations")}
     tiers: dict[str, Any] = {name: TierChoice(**dict(each)) for name, each in states.items() if each.tier != "auto"}
-    run = config.run.directory.absolute()
+    run = config.run.directory.resolve()
     named = offload.directory or str(run / "offload")
     directories = [Path(each).expanduser().absolute() for each in ((named,) if isinstance(named, str) else named)]
     # In a directory of several runs, files that stay are told apart by the runs' own directories.
