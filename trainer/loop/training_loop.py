@@ -183,16 +183,16 @@ class TrainingLoop:
 
     def _train(self, feed: Feed) -> None:
         run, progress, note = self.run, self.run.progress, self.run.console.note
-        config, mesh, path, resumed = run.config, run.mesh, self.directory.path, progress.resumed
+        config, mesh, path, resumed, step = run.config, run.mesh, self.directory.path, progress.resumed, progress.step
         given = [name for name, how in run.inputs.names().items() if how == "given"]
         facts = {"parameters": run.model.parameters, "given": given}
         with (
             self._checkpoints,
-            self.directory.open(config, progress.step - bool(progress.unfinished), facts, mesh) as self._writer,
+            self.directory.open(config, done := step - bool(progress.unfinished), facts, mesh) as self._writer,
             run.console,
             run.loader(feed, last=config.run.max_steps, state=resumed.stream or None) as self._loader,
-            Tracking.open(config, mesh, path, step=progress.step, known=resumed.tracker, note=note) as self._tracking,
-            Profile(config.profile, path, run.model.require_engine(), progress.step + 1, note) as self._profile,
+            Tracking.open(config, mesh, path, step=done or step, known=resumed.tracker, note=note) as self._tracking,
+            Profile(config.profile, path, run.model.require_engine(), step + 1, note) as self._profile,
         ):
             if config.batch.balance == "speed":
                 self._balance = Balance(self._loader, mesh, resumed.paces)

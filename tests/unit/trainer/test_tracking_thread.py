@@ -3,15 +3,18 @@
 import json
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
 from tests.support.step_lines import metrics
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.loop import training_loop
 from zeromesh.trainer.monitoring import tracking as tracking_module
 from zeromesh.trainer.monitoring.tracking import Tracking, _tracking_id, samples_row, step_row
 from zeromesh.trainer.trackers.backends import UNKNOWN, RowPosition, TrackedRow, TrackedRun, Tracker
@@ -163,3 +166,26 @@ def test_a_library_that_fails_leaves_a_run_without_trackers(tmp_path: Path, monk
     found, made, said = opened(tmp_path, monkeypatch, backends=["wandb"])
     assert (found.ident, made) == ("abc", [])
     assert said == ["WARNING: there is no tracking: OSError: no. Training goes on; metrics.jsonl has every step"]
+
+
+def test_a_step_that_is_concluded_again_is_no_row_of_an_earlier_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its line of metrics is written anew, and its row is sent with it; a run that has a step keeps its id."""
+    steps: list[int] = []
+
+    def opened(*given: Any, **named: Any) -> Any:
+        steps.append(named["step"] if "step" in named else given[1])
+        return nullcontext()
+
+    monkeypatch.setattr(training_loop.Tracking, "open", opened)
+    monkeypatch.setattr(training_loop, "Profile", lambda *given: nullcontext())
+    monkeypatch.setattr(training_loop.TrainingLoop, "_take_steps", lambda loop: None)
+    run: Any = MagicMock(progress=SimpleNamespace(step=7, unfinished=object(), resumed=MagicMock()))
+    run.inputs.names.return_value = {}
+    loop = training_loop.TrainingLoop(run=run, directory=MagicMock(open=opened))
+    loop._checkpoints = MagicMock()
+    loop._train(MagicMock())
+    run.progress.step = 1
+    loop._train(MagicMock())
+    assert steps == [6, 6, 0, 1]
