@@ -439,6 +439,7 @@ def undisturbed_local_run(undisturbed_run: Run, tmp_path_factory: pytest.TempPat
     return run(tmp_path_factory.mktemp("undisturbed"), settings=LOCAL)
 
 
+@pytest.mark.full
 def test_replicas_of_local_steps_go_on_from_a_checkpoint(undisturbed_local_run: Run, tmp_path: Path) -> None:
     """No memory has all replicas at one step, and each goes on with its own moments."""
     found = run(tmp_path, (6, 1, "SIGKILL"), settings=LOCAL)
@@ -638,8 +639,8 @@ def undisturbed_stop(undisturbed_run: Run, tmp_path_factory: pytest.TempPathFact
     ("when", "victim"),
     [
         ("evaluation 6", 0),
-        ("evaluation 6", 1),
-        (4, 1),
+        pytest.param("evaluation 6", 1, marks=FULL),
+        pytest.param(4, 1, marks=FULL),
         (7, 1),
         pytest.param(7, 0, marks=FULL),
         ("forward of evaluation 7", 1),

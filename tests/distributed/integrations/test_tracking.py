@@ -187,6 +187,7 @@ def test_the_id_comes_from_the_checkpoint_where_its_file_is_gone(workers: Worker
     assert json.loads(path.read_text())["id"] != ident
 
 
+@pytest.mark.full
 def test_steps_that_are_computed_again_are_not_sent_again(workers: Workers, tmp_path: Path) -> None:
     sections, trackers = {"checkpoint": {"asynchronous": False}}, ["noted", "tensorboard"]
     arguments = {"folder": str(tmp_path), "backends": trackers, "steps": 12, "sections": sections}

@@ -114,6 +114,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any
     shutil.rmtree(folder)
 
 
+@pytest.mark.full
 def test_an_axis_of_states_is_one_row(found: Mapping[str, Any]) -> None:
     island, shard = found["island"], found["shard"]
     assert island["mesh"] == "pipeline 1 x replicate 1 x shard 1 x context 1 x island 2 x tensor 1"

@@ -88,6 +88,7 @@ test_memory_is_what_was_predicted = tried(
 )
 
 
+@FULL
 def test_experts_are_plain_in_what_bitsandbytes_reads(tmp_path: Path) -> None:
     """A directory in its four bits trains with the experts that it has, and a merged export has those that were decoded."""
 

@@ -361,6 +361,7 @@ def test_several_adapters_of_which_one_is_trained(tmp_path: Path) -> None:
         load_config({"model": {"adapters": {"a": {}, "b": {}}, "trained_adapter": "x"}})
 
 
+@pytest.mark.full
 def test_one_of_several_adapters_is_trained_resumed_generated_with_and_merged(workers: Workers, tmp_path: Path) -> None:
     whole = workers.run(1, "lora_cases:several", folder=str(tmp_path / "whole"), steps=4, stage=0)[0]
     parts = {"folder": str(tmp_path / "parts")}

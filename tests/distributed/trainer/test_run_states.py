@@ -271,8 +271,8 @@ class Stops(Keeps):
     ("event", "run"),
     [
         ("step", {"eval_every": 2, "prompts_every": 2}),
-        ("step", {"eval_every": "epoch"}),
-        ("evaluation", {"eval_every": 2}),
+        pytest.param("step", {"eval_every": "epoch"}, marks=pytest.mark.full),
+        pytest.param("evaluation", {"eval_every": 2}, marks=pytest.mark.full),
         ("evaluation", {"eval_every": "epoch"}),
     ],
 )

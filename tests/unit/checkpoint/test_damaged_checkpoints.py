@@ -33,7 +33,7 @@ def test_what_nobody_touched_is_read(original: Path, copy: Path) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_a_flipped_byte_is_refused_by_name(original: Path, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(files_in(original)).filter(lambda name: (original / name).stat().st_size))
     path = original / name

@@ -488,7 +488,7 @@ def configurations(draw: st.DrawFn) -> TrainerConfig:
     )
 
 
-@settings(deadline=None, max_examples=100, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(configurations())
 def test_a_round_trip_through_files_changes_nothing(config: TrainerConfig) -> None:
     printed = with_variables(parse_yaml(config.to_yaml(), where="yaml"), lambda path: True)

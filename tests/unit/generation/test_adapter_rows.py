@@ -74,7 +74,7 @@ def alone(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[fl
     return tokens[len(prompt) :], logprobs
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", METHODS)
 def test_each_row_has_its_own_adapter(name: str, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base")

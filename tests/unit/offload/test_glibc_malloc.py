@@ -53,6 +53,7 @@ def growth(settled: str, variables: dict[str, str]) -> int:
 
 
 @pytest.mark.skipif(not _SPLITS, reason="this C library finds aligned blocks again")
+@pytest.mark.full
 def test_layers_find_the_room_that_others_have_left() -> None:
     uncached = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
     with ThreadPoolExecutor() as threads:

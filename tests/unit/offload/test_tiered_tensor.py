@@ -44,7 +44,7 @@ def on(tiers: Tiers, tier: Any, fraction: float = 1.0, numel: int = 5 * GRAIN) -
 
 
 @given(data=st.data(), numel=lengths, dtype=dtypes, choice=choices, stripes=st.integers(1, 3), checksums=st.booleans())
-@settings(max_examples=120)
+@settings(max_examples=60)
 def test_a_tensor_and_its_slices_are_those_of_a_plain_one(
     data: st.DataObject, numel: int, dtype: torch.dtype, choice: TierChoice, stripes: int, checksums: bool
 ) -> None:

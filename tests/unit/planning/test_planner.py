@@ -426,6 +426,7 @@ def test_a_layout_that_cannot_be_traced_is_refused_alone() -> None:
         assert refused.startswith("tensor 4, ")
 
 
+@pytest.mark.full
 def test_experts_are_spread_where_tokens_take_fewer_bytes_than_their_weights() -> None:
     """Two gathers and a reduction of N experts' 3 f h weights against four ways of the rows of T tokens to k of them."""
     experts, chosen, width = 32, 2, 1024

@@ -43,6 +43,7 @@ def decode(codec: Codec, encoded: EncodedParameter, count: int, dtype: torch.dty
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("nested", [False, True], ids=["plain", "nested"])
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
