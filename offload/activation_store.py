@@ -158,7 +158,6 @@ def require_unchanged(tensor: torch.Tensor, version: int, when: str) -> None:
 
 
 def _wait(transfer: Transfer) -> None:
-    """Wait for a transfer, and raise its error as a new one."""
     try:
         transfer.wait()
     except StorageError as error:

@@ -155,7 +155,6 @@ _SIGNS |= {"<": operator.lt, ">": operator.gt, "has": lambda values, name: name 
 
 
 def _holds(clause: str, config: TrainerConfig) -> bool:
-    """Return True if a clause of `rules.yaml` holds."""
     negated, key, sign, given = _CLAUSE.fullmatch(clause).groups()  # type: ignore[union-attr]
     found = operator.attrgetter(key)(config)
     if sign is None:

@@ -95,7 +95,6 @@ class Judge:
         return sums, act
 
     def _suspicion(self, sums: Tensor, count: int | None) -> str:
-        """Return why a step is suspicious; empty if it is not."""
         loss, targets, _, squares, _ = sums.tolist()
         norm = math.sqrt(squares) / self.engine.loss_scale / (targets if count is None else 1)
         factor, accepted = self.settings.spike_factor, self.accepted()

@@ -49,7 +49,6 @@ class Loss:
     """True if it has terms that are computed per microbatch, such as auxiliary losses of experts."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
-        """Return the sum of the losses alone, as `run` does."""
         return self.run(model, batch, seed=seed, targets=targets)[0]
 
     def run(self, model: nn.Module, batch: Batch, *, seed: float | None, targets: int | None = None) -> Computed:

@@ -42,10 +42,7 @@ _ABANDON_SECONDS = 2.0  # for a tracker that was told to give up
 _TIMEOUT_FRACTION = 0.7  # The fraction of the collective timeout that the end of tracking may take.
 _IDENT = re.compile(r"[A-Za-z0-9]{1,64}")
 _NAMES = {
-    "loss": "train/loss",
     "lr": "train/learning_rate",
-    "grad_norm": "train/grad_norm",
-    "tokens": "train/tokens",
     "tokens_per_second": "perf/tokens_per_second",
     "step_seconds": "perf/step_seconds",
     "mfu": "perf/mfu",
@@ -204,7 +201,6 @@ class Tracking:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Send the queued rows, and end the trackers."""
         seconds = min(_FINISH_SECONDS if kind is None else _ERROR_SECONDS, self.patience)
         for sender in self._senders:
             sender.rows.put(None)

@@ -289,7 +289,6 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
 
 
 def _limit_eval_sets(data: RunData, count: int | None) -> RunData:
-    """Limit each evaluation set to `count` samples, spread evenly."""
     if count is None or data.eval is None:
         return data
     sets: Mapping[str, Any] = data.eval if isinstance(data.eval, Mapping) else {"": data.eval}

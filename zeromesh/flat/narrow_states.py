@@ -57,7 +57,6 @@ def bits_of_shard(
 
 
 def _shifted(values: Tensor, bits: int) -> Tensor:
-    """Shift to the right as unsigned integers."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -283,7 +283,6 @@ class Leader:
         return found
 
     def _start(self) -> RankRange:
-        """Number the hosts, this one first, and send each its ranks."""
         found, (own, *others) = self._candidates, self._places()
         counts = {each: count for each, count in zip(found, others, strict=True) if count}
         there, self._world_size = self.processes + sum(each.processes for each in found), own + sum(others)

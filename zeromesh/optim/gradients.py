@@ -212,7 +212,6 @@ class GradientReducer:
             return bucket.group.reduction.reducer.launch(sequence, filled, bucket.grad, add=add)
 
     def _add_to_sum(self, arrivals: BucketArrivals) -> None:
-        """Add the waiting gradients to this rank's sum."""
         if arrivals.first or arrivals.waiting:
             target = self._accumulator(arrivals.bucket)
             _store_gradients(target, arrivals.bucket, arrivals.waiting, add=not arrivals.first)

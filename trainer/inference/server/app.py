@@ -214,7 +214,6 @@ class HttpServer:
         return asked
 
     def _name_of(self, asked: str | None) -> str:
-        """Return the name of the model that a client asks for, if any."""
         if asked is not None and asked not in self._models:
             text = printable(f"the model {asked:.200} is not served; there are {', '.join(self._models)}")
             raise RequestError(404, text, param="model", code="model_not_found")

@@ -99,7 +99,6 @@ def moving_average(values: Sequence[float], window: int) -> list[float]:
 
 
 def _curves(runs: Sequence[RunRecord]) -> Iterator[tuple[str, str, str, str, list[Line]]]:
-    """Yield the line charts: name, title, unit, note, lines."""
     several = len(runs) > 1
     losses: list[Line] = []
     for index, run in enumerate(runs):

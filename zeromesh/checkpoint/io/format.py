@@ -28,25 +28,13 @@ MAX_DIMS = 64
 _MOST_LEVELS = 64
 _MOST_BITS = 1000  # of an integer in JSON, so that it can still be converted to a float
 _MAX_NAME = 1000
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "C64": torch.complex64,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
+DTYPES = (
+    {f"F{bits}": getattr(torch, f"float{bits}") for bits in (64, 32, 16)}
+    | {f"I{bits}": getattr(torch, f"int{bits}") for bits in (64, 32, 16, 8)}
+    | {f"U{bits}": getattr(torch, f"uint{bits}") for bits in (8, 16, 32, 64)}
+    | {"BF16": torch.bfloat16, "C64": torch.complex64, "BOOL": torch.bool}
+    | {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu}
+)
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _LARGEST_FILE = 4 << 30  # bytes after which tensors go to a new file; a tensor is never cut, so its file may be larger
 _LEAST_FILE = 64 << 20  # bytes below which dividing tensors among more files does not make writing faster
