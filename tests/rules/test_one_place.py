@@ -76,8 +76,8 @@ CHANGES = {
     "a data type of files, of which a byte is the number of sixteenths": [
         (
             "zeromesh/checkpoint/io/format.py",
-            "DTYPES = {\n",
-            '    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,\n',
+            "DTYPES = (\n",
+            '    {"F8_E5M2FNUZ": torch.float8_e5m2fnuz} |\n',
         ),
         (
             "zeromesh/checkpoint/io/file_slices.py",
