@@ -35,6 +35,7 @@ from zeromesh.trainer.formatting import Detail, human_bytes
 _VERSION = 5  # of the tokenization code: cached tokens of other versions are ignored
 _LARGE = 16 << 20  # bytes of input files, above which several processes tokenize conversations
 _MOST_PROCESSES = 32
+Classes = tuple[tuple[str, ...], bool]  # those of a model, as `class_names` returns them
 _SEARCHED_ROWS = 64  # for the token that ends an answer
 
 
@@ -44,6 +45,7 @@ def load_datasets(
     tokenizer: Tokenizer | None = None,
     cache: TokenCache | None = None,
     tell: Callable[[str], None] = lambda text: None,
+    own: Classes = ((), False),
 ) -> RunData:
     """Read, tokenise and pack the text that `section` names; a `tokenizer` replaces the section's. `tell` gets progress lines.
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
@@ -59,7 +61,28 @@ def load_datasets(
             raise DataError(f"data.chat_template: no file {template!r}; give a file, or the template itself")
     if template is not None and isinstance(tokenizer, PretrainedTokenizer):
         tokenizer, template = tokenizer.with_template(template), None
-    return _DatasetLoader(section, tokenizer, tokenizer.digest(), template, cache or TokenCache(None), tell).load()
+    return _DatasetLoader(section, tokenizer, tokenizer.digest(), template, cache or TokenCache(None), tell, own).load()
+
+
+def _classes(found: Sequence[str], own: Classes, where: str) -> Sequence[str]:
+    """Return the names of the classes by number: the model's `own`, or of a new head, those that are `found` in training data."""
+    names, known = own
+    with suppress(DataError):
+        if known or (names and _numbers_of(found, names, where)):
+            return names
+    if len(found) == 1:  # transformers treats one class as a regression.
+        raise DataError(f"{where} has no class but {found[0]!r}; labels need two")
+    return (*found, *names[len(found) :])
+
+
+def _numbers_of(labels: Sequence[str], classes: Sequence[str], where: str) -> list[int]:
+    """Return the numbers of labels that are names, or numbers unless names are. Raises `DataError` for a label of no class."""
+    plain = {} if any(map(str.isdecimal, classes)) else {str(number): number for number in range(len(classes))}
+    numbers = plain | {name: number for number, name in enumerate(classes)}
+    if unknown := sorted({*labels} - numbers.keys()):
+        why = f"{where} has classes that the model does not have: {some(unknown)}; it has {some(classes, 8)}"
+        raise DataError(f"{why}. Label with these, or give its classes by number in model.config.id2label")
+    return [numbers[each] for each in labels]
 
 
 def is_held_out(key: str, fraction: float) -> bool:
@@ -76,9 +99,10 @@ class _DatasetLoader:
     template: str | None
     cache: TokenCache
     tell: Callable[[str], None]
+    own: Classes
     notes: list[str] = field(default_factory=list)
     answer_ends: set[int] = field(default_factory=set)
-    classes: list[str] = field(default_factory=list)  # By number, those of the first labelled text that is loaded.
+    classes: list[str] = field(default_factory=list)  # By number, since the first labelled text was loaded.
 
     def load(self) -> RunData:
         section = self.section
@@ -141,10 +165,8 @@ class _DatasetLoader:
             entropy = text.remarks["entropy of all"]
         names = set(text.remarks["labels"])
         if section.rows.label is not None and not self.classes:
-            if len(names) == 1:  # transformers treats one class as a regression.
-                raise DataError(f"{where} has no class but {names.pop()!r}; labels need two")
-            numbers = all(re.fullmatch(r"\d{1,9}", each) for each in names)
-            self.classes.extend(sorted(names, key=int if numbers else str))
+            whole = all(re.fullmatch(r"\d{1,9}", each) for each in names)
+            self.classes.extend(_classes(sorted(names, key=int if whole else str), self.own, where))
         if section.rows.has_answers:
             with suppress(DataError):  # With loss_on: all, the template need not mark answers.
                 renderer = Renderer(self.tokenizer, section, self.template)
@@ -237,9 +259,7 @@ class _DatasetLoader:
             raise DataError(f"{why} {counted(length, 'token')}; raise data.sequence_length, {cure}")
         if labelled := section.rows.label is not None:
             own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
-            if unknown := set(own) - set(self.classes):
-                raise DataError(f"{where} has classes that the training text does not have: {some(sorted(unknown))}")
-            classes = np.asarray([self.classes.index(each) for each in own], np.int64)
+            classes = np.asarray(_numbers_of(own, self.classes, where), np.int64)
         packing, separate = section.packing and not labelled, self.section.separates and not labelled
         separator = self.tokenizer.padding if labelled else self.tokenizer.end_of_text
         keys = {"separate": separate, "separator": separator, "labels": classes}
@@ -285,22 +305,21 @@ class PictureDataset:
         return {"pixel_values": pixels, "labels": torch.tensor(label)}
 
 
-def load_pictures(section: DataSection, processor: Any, mode: str) -> RunData:
-    """List the pictures that `section` names; without `data.eval`, `data.eval_fraction` of them are held out by name. Raises
-    `DataError` for folders without pictures in sub-folders, unknown labels, files that are no pictures, and without Pillow."""
+def load_pictures(section: DataSection, processor: Any, mode: str, own: Classes = ((), False)) -> RunData:
+    """List the pictures that `section` names, of the model's `own` classes or else new ones; without `data.eval`,
+    `data.eval_fraction` of them are held out by name. Raises `DataError` for folders without pictures in sub-folders, unknown
+    labels, files that are no pictures, and without Pillow."""
     with library_errors(before="data.format: pictures need Pillow: pip install Pillow; ", kind=DataError):
         import PIL.Image  # noqa: F401
     found = {key: _listed(source, key) for key, source in {"data.train": section.train, **section.eval_sets()}.items()}
     listed = found["data.train"]
-    classes = sorted({path.parent.name for path in listed})
+    classes = _classes(sorted({path.parent.name for path in listed}), own, "data.train")
     sets: dict[str, PictureDataset] = {}
     if len(found) == 1 and section.eval_fraction:
         held = {each for each in listed if is_held_out("/".join(each.parts[-2:]), section.eval_fraction)}
         found = {key: [each for each in listed if (each in held) == (key == EVAL)] for key in ("data.train", EVAL)}
     for key, files in found.items():
-        if unknown := {path.parent.name for path in files} - set(classes):
-            raise DataError(f"{key} has classes that the training pictures do not have: {some(sorted(unknown))}")
-        numbered = [(path, classes.index(path.parent.name)) for path in files]
+        numbered = [*zip(files, _numbers_of([path.parent.name for path in files], classes, key), strict=True)]
         sets[key.removeprefix(f"{EVAL}.")] = PictureDataset(files=numbered, processor=processor, mode=mode)
     train = sets.pop("data.train")
     notes = (f"data.train: {len(train):,} pictures in {len(classes)} classes: {some(classes, 8)}",)

@@ -30,7 +30,7 @@ from zeromesh.trainer.config.sections.model import AUTO_CLASSES, Head, ModelSect
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.data.tokenizer import BYTES, Tokenizer, has_tokenizer
 from zeromesh.trainer.formatting import human_bytes
-from zeromesh.trainer.models.adapters import ADAPTER_CONFIG
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, pretrained_of
 from zeromesh.trainer.models.user_model import integer, numbers, text_part
 from zeromesh.trainer.weights.quantized_files import QuantizedFiles, open_files
 from zeromesh.trainer.weights.safetensors_source import SafetensorsSource, match
@@ -249,6 +249,21 @@ def image_processor(section: ModelSection, model: Any) -> tuple[Any, str]:
     return transformers.ViTImageProcessorPil(size={"height": height, "width": width}, **kinds), mode
 
 
+def class_names(section: ModelSection, model: Any) -> tuple[tuple[str, ...], bool]:
+    """Return the names of a classifier's classes by number, and whether these are known: of a trained head, or the user's. There
+    are none for a new head without a number of classes, for less than two, and for a model that is built later."""
+    made = getattr(pretrained_of(model), "config", None) if model is not None else read_configuration(section)[0]
+    names: dict[int, str] = dict(getattr(made, "id2label", None) or {})
+    known = any(name != f"LABEL_{number}" for number, name in names.items())
+    if model is None:
+        given, stored = {*(section.config or {})}, getattr(made, "architectures", None)
+        trained = AUTO_CLASSES[section.head].removeprefix("AutoModel") in str(stored)
+        trained |= any(isinstance(each, str) for each in section.wanted_adapters.values())
+        known = trained or not given.isdisjoint(("id2label", "label2id")) or (known and not stored)
+        names = names if known or "num_labels" in given else {}
+    return (tuple(str(names[each]) for each in sorted(names)), known) if len(names) > 1 else ((), False)
+
+
 @contextmanager
 def _library_errors(where: str, before: str = "") -> Iterator[None]:
     """Raise the library's errors in the block as `ConfigError` for the key `where`, prefixed by `before`."""
@@ -331,10 +346,10 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         problem = f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out"
         raise ConfigError(problem, where="model.config")
     _check_fields(type(stored), settings, vars(stored))
-    values = stored.to_dict()
-    values.pop("quantization_config", None)  # The model computes with decoded weights.
-    if "num_labels" in settings:  # The stored label names would override it.
-        values = {name: value for name, value in values.items() if name not in ("id2label", "label2id")}
+    # The model computes with decoded weights, and the stored head and its names fit their own number of classes.
+    differs = settings.get("num_labels") not in (None, stored.num_labels)
+    dropped = {"quantization_config", *(("id2label", "label2id", "architectures") if differs else ())}
+    values = {name: value for name, value in stored.to_dict().items() if name not in dropped}
     with _library_errors("model.config"):
         return type(stored).from_dict({**values, **settings})
 

@@ -35,7 +35,7 @@ from zeromesh.trainer.data.tokenizer import PretrainedTokenizer, Tokenizer
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.loop.context import RunContext, RunProgress, UserInputs
 from zeromesh.trainer.loop.recovery import Recovery
-from zeromesh.trainer.models.build import check_model, image_processor, pin_sources, while_posting
+from zeromesh.trainer.models.build import check_model, class_names, image_processor, pin_sources, while_posting
 from zeromesh.trainer.models.user_model import source_of
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import StartTimes, leaves
@@ -203,11 +203,9 @@ def _sized(config: TrainerConfig, plan: BatchPlan, data: RunData, console: Conso
     """Return the configuration with the classes and steps of the data, and the plan with its epochs. Raises `ConfigError` for a
     warm-up that outlasts the run, and for epochs without a step."""
     train, given = data.train, config.model.config or {}
-    if data.classes and "num_labels" not in given and "id2label" not in given:
-        names: dict[str, Any] = {
-            "id2label": {str(number): name for number, name in enumerate(data.classes)},
-            "label2id": {name: number for number, name in enumerate(data.classes)},
-        }
+    if data.classes and given.get("num_labels") in (None, len(data.classes)):
+        numbers = {name: number for number, name in enumerate(data.classes)}
+        names = {"id2label": {str(number): name for name, number in numbers.items()}, "label2id": numbers}
         config = config.changed(model={"config": {**given, **names}})
     if train is None:
         return config, plan
@@ -259,17 +257,19 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         for name, dataset in {**whole, **data.evaluation_sets()}.items():
             check_dataset(dataset, name=name)
         return _limit_eval_sets(data, None if config.data.eval_samples == "auto" else config.data.eval_samples)
+    labelled = any(each.label or each.holds == "pictures" for each in config.data.formats)
+    own = class_names(config.model, inputs.model) if labelled else ((), False)
     count = AUTO_EVAL_SAMPLES if config.data.eval_samples == "auto" else config.data.eval_samples
     if config.data.rows.holds == "pictures":
         made, mode = image_processor(config.model, inputs.model)
         console.status("looking at the pictures")
-        pictures = while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode))
+        pictures = while_posting(mesh, lambda: load_pictures(config.data, inputs.processing_class or made, mode, own))
         return _limit_eval_sets(pictures, count)
     if inputs.reads_text and config.data.tokenizer is None and isinstance(inputs.model, nn.Module | None):
         why = f"null means the tokenizer of the model, and {config.model.source or source_of(inputs.model)!r} has none"
         cure = "give the directory of its tokenizer, or bytes for a model whose tokens are the bytes of a text"
         raise ConfigError(f"{why}; {cure}", where="data.tokenizer")
-    own: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
+    given: Tokenizer | None = PretrainedTokenizer(tokenizer=tokenizer) if tokenizer is not None else None
     cache_directory = config.data.cache or Path(setting("XDG_CACHE_HOME") or "~/.cache") / "zeromesh" / "tokens"
     cache = TokenCache(Path(cache_directory).expanduser(), console.note)
 
@@ -282,7 +282,7 @@ def _prepare_data(config: TrainerConfig, inputs: UserInputs, mesh: Mesh, console
         mesh.wait_for_all_ranks("tokens of the text")
     elif names := [path for path in paths_of({"": config.data.eval, **trained}) if path.startswith(HUB)]:
         while_posting(mesh, lambda: find_text(names, where="data.train"))
-    loaded = load_datasets(config.data, tokenizer=own, cache=cache, tell=report)
+    loaded = load_datasets(config.data, tokenizer=given, cache=cache, tell=report, own=own)
     if not mesh.environment.local_rank:
         mesh.wait_for_all_ranks("tokens of the text")
     return _limit_eval_sets(loaded, count)

@@ -40,7 +40,7 @@ from zeromesh.trainer.losses.losses import Loss, make_loss
 from zeromesh.trainer.losses.share_trial import require_divisible_sequences
 from zeromesh.trainer.losses.trial import require_separate_documents
 from zeromesh.trainer.models.adapters import add_adapters, pretrained_of
-from zeromesh.trainer.models.build import build_model
+from zeromesh.trainer.models.build import build_model, class_names
 from zeromesh.trainer.models.flops import ModelFlops
 from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import keep_attributes, prepare_model, use_attention, use_float8_linear
@@ -158,6 +158,9 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
         if (count := inside.config.num_labels) < len(data.classes):
             problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
             raise ConfigError(problem, where="model.config")
+        if (own := class_names(config.model, model))[1] and own[0] != data.classes:  # of a callable
+            why = f"it is built with classes {some(own[0], 8)}, and the data is numbered as {some(data.classes, 8)}"
+            raise ConfigError(f"{why}; pass the model itself", where="model")
         if data.tokenizer is not None and getattr(inside.config, "pad_token_id", None) is None:
             inside.config.pad_token_id = data.tokenizer.padding
     if data.tokenizer is not None:

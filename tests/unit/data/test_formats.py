@@ -5,6 +5,7 @@ import math
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,8 +21,10 @@ from tests.support.trainer_cases import llama, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.config.load import load_config
+from zeromesh.trainer.config.sections.model import ModelSection
 from zeromesh.trainer.config.sections.training import DataSection
 from zeromesh.trainer.data.datasets import load_datasets, load_pictures
+from zeromesh.trainer.models.build import class_names
 
 _SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 BERT = {"model_type": "bert", **_SIZES, "max_position_embeddings": 32}
@@ -79,6 +82,81 @@ def test_a_column_of_labels_makes_a_classifier(tmp_path: Path, words: str, form:
     assert len(run.data.eval) + len(run.data.train) == 32
 
 
+def classifier(directory: Path, sure_of: int, **config: Any) -> str:
+    """The directory of a classifier of texts that is sure of one class."""
+    made = tf.BertForSequenceClassification(tf.BertConfig(**BERT, vocab_size=64, **config))
+    with torch.no_grad():
+        made.classifier.weight.zero_()
+        made.classifier.bias.fill_(-5)[sure_of] = 5
+    made.save_pretrained(directory)
+    return str(directory)
+
+
+NAMED = {"id2label": {0: "good", 1: "bad"}, "label2id": {"good": 0, "bad": 1}}
+
+
+@pytest.mark.parametrize(
+    ("stored", "config", "labels", "numbers"),
+    [
+        (NAMED, {}, ["good", "bad"], [0, 1]),
+        (NAMED, {}, ["good"], [0]),
+        (NAMED, {}, [1], [1]),
+        (NAMED, {"num_labels": 2}, ["good", "bad"], [0, 1]),
+        (NAMED, {"id2label": {"0": "x", "1": "a"}}, ["x", "a"], [0, 1]),
+        (NAMED, {"num_labels": 3}, ["x", "a", "m"], [2, 0, 1]),
+        (NAMED, {}, ["nice", "bad"], "classes that the model does not have: nice; it has good, bad"),
+        (NAMED, {"num_labels": 3}, ["x"], "has no class but 'x'; labels need two"),
+        ({"num_labels": 3}, {}, [2, 0], [2, 0]),
+        ({"num_labels": 3}, {}, ["LABEL_2", "LABEL_0"], [2, 0]),
+        ({"num_labels": 3}, {"num_labels": 3}, [2, 0], [2, 0]),
+        ({"num_labels": 3}, {"num_labels": 5}, [4, 0], [4, 0]),
+        ({"num_labels": 3}, {}, ["b", "a"], "does not have: a, b; it has LABEL_0, LABEL_1, LABEL_2. .*model.config.id2label"),
+        ({"num_labels": 3}, {}, [3, 0], "classes that the model does not have: 3; it has"),
+        ({"id2label": {0: "2", 1: "1"}}, {}, [1, 2], [1, 0]),
+        ({"id2label": {0: "2", 1: "1"}}, {}, [0, 1], "classes that the model does not have: 0; it has 2, 1"),
+        ({"num_labels": 1}, {}, [7, 3], [1, 0]),
+        (None, {}, ["b", "a"], [1, 0]),
+        (None, {"num_labels": 3}, [2, 0], [2, 0]),
+    ],
+)  # fmt: skip
+def test_labels_have_the_numbers_of_the_classes_that_a_model_has(
+    tmp_path: Path, words: str, stored: Any, config: dict[str, Any], labels: list[Any], numbers: list[int] | str
+) -> None:
+    """Of names that the model has, or of numbers; a new head takes those of the data."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "w1", "label": each} for each in labels])
+    keys: dict[str, Any] = {"config": {**BERT, **config}}
+    if stored is not None:
+        keys = {"source": classifier(tmp_path / "made", 0, **stored), "config": config}
+    own = class_names(ModelSection(**keys, head="sequence_classification"), None)
+    section = DataSection(train=rows, format="labels", tokenizer=words, sequence_length=8, eval_fraction=0.0)
+    if isinstance(numbers, str):
+        with pytest.raises(DataError, match=numbers):
+            load_datasets(section, own=own)
+        return
+    assert [int(each["labels"]) for each in load_datasets(section, own=own).train] == numbers
+
+
+@pytest.mark.parametrize("given", ["source", "model", "callable"])
+def test_a_classifier_that_is_sure_and_right_has_no_loss(tmp_path: Path, words: str, given: str) -> None:
+    """Its own names number the rows that it is trained on and evaluated with, and stay its own."""
+    rows = write_rows(tmp_path / "rows.jsonl", [{"text": "w1", "label": each} for each in ["good"] * 30 + ["bad"]])
+    source = classifier(tmp_path / "made", 0, **NAMED)
+    data = {"train": rows, "eval": rows, "format": "labels", "tokenizer": words, "sequence_length": 8}
+    sections: dict[str, Any] = {"data": data, "precision": {"compute": "float32"}}
+    load = tf.AutoModelForSequenceClassification.from_pretrained
+    if given == "callable":
+        made = partial(tf.BertForSequenceClassification, tf.BertConfig(**BERT, vocab_size=64, **NAMED))
+        check_refused(
+            ConfigError, "model: it is built with classes good, bad, .* as bad, good", tmp_path, made, **sections
+        )
+        return
+    model = [load(source)] if given == "model" else []
+    sections |= {} if model else {"model": {"source": source, "head": "sequence_classification"}}
+    with one_rank(tmp_path, *model, **sections) as trainer:
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(10 / 31, abs=1e-3)
+        assert trainer.run.model.module.config.id2label == NAMED["id2label"]
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
@@ -99,7 +177,7 @@ def test_models_that_labels_do_not_fit(tmp_path: Path, words: str, model: dict[s
             "eval",
             "eval.jsonl",
             '{"text": "w1", "label": "c"}\n',
-            r"data\.eval .* classes that the training text does not have: c",
+            r"data\.eval .* classes that the model does not have: c; it has a, b",
         ),
         (
             "eval",
@@ -406,11 +484,17 @@ def test_sub_folders_are_labels_and_a_part_is_held_out_by_name(tmp_path: Path) -
     named = pictures(root, eval={"a": str(root), "b": str(folder(tmp_path / "b", dog=DOG))})
     assert {name: len(each) for name, each in named.eval.items()} == {"a": 80, "b": 12}
     assert {label for _, label in named.eval["b"].files} == {1}
+    processor = tf.ViTImageProcessorPil(size={"height": 8, "width": 8})
+    section = DataSection(train=str(root), eval=str(tmp_path / "b"), format="pictures")
+    classes = ("dog", "bird", "cat")
+    swapped = load_pictures(section, processor, "RGB", (classes, True))
+    assert swapped.classes == classes
+    assert [{label for _, label in each.files} for each in (swapped.train, swapped.eval)] == [{0, 2}, {0}]
 
 
 def test_pictures_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     root = folder(tmp_path / "all")
-    with pytest.raises(DataError, match=r"data.eval has classes that the training pictures do not have: .*bird"):
+    with pytest.raises(DataError, match=r"data.eval has classes that the model does not have: bird; it has cat, dog"):
         pictures(root, eval=str(folder(tmp_path / "other", bird=CAT)))
     with pytest.raises(DataError, match=r"'.*all/cat/0.png' does not lie in a sub-folder of '.*' that is its label"):
         pictures(tmp_path)
