@@ -1,6 +1,7 @@
 """PEFT's adapters (Hu et al., "LoRA", 2021): found by attributes, as PEFT is imported only to add them to a model in files."""
 
 import json
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -204,6 +205,8 @@ def add_adapters(
     for name, wanted in section.wanted_adapters.items():
         if isinstance(wanted, str):
             _load_adapter(model, name, wanted, adapters_key(section, name), read)
+        else:
+            _check_matches(wanted, model, adapters_key(section, name))
     alone = [name for name in left_out if not [*base.get_submodule(name).children()]]
     notes = [f"no adapters on {some(alone)}"] if alone else []
     if changed:
@@ -289,6 +292,21 @@ def _frozen_values(
         return encoded.codec.decoded(found, like.shape, compute).to(like.dtype, copy=True)
 
     return read
+
+
+def _check_matches(wanted: Mapping[str, Any], model: Any, where: str) -> None:
+    """Raise `ConfigError` for a name in an adapter's settings that matches nothing, of which PEFT at most warns."""
+    modules, tuner = [name for name, _ in model.named_modules()], model.base_model
+    adapted = [*getattr(tuner, "targeted_module_names", modules), *getattr(tuner, "targeted_parameter_names", ())]
+    for key, what in _TABLES["matched"].items():
+        begin = ".*" if key == "modules_to_save" else r"(.*\.)?"  # As PEFT matches.
+        names = modules if what == "module" else adapted
+        for each in given if isinstance(given := wanted.get(key), list | dict) else ():
+            pattern = each if key.endswith("pattern") else re.escape(each)
+            if not any(re.fullmatch(f"{begin}({pattern})", name) for name in names):
+                there = [*modules, *(name for name, _ in model.named_parameters())]
+                near = nearest_of(each, {".".join(name.split(".")[-1 - each.count(".") :]) for name in there})
+                raise ConfigError(f"{key}: {each!r} matches no {what} of the model{near}", where=where)
 
 
 def _check_layers(model: Any, where: str) -> None:

@@ -100,10 +100,13 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
 
 
 def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
-    """Return the options by which no parameter of an adapter is encoded, also where it is frozen."""
-    if options.weights is None or not is_adapted(model):
+    """Return the options by which no parameter of an adapter is encoded, also where it is frozen. Raises `ConfigError` for a
+    pattern of `model.weights` that matches nothing, except one with brackets, which is of files in 4 bits."""
+    if options.weights is None:
         return options
-    skip = (*options.weights.skip, *sorted(adapter_names(model)))
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    require_matches([each for each in options.weights.skip if "[" not in each], names, "model.weights.skip")
+    skip = (*options.weights.skip, *sorted(adapter_names(model) if is_adapted(model) else ()))
     return replace(options, weights=replace(options.weights, skip=skip))
 
 
@@ -126,6 +129,7 @@ def options_for_model(options: ZeroOptions, config: TrainerConfig, model: nn.Mod
     elif not encoded_names(model, options.weights):
         raise ConfigError(_ALL_TRAINED.format(options.weights.codec.name), where="model.weights")
     section, settings = config.optimizer, options.optimizer
+    require_matches(section.no_decay, dict(model.named_parameters()), "optimizer.no_decay")
     exempt = tuple(biases_and_norms(model)) if section.exempt != "none" else ()
     if section.name in FUSED and not section.options:
         if not section.groups:

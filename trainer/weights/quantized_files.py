@@ -120,7 +120,7 @@ class QuantizedTensors(ABC):
             return None
         (codec,) = codecs
         whole = [name for name, each in self.entries.items() if len(each.shape) == 2 and name not in self._encoded]
-        skip = [f"*{name.removesuffix('weight')}*weight" for name in whole if name.endswith(".weight")]
+        skip = [f"*{name.removesuffix('weight')}*[w]eight" for name in whole if name.endswith(".weight")]
         return {"codec": codec.name, "block": codec.block, "nested": codec.nested, "skip": (*skip, _EXPERTS)}
 
 

@@ -32,9 +32,8 @@ class GroupRules:
     """Assigns parameters to optimizer groups by name: the user's groups, or else group 0 with weight decay and 1 without."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
-        self._patterns = settings.no_decay
-        self._names = frozenset(self._patterns)
-        self._globs = tuple(pattern for pattern in self._patterns if set("*?[").intersection(pattern))
+        self._names = frozenset(settings.no_decay)
+        self._globs = tuple(pattern for pattern in settings.no_decay if set("*?[").intersection(pattern))
         self._members = {name: number for number, names in enumerate(settings.members) for name in names}
 
     def group_of(self, fqn: str) -> int:
@@ -42,11 +41,6 @@ class GroupRules:
         if self._members:
             return self._members.get(fqn, NO_GROUP)
         return int(fqn in self._names or any(fnmatchcase(fqn, pattern) for pattern in self._globs))
-
-    def unmatched(self, fqns: Sequence[str]) -> list[str]:
-        """List the patterns that match none of the parameters `fqns`."""
-        names = frozenset(fqns)
-        return [each for each in self._patterns if each not in names and not any(fnmatchcase(n, each) for n in fqns)]
 
 
 OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {

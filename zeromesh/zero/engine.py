@@ -95,13 +95,8 @@ class ZeroEngine:
         also where `cuts` leave a part of it on this rank; None: the model's own. The engine closes `tiers`; None: it opens them."""
         tiers = tiers or open_tiers(mesh, options)
         try:
-            rules = GroupRules(options.optimizer)
-            plan = plan_model(model, options.precision.compute, rules.group_of, cuts, options.weights)
-            specs = chain.from_iterable(unit.specs for unit in plan)
-            stage_names = [name for spec in specs for name in (spec.name, *spec.other_names)]
-            names = chain.from_iterable(mesh.pipeline.gather_json(stage_names, "names of all parameters"))
-            if unmatched := rules.unmatched(list(names)):
-                raise ConfigError(f"optimizer.no_decay: {', '.join(unmatched)} matches no parameter of the model")
+            group_of = GroupRules(options.optimizer).group_of
+            plan = plan_model(model, options.precision.compute, group_of, cuts, options.weights)
             if options.offload.durable and (buffers := list(persistent_buffers(model))):
                 raise ConfigError(f"{some(buffers)}: buffers that are saved are not on files", where="offload.durable")
             with tiers.states.allocating() if tiers.states is not None else nullcontext():

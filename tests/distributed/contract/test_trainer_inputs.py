@@ -62,7 +62,7 @@ activation: model.config.hidden_act=gellu -> hidden_act 'gellu' is not known to 
 memory: model.config.hidden_size=400000 -> parameters at stage 3 need at least & TiB optimizer moments
 head: model.head=masked_lm -> model.head: LlamaConfig has no masked_lm model; it has causal_lm
 labels: model.head=sequence_classification -> does not predict the next token, so plain text has no labels
-decay: optimizer.no_decay=['*nrom*'] -> optimizer.no_decay: *nrom* matches no parameter of the model
+decay: optimizer.no_decay=['*nrom*'] -> optimizer.no_decay: '*nrom*' matches no parameter of the model
 output: run.output_dir={here}/file -> file/run' cannot be written: Not a directory; change run.outp
 no source: model.source=/nowhere | model.config=null -> model.source: '/nowhere' does not exist; give a local dire
 two models: model.source={here}/good -> model.config: given beside model.source & set it to null

@@ -38,6 +38,18 @@ test_patterns_choose_as_in_a_plain_loop = tried(
             {"model": {"train": ["lm_head.*"]}, "optimizer": {"groups": [{"match": "*norm*", "lr_factor": 2}]}},
             r"optimizer\.groups: '\*norm\*' matches no trained parameter of the model; nearest: lm_head\.weight",
         ),
+        (
+            {"optimizer": {"no_decay": ["*.nrom.*"]}},
+            r"optimizer\.no_decay: '\*\.nrom\.\*' matches no parameter of the model; nearest: ",
+        ),
+        (
+            {"optimizer": {"no_decay": ["*.nrom.*"], "groups": [{"match": "*norm*", "lr_factor": 2}]}},
+            r"optimizer\.no_decay: '\*\.nrom\.\*' matches no parameter of the model",
+        ),
+        (
+            {"model": {"lora": {"rank": 2}, "weights": {"skip": ["*.layer.0.*", "*lm_head*"]}}},
+            r"model\.weights\.skip: '\*\.layer\.0\.\*' matches no parameter .*nearest: .*model\.layers\.0",
+        ),
         ({"model": {"train": ["!*"]}}, r"model\.train: .* freezes all parameters; unfreeze some"),
         ({"optimizer": {"groups": [{"lr_factor": 2}]}}, r"optimizer\.groups"),
     ],

@@ -396,6 +396,9 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         add_adapters(built(), from_directory(tmp_path), 3)
 
 
+ONE = {"target_modules": ["q_proj"]}
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -409,6 +412,24 @@ def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
         ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication is refused, as it changes more"),
         ({"init_lora_weights": "corda"}, r"init_lora_weights: corda is refused"),
         ({"peft_type": "IA3", "target_modules": ["x"], "feedforward_modules": ["y"]}, "feedforward_modules"),
+        (
+            {"target_modules": ["q_proj", "v_prj"]},
+            "target_modules: 'v_prj' matches no module with adapters .*nearest: .*v_proj",
+        ),
+        ({**ONE, "rank_pattern": {"k_proj": 2}}, "rank_pattern: 'k_proj' matches no module with adapters of the model"),
+        ({**ONE, "alpha_pattern": {"[01].q_pro": 2}}, r"alpha_pattern: '\[01\].q_pro' matches no module with adapters"),
+        (
+            {**ONE, "target_parameters": ["mlp.nope"]},
+            "target_parameters: 'mlp.nope' matches no parameter with adapters",
+        ),
+        (
+            {**ONE, "modules_to_save": ["norm", "lm_heda"]},
+            "modules_to_save: 'lm_heda' matches no module .*nearest: lm_head",
+        ),
+        (
+            {**ONE, "exclude_modules": ["v_pro"]},
+            "exclude_modules: 'v_pro' matches no module of the model; nearest: v_proj",
+        ),
     ],
 )
 def test_settings_of_peft_are_checked(given: dict[str, Any], message: str) -> None:

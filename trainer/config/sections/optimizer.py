@@ -271,7 +271,7 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 def require_matches(patterns: Iterable[str], names: Collection[str], where: str) -> None:
     """Raise `ConfigError` for patterns that match no name, with the names nearest to them."""
-    problems, what = [], "parameter" if where == "model.train" else "trained parameter"
+    problems, what = [], "trained parameter" if where == "optimizer.groups" else "parameter"
     for pattern in patterns:
         if not any(_matches(name, [pattern]) for name in names):
             near = sorted(names, key=lambda name: _likeness(pattern, name), reverse=True)[:3]
