@@ -185,7 +185,7 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
 
 def suggestion(path: str) -> str | None:
     """Return the key that an unknown path may mean, by foreign or similar name, or an explanation for one without a key."""
-    meant = KEY_BY_NAME.get(name := path.rpartition(".")[2].lower(), "")
+    meant = KEY_BY_NAME.get(name := path.rpartition(".")[2].lower()) or KEY_BY_NAME.get(path, "")
     if meant.partition(" (")[0] in messages.known_paths() or meant.startswith(NO_KEY):
         return meant
     return messages.nearest_path(path, messages.known_paths()) or KEY_BY_DEEPSPEED_NAME.get(name)

@@ -154,10 +154,20 @@ BAD = [
     ("parallel: {timeout_seconds: 0}", ["parallel.timeout_seconds: got 0"]),
     (
         "precision: {compute: float64, reduce: float64}",
-        ["precision.master float32, precision.reduce float64: the two have to be equal"],
+        [
+            "precision.master float32, precision.reduce float64: the two have to be float64 where ",
+            "is; set both to float64",
+        ],
     ),
     ("precision: {compute: float64, master: float64}", ["precision.master float64, precision.reduce float32"]),
-    ("precision: {master: float64}", ["precision.master float64, precision.reduce float32"]),
+    (
+        "precision: {compute: float64}",
+        ["float32, precision.reduce float32: the two have to be float64", "set both to float64"],
+    ),
+    (
+        "precision: {master: float64}",
+        ["precision.master float64, precision.reduce float32", "set both to float32, or both"],
+    ),
     ("precision: {reduce: float64}", ["precision.master float32, precision.reduce float64"]),
     ("precision: {compute: float16}\nrun: {on_nonfinite: stop}", ["run.on_nonfinite: stop", "float16"]),
     ("optimizer: {in_backward: true}\nrun: {on_nonfinite: stop}", ["run.clip_norm: 1.0 does not go with"]),
@@ -559,7 +569,11 @@ def test_arguments_and_methods_of_other_trainers_are_known() -> None:
 def test_suggestions_point_at_keys_that_exist() -> None:
     for foreign in ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "bf16", "seq_len", "epochs"):
         assert (suggestion(f"run.{foreign}") or "").split(" ")[0] in known_paths()
-    assert suggestion("qwertyuiop") is None
+    found = [
+        suggestion(each)
+        for each in ("model.name", "model.path", "parallel.ep", "parallel.outer.beta", "run.nam", "qwertyuiop")
+    ]
+    assert found == ["model.source", "model.source", "parallel.expert", "parallel.outer.momentum", "run.name", None]
 
 
 def test_every_key_says_what_it_allows() -> None:
