@@ -85,8 +85,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         if never and steps and not number_of_start():  # Else they are the run's own.
             there = f"{self.store.root} holds checkpoints" if record is None else "files hold states"
             why = f"{there} of an earlier run, up to step {steps[0]}, and checkpoint.resume is never"
-            cure = "give this run another run.name, move them away, or set checkpoint.resume: auto"
-            raise ConfigError(f"{why}; {cure}")
+            raise ConfigError(f"{why}; give this run another run.name, move them away, or set checkpoint.resume: auto")
         if record is not None:
             self._note(f"states of step {record['step']} are on files (offload.durable): no checkpoint is read")
             return self._go_on_from(json.loads(record["content"]), settings)

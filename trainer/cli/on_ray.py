@@ -34,8 +34,7 @@ class RayLauncher:
         export(variables)
         arguments, processes, nodes = work
         with noted_signals() as requests:
-            others = Follower(nodes, processes, notify, lambda: bool(requests.first))
-            return run_starts(arguments, others, requests)
+            return run_starts(arguments, Follower(nodes, processes, notify, lambda: bool(requests.first)), requests)
 
 
 def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mapping[str, str], notify: Notify) -> Result:

@@ -277,8 +277,7 @@ def _targets(
         return np.repeat(np.asarray(answered, np.bool_), sizes), False
     if offsets is None:
         why = "a token has a part of an answer and of what is beside it, and the tokenizer does not say where its tokens lie"
-        cure = "use a fast tokenizer (with tokenizer.json), or set data.loss_on: all"
-        raise DataError(f"{row.row.where}: {why}; {cure}")
+        raise DataError(f"{row.row.where}: {why}; use a fast tokenizer (with tokenizer.json), or set data.loss_on: all")
     return targets, True
 
 

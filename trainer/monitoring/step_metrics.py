@@ -104,8 +104,7 @@ def step_of(record: Mapping[str, Any]) -> float:
 
 
 def _parse(line: bytes, path: str | os.PathLike[str], number: int) -> dict[str, Any]:
-    where = f"{os.fspath(path)!r} line {number}"
-    return json_object(line, lambda why: StorageError(f"{where} {why}; move the file away"))
+    return json_object(line, lambda why: StorageError(f"{os.fspath(path)!r} line {number} {why}; move the file away"))
 
 
 def strict(value: Any) -> Any:

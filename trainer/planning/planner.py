@@ -128,8 +128,7 @@ class Planner:
         sequence = len(tensors) > 1 and subject.can_trace(2, sequence=True)
         # Shares of short sequences would save little memory.
         longest = subject.config.data.sequence_length // (2 * _LEAST_PIECE)
-        shares = [size for size in _divisors(min(ranks, host)) if size == 1 or size <= longest]
-        sizes = self._choices("context", shares)
+        sizes = self._choices("context", [size for size in _divisors(min(ranks, host)) if size == 1 or size <= longest])
         contexts = [size for size in sizes if size == 1 or subject.can_trace(1, context=size)]
         can_recompute = subject.can_trace(1, recompute="block")
         modes: tuple[Mode, ...] = ("none", "selective", "block") if can_recompute else ("none",)

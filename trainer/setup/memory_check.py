@@ -173,5 +173,4 @@ def pinned_notes(budget: PinnedBudget) -> list[str]:
     if not budget.pageable:
         return [text]
     why = f"{human_bytes(budget.pageable)} are not, because the driver refused or too little memory is free"
-    cure = "their copies are slower and make the host wait; offload less, or to files"
-    return [f"WARNING: {text}, and {why}: {cure}"]
+    return [f"WARNING: {text}, and {why}: their copies are slower and make the host wait; offload less, or to files"]

@@ -134,8 +134,7 @@ def gather_parts(
     what its rank has `encoded`. Returns a call that waits for it."""
     what = "gather of parameters from replicas"
     if wire is None or encoded is None:
-        call = CollectiveCall(whole, whole[own.start : own.end], what)
-        return ranks.start(Collective.ALL_GATHER, call).wait
+        return ranks.start(Collective.ALL_GATHER, CollectiveCall(whole, whole[own.start : own.end], what)).wait
     received = encoded.new_empty(ranks.size * encoded.numel())
     launched = ranks.start(Collective.ALL_GATHER, CollectiveCall(received, encoded, what))
 

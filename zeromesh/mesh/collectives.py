@@ -86,13 +86,11 @@ def _broadcasts(call: CollectiveCall) -> Launched:
 def _all_gather(call: CollectiveCall) -> Launched:
     if len(set(call.received)) > 1:
         return _broadcasts(call)
-    work = _all_gather_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(call, [work], call.out.nbytes)
+    return Launched(call, [_all_gather_single(call.out, call.given, group=call.group, async_op=True)], call.out.nbytes)
 
 
 def _all_reduce(call: CollectiveCall) -> Launched:
-    work = dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)
-    return Launched(call, [work], call.out.nbytes)
+    return Launched(call, [dist.all_reduce(call.out, op=call.op, group=call.group, async_op=True)], call.out.nbytes)
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launched:

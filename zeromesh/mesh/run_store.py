@@ -168,5 +168,4 @@ def _receive_descriptors(name: bytes, rank: int, seconds: float) -> tuple[int, i
 
 
 def _user_at(connection: socket.socket) -> int:
-    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size)
-    return int(_USER.unpack(data)[1])
+    return int(_USER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _USER.size))[1])

@@ -45,8 +45,7 @@ class ReplicaGroups:
         self._wire_of_sums = WireCodec(name="bfloat16") if rounds else self.wire
         if mesh.model_size == 1:
             return
-        shared = sorted({bucket.shared_by for bucket in buckets} - {()})
-        rows = mesh.world.gather_json(shared, "who shares parameters")
+        rows = mesh.world.gather_json(sorted({bucket.shared_by for bucket in buckets} - {()}), "who shares parameters")
         pairs = ((tuple((axis, tuple(at)) for axis, at in row), rank) for rank, own in enumerate(rows) for row in own)
         for positions, ranks in sorted(grouped(pairs).items()):
             # The mesh keeps these process sets, so that the next engine on it finds them.

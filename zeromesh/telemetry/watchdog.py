@@ -446,8 +446,7 @@ class Watchdog:
                 if number in inside:
                     peer_left_at = min(peer_left_at, now)
                     if now - peer_left_at >= self.LEFT_SECONDS:
-                        left = f"rank {peer} has left {inside[number]} with {why}"
-                        raise CollectiveError(f"{what} cannot end: {left}")
+                        raise CollectiveError(f"{what} cannot end: rank {peer} has left {inside[number]} with {why}")
                     break
             progress = sum(map(self.board.progress, others))
             if progress != latest_progress:

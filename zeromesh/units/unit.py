@@ -226,8 +226,7 @@ class Bucket:
         if copy is None or not self.divided:
             return lambda: None
         whole = copy.load(device)  # Only here is a copy needed that rests elsewhere.
-        own = self.interval.after(self.held.start)
-        wait = gather_parts(self.group.replicas, whole, own, wire, encoded)
+        wait = gather_parts(self.group.replicas, whole, self.interval.after(self.held.start), wire, encoded)
 
         def finish() -> None:
             wait()
