@@ -1,6 +1,7 @@
 """The options of the engine that follow from a configuration, and the parameters that are trained or without weight decay."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
@@ -101,11 +102,12 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
 
 def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
     """Return the options by which no parameter of an adapter is encoded, also where it is frozen. Raises `ConfigError` for a
-    pattern of `model.weights` that matches nothing, except one with brackets, which is of files in 4 bits."""
+    pattern of `model.weights` that matches nothing, unless it has brackets (of files in 4 bits) or numbers (of layers)."""
     if options.weights is None:
         return options
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    require_matches([each for each in options.weights.skip if "[" not in each], names, "model.weights.skip")
+    patterns = [each for each in options.weights.skip if not re.search(r"\[|\b\d+\b", each)]
+    require_matches(patterns, names, "model.weights.skip")
     skip = (*options.weights.skip, *sorted(adapter_names(model) if is_adapted(model) else ()))
     return replace(options, weights=replace(options.weights, skip=skip))
 
