@@ -41,12 +41,10 @@ class Divided:
             self.pipeline.close()
 
 
-def divide(
-    model: nn.Module,
-    mesh: Mesh,
-    options: ParallelOptions,
-    example: Callable[[], Mapping[str, Any] | None] = lambda: None,
-) -> Divided:
+Example = Callable[[], Mapping[str, Any] | None]
+
+
+def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Example = lambda: None) -> Divided:
     """Make `model` compute this rank's part; all ranks of the mesh call this alike. `example` returns a batch like those of the run
     for a trial without values; None: token ids alone. Raises `LayoutError`, with the reason, for a model that cannot be divided."""
     anatomy = examine(model, example()) if mesh.shape.divides("blocks") else None

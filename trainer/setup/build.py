@@ -58,14 +58,8 @@ def connect(config: TrainerConfig) -> Mesh:
     if device.type == "cpu":
         reuse_freed_memory()
         allocate_buffers()
-    mesh = Mesh(
-        shape,
-        environment,
-        device=device,
-        timeout_seconds=parallel.patience,
-        order=parallel.order,
-        traces=config.run.directory,
-    )
+    seconds, traces = parallel.patience, config.run.directory
+    mesh = Mesh(shape, environment, device=device, timeout_seconds=seconds, order=parallel.order, traces=traces)
     if config.profile.allocations:
         accelerator.record_allocations(device)
     mesh.recorder.enabled = config.profile.step_figures

@@ -106,17 +106,13 @@ def _all_to_all(call: CollectiveCall) -> Launched:
 
 
 Row = Callable[[CollectiveCall], Launched]
+_ANYWHERE = {Collective.ALL_REDUCE: _all_reduce, Collective.ALL_TO_ALL: _all_to_all, Collective.BROADCAST: _broadcasts}
 COLLECTIVES: Mapping[tuple[Collective, bool], Row] = {
     (Collective.ALL_GATHER, False): _broadcasts,
     (Collective.ALL_GATHER, True): _all_gather,
-    (Collective.ALL_REDUCE, False): _all_reduce,
-    (Collective.ALL_REDUCE, True): _all_reduce,
     (Collective.REDUCE_SCATTER, True): _reduce_scatter,
-    (Collective.ALL_TO_ALL, False): _all_to_all,
-    (Collective.ALL_TO_ALL, True): _all_to_all,
-    (Collective.BROADCAST, False): _broadcasts,
-    (Collective.BROADCAST, True): _broadcasts,
     (Collective.AGREEMENT, False): _all_gather,
+    **{(kind, on_device): row for kind, row in _ANYWHERE.items() for on_device in (False, True)},
 }
 """The functions that start collectives, by collective and by whether a device runs it. On CPUs, gloo adds only in `ALL_REDUCE`,
 in an order of its own: sums in rank order are computed from what `ALL_TO_ALL` and `ALL_GATHER` deliver."""

@@ -124,11 +124,7 @@ def build_units(
 
 
 def _open_group(
-    ranks: ProcessSet,
-    rows: Sequence[tuple[BucketLayout, bool, _Runs]],
-    mesh: Mesh,
-    options: ZeroOptions,
-    ledger: Ledger,
+    ranks: ProcessSet, rows: Sequence[tuple[BucketLayout, bool, _Runs]], mesh: Mesh, options: ZeroOptions, usage: Ledger
 ) -> StateGroup:
     """Allocate the buffers of buckets, each with its layout, True if it stays gathered, and the runs of files that it is in."""
     kind = choose_transport(options.transport, ranks, mesh.device)
@@ -153,8 +149,8 @@ def _open_group(
     transport = open_transport("local" if replicated else kind, ranks, mesh.device, requests, *ring)
     reduction = open_transport(kind, ranks, mesh.device, [], *ring) if replicated else transport
     kept_bytes = sum(buffer.full.nbytes for buffer in transport.buffers if buffer.persistent)
-    ledger.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
-    ledger.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
+    usage.add(Tier.DEVICE, Purpose.PARAMETERS, int(kept_bytes * transport.share))
+    usage.add(Tier.DEVICE, Purpose.GRADIENT_BUCKETS, ring_bytes(reduction.name, *ring))
     return StateGroup(ranks, mesh.replicate, transport, reduction, ring[1])
 
 
