@@ -274,10 +274,8 @@ class Tiers:
     """The step of the run's newest checkpoint, from which it goes on where `durable` has none that is newer; -1: none."""
     _file: FileTier | None = None
 
-    def allocate(
-        self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, label: str
-    ) -> TieredTensor:
-        """Allocate zeros, `[numel]`, named `label` in errors. Raises `StorageError` without room, or a directory to make it in."""
+    def allocate(self, numel: int, dtype: torch.dtype, choice: TierChoice, purpose: Purpose, name: str) -> TieredTensor:
+        """Allocate zeros, `[numel]`, named `name` in errors. Raises `StorageError` without room, or a directory to make it in."""
         cut, away = choice.offloaded_numel(numel), Tier.FILE if choice.tier == "file" else Tier.HOST
         parts: list[TieredPart] = []
         for start, end, tier in ((0, cut, away), (cut, numel, Tier.DEVICE)):
@@ -287,7 +285,7 @@ class Tiers:
             try:
                 if tier is Tier.FILE:
                     files: FileTier = self.durable if self.durable is not None and purpose in DURABLE else self.file()
-                    slot = files.allocate(length * dtype.itemsize, label)
+                    slot = files.allocate(length * dtype.itemsize, name)
                 elif tier is Tier.HOST:
                     memory = self.pinned.allocate(length, dtype, self.device)
                 else:
@@ -296,7 +294,7 @@ class Tiers:
                 raise
             except (OSError, MemoryError, RuntimeError) as error:
                 raise StorageError(
-                    f"{tier.value} tier, {label}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
+                    f"{tier.value} tier, {name}: {length * dtype.itemsize:,} bytes cannot be allocated: {error}"
                 ) from error
             parts.append(TieredPart(start=start, end=end, tier=tier, memory=memory, slot=slot))
         return self._counted(dtype, parts, purpose)

@@ -22,6 +22,8 @@ from zeromesh.tensor.parallelize_module import Parallelized
 from zeromesh.tensor.plan.planner import plan_tensor
 from zeromesh.units.plan import ModelCuts
 
+Example = Callable[[], Mapping[str, Any] | None]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Divided:
@@ -39,9 +41,6 @@ class Divided:
     def close(self) -> None:
         if self.pipeline is not None:
             self.pipeline.close()
-
-
-Example = Callable[[], Mapping[str, Any] | None]
 
 
 def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Example = lambda: None) -> Divided:

@@ -247,25 +247,23 @@ class _DatasetLoader:
         keys = {"separate": self.section.separates, "masked": masked, "separator": self.tokenizer.end_of_text}
         return TokenDataset.join(text, first, amount, length, **keys)
 
-    def _pack_rows(
-        self, section: DataSection, text: StoredText, first: int, amount: TextAmount, where: str
-    ) -> TokenDataset:
-        length, counts, classes = section.sequence_length, Counter(text.remarks["counts"]), None
+    def _pack_rows(self, part: DataSection, text: StoredText, first: int, held: TextAmount, where: str) -> TokenDataset:
+        length, counts, classes = part.sequence_length, Counter(text.remarks["counts"]), None
         if not counts["rows"]:
             raise DataError(f"{where} has no rows")
-        if not amount.documents:
+        if not held.documents:
             why = f"{where} holds {counted(counts['rows'], 'row')}, and none has a target of the loss in its first"
             cure = "look whether the messages have an answer of role assistant, or set data.loss_on: all"
             raise DataError(f"{why} {counted(length, 'token')}; raise data.sequence_length, {cure}")
-        if labelled := section.rows.label is not None:
-            own = text.remarks["labels"][text.kept.documents if first else 0 :][: amount.documents]
+        if labelled := part.rows.label is not None:
+            own = text.remarks["labels"][text.kept.documents if first else 0 :][: held.documents]
             classes = np.asarray(_numbers_of(own, self.classes, where), np.int64)
-        packing, separate = section.packing and not labelled, self.section.separates and not labelled
+        packing, separate = part.packing and not labelled, self.section.separates and not labelled
         separator = self.tokenizer.padding if labelled else self.tokenizer.end_of_text
         keys = {"separate": separate, "separator": separator, "labels": classes}
-        found = TokenDataset.pack(text, first, amount, length, packing=packing, **keys)
-        filled = amount.tokens / (len(found) * length)
-        what = f"{where}: {counted(amount.documents, 'row', ',')}, {counted(amount.tokens, 'token', ',')}"
+        found = TokenDataset.pack(text, first, held, length, packing=packing, **keys)
+        filled = held.tokens / (len(found) * length)
+        what = f"{where}: {counted(held.documents, 'row', ',')}, {counted(held.tokens, 'token', ',')}"
         note = f"{what}, in {counted(len(found), 'sequence', ',')} of {length}, which they fill to {filled:.0%}"
         if labelled:
             note += f"; {len(self.classes)} classes: {some(self.classes, 8)}"

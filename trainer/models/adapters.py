@@ -295,7 +295,7 @@ def _frozen_values(
 
 
 def _check_matches(wanted: Mapping[str, Any], model: Any, where: str) -> None:
-    """Raise `ConfigError` for a name in an adapter's settings that matches nothing, of which PEFT at most warns."""
+    """Raise `ConfigError` for a name in an adapter's settings that matches nothing; those of layers may, in small copies."""
     modules, tuner = [name for name, _ in model.named_modules()], model.base_model
     adapted = [*getattr(tuner, "targeted_module_names", modules), *getattr(tuner, "targeted_parameter_names", ())]
     for key, what in _TABLES["matched"].items():
@@ -303,8 +303,7 @@ def _check_matches(wanted: Mapping[str, Any], model: Any, where: str) -> None:
         names = modules if what == "module" else adapted
         for each in given if isinstance(given := wanted.get(key), list | dict) else ():
             pattern = each if key.endswith("pattern") else re.escape(each)
-            is_numbered = re.search(r"\b\d+\b", each)  # A small copy of the model has fewer layers.
-            if not is_numbered and not any(re.fullmatch(f"{begin}({pattern})", name) for name in names):
+            if not re.search(r"\b\d+\b", each) and not any(re.fullmatch(f"{begin}({pattern})", name) for name in names):
                 there = [*modules, *(name for name, _ in model.named_parameters())]
                 near = nearest_of(each, {".".join(name.split(".")[-1 - each.count(".") :]) for name in there})
                 raise ConfigError(f"{key}: {each!r} matches no {what} of the model{near}", where=where)

@@ -81,8 +81,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
 
 
 def read_metrics(path: str | os.PathLike[str], broken: list[str] | None = None) -> list[dict[str, Any]]:
-    """Return a metrics file's whole lines, none of a missing one. Raises `StorageError` for an unreadable one, and for bad lines
-    but with `broken`."""
+    """Return a metrics file's whole lines, none if it is missing. Raises `StorageError`, also for bad lines without `broken`."""
     content = b""
     with refusals(path, "read"), suppress(FileNotFoundError, NotADirectoryError):
         content = read_whole(path)

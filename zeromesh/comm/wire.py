@@ -91,14 +91,12 @@ class WireCodec:
 Wire = WireCodec | None  # None: values are sent as they are.
 
 
-def sum_parts(
-    ranks: ProcessSet, gradient: torch.Tensor, order: Sequence[int], out: torch.Tensor, wire: Wire
-) -> Reduction:
-    """Start to send each rank a part of `gradient`, 1-D, as long as `out`: that with the number which `order` has at the rank's
+def sum_parts(ranks: ProcessSet, grads: torch.Tensor, order: Sequence[int], out: torch.Tensor, wire: Wire) -> Reduction:
+    """Start to send each rank a part of `grads`, 1-D, as long as `out`: that with the number which `order` has at the rank's
     position. The sum of what this rank receives, and of its own part, which no codec touches, is made in `out`, which may be in the
-    memory of `gradient`, in rank order."""
-    split, kind = torch.split(gradient, out.numel()), Collective.REDUCE_SCATTER
-    parts, given = [split[each] for each in order], gradient
+    memory of `grads`, in rank order."""
+    split, kind = torch.split(grads, out.numel()), Collective.REDUCE_SCATTER
+    parts, given = [split[each] for each in order], grads
     own = parts[ranks.index]
     if wire is not None:
         kept = own.new_empty(wire.nbytes(own.numel()), dtype=torch.uint8)  # This rank sends itself nothing.

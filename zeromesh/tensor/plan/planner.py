@@ -460,12 +460,10 @@ def _block_styles(block: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
                 yield f"{prefix}.{inside}{leaf}", "embedding_heads"
         for name in columns:
             left.pop(name, None)
-    yield from ((f"{prefix}.{name}", style) for name, style in _mlps(modules, left, width))
+    yield from ((f"{prefix}.{name}", style) for name, style in _mlp(modules, left, width))
 
 
-def _mlps(
-    parts: Mapping[str, nn.Module], sizes: Mapping[str, tuple[int, int]], width: int
-) -> Iterator[tuple[str, str]]:
+def _mlp(parts: Mapping[str, nn.Module], sizes: Mapping[str, tuple[int, int]], width: int) -> Iterator[tuple[str, str]]:
     """Yield the layers of MLPs: those that widen the hidden states of a block, and the following one that narrows them again."""
 
     def is_plain(name: str) -> bool:
