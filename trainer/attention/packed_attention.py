@@ -49,7 +49,6 @@ class DocumentMask(Tensor):
     def __new__(
         cls, documents: Documents, pattern: Any, make: Callable[[], Tensor], shares: Context | None, **kind: Any
     ) -> Any:
-        """Make the mask, of the dtype and on the device that `kind` has."""
         queries = documents.length // (1 if shares is None else shares.exchange.size)
         found = torch.Tensor._make_wrapper_subclass(cls, (documents.rows, 1, queries, documents.length), **kind)
         found.documents, found.pattern, found.make, found.shares = documents, pattern, cache(make), shares

@@ -300,19 +300,16 @@ def _serve(options: argparse.Namespace, fields: Mapping[str, Any], keys: Sequenc
         hurried.wait(options.grace)
         inbox.stop(abandon=True)
 
-    with (
-        handled_signals(STOP_SIGNALS, stop),
-        Generator(options.config, options.config_file, overrides=keys) as generator,
-    ):
-        generator.require_serving(fields)
-        if generator.tokenizer is None:
+    with handled_signals(STOP_SIGNALS, stop), Generator(options.config, options.config_file, overrides=keys) as made:
+        made.require_serving(fields)
+        if made.tokenizer is None:
             raise ConfigError("serve: answers are text, and the model's directory has no tokenizer; set data.tokenizer")
-        models = served(generator.placed.adapters.why_alone)
+        models = served(made.placed.adapters.why_alone)
         if server is not None:
-            train.say(f"serving {', '.join(models)} at {server.start(generator, models)} (Ctrl-C ends it)")
+            train.say(f"serving {', '.join(models)} at {server.start(made, models)} (Ctrl-C ends it)")
             threading.Thread(target=stop_when_requested, args=(server, inbox), daemon=True).start()
         try:
-            generator.serve(inbox, batch=options.batch, **fields)
+            made.serve(inbox, batch=options.batch, **fields)
         except BaseException as error:
             if server is not None:
                 server.fail(error)

@@ -69,7 +69,6 @@ class Inbox:
         return inbox
 
     def __len__(self) -> int:
-        """The number of open requests."""
         with self._changed:
             return len(self._open)
 

@@ -84,11 +84,8 @@ def measure_machine(
     device = measured("products, memory and launches", alone.rates)
     update = measured("updates", alone.updates)
     # Rank 0 alone looks for the folder, which other hosts may not have.
-    disk = (
-        measured("the disk", lambda: hardware.measure(nearest_directory(directory.expanduser().absolute())))
-        if sizes.disk
-        else None
-    )
+    folder = directory.expanduser().absolute()
+    disk = measured("the disk", lambda: hardware.measure(nearest_directory(folder))) if sizes.disk else None
     # Ranks that share a core would measure scheduling.
     busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
     host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth

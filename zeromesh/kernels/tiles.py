@@ -72,8 +72,6 @@ class _TiledPass:
 
 
 class _SavedInput(torch.autograd.Function):
-    """Returns the input, and saves it."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(x)
