@@ -88,7 +88,7 @@ class OptimizerSettings(keys.OptimizerKeys):
     weight_decay: float = 0.01
     own_class: OptimizerClass | None = None
     """The class to run instead of the optimizer of that name."""
-    groups: tuple[Mapping[str, Any], ...] = field(default=(), compare=False)
+    groups: tuple[Mapping[str, Any], ...] = field(default=(), compare=False, repr=False)
     """The hyperparameters of each group, under the names of the optimizer's class; none: two groups, with and without decay."""
     members: tuple[tuple[str, ...], ...] = ()
     """The parameter names of each group, for user-defined groups; a parameter in no group is never updated."""
@@ -176,7 +176,7 @@ class OffloadOptions(keys.OffloadKeys):
     gradients: TierChoice | None = None
     parameters: TierChoice = field(default_factory=TierChoice)
     activations: TierChoice = field(default_factory=TierChoice)
-    files: FileSettings = field(default_factory=FileSettings)
+    files: FileSettings = field(default_factory=FileSettings, repr=False)  # Hosts may have paths of their own.
     in_place: bool = False
     """True if frozen parameters offloaded to files stay in the source's files, if these have the same bytes; neither is written."""
     staging_bytes: int | None = None

@@ -1,6 +1,7 @@
 """Builds the runtime units of a model: layouts, memory, initial values, and parameters as views of flat buffers."""
 
 import hashlib
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from zeromesh.flat.layout import BucketLayout, ParameterSpec, ShardPiece, Stride
 from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
+from zeromesh.offload import Ledger, Purpose, Tier, TieredPart, TieredTensor, Tiers, allocate_lasting
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import Placement, ZeroOptions
@@ -31,6 +32,7 @@ from zeromesh.weight_init.weight_sources import ParameterSource
 _Runs = list[TieredPart] | None
 _Weights = tuple[TieredTensor, TieredTensor | None]
 _CPU = torch.device("cpu")
+_PLACE = re.compile(r" at 0x\w+|, device='\w+:\d+'")  # what texts of equal values do not have in common on all ranks
 _CHUNK = 1 << 20  # the most elements of a parameter that are copied to an offloaded shard at a time
 _LEAST_RUN = 1 << 18  # bytes of a run of rows below which neighbouring runs are read together
 
@@ -38,16 +40,16 @@ _LEAST_RUN = 1 << 18  # bytes of a run of rows below which neighbouring runs are
 def require_equal_plans(group: ProcessSet, layouts: Sequence[BucketLayout], options: ZeroOptions) -> None:
     """Raise `LayoutError` on all ranks of `group`, which all call this, naming the options and parameters that differ: such ranks
     would sum gradients of different parameters, or map memory past its end."""
-    # The paths of swap files may differ between hosts.
-    shared = replace(options, offload=replace(options.offload, files=FileSettings()))
-    values: dict[str, object] = {f"option {each.name}": getattr(shared, each.name) for each in fields(shared)}
+    values: dict[str, object] = {f"option {each.name}": getattr(options, each.name) for each in fields(options)}
+    for number, own in enumerate(options.optimizer.groups):
+        values |= {f"{name} of parameter group {number}": each for name, each in own.items()}
     for layout in layouts:
         for number, spec in enumerate(slot.spec for slot in layout.slots):
             trained = "trained" if spec.requires_grad else "frozen"
             where = f"number {number} of bucket {layout.name}"
             values[f"parameter {spec.fqn}"] = f"{list(spec.shape)} {spec.dtype} {trained}, {where}"
     advice = "All ranks must build one model, with equal shapes, dtypes and frozen parameters, under the same options"
-    group.require_same(values, LayoutError, advice=advice)
+    group.require_same({n: _PLACE.sub("", str(each)) for n, each in values.items()}, LayoutError, advice=advice)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

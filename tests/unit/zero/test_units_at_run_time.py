@@ -25,7 +25,7 @@ from zeromesh.offload import (
     Tiers,
 )
 from zeromesh.offload.io.direct_io import BLOCK
-from zeromesh.options import OffloadOptions, Precision, ZeroOptions
+from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
 from zeromesh.units.build import (
     _page_offset,
     kept_buckets,
@@ -115,7 +115,20 @@ def test_ranks_compare_options_and_parameters_but_not_the_paths_of_their_files()
     assert {name for name in first if first[name] != third[name]} == {"option prefetch"}
     assert first["parameter a"] == "[2, 3] torch.float32 trained, number 0 of bucket u/0"
     assert first["parameter b"] == "[4] torch.float32 frozen, number 1 of bucket u/0"
-    assert first["option prefetch"] == 3
+    assert first["option prefetch"] == "3"
+
+
+def test_ranks_compare_groups_by_key_and_without_addresses() -> None:
+    def asked(lr: float) -> dict[str, str]:
+        rows: list[dict[str, str]] = []
+        group: Any = SimpleNamespace(require_same=lambda values, error, advice: rows.append(values))
+        made = {"lr": torch.tensor(lr), "each": lambda x: x, "marked": object()}
+        require_equal_plans(group, [], ZeroOptions(optimizer=OptimizerSettings(groups=(made,))))
+        return rows[0]
+
+    kept = [asked(each) for each in (0.5, 0.5, 0.25)]
+    assert kept[0] == kept[1]
+    assert {name for name in kept[0] if kept[0][name] != kept[2][name]} == {"lr of parameter group 0"}
 
 
 def test_memory_begins_in_its_page_as_most_of_it_does_in_files() -> None:
