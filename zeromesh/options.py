@@ -67,16 +67,17 @@ class StatePlan:
 class OptimizerClass:
     """An optimizer that is run by its own class's `step`."""
 
-    optimizer: Optimizer = field(repr=False)
+    parts: tuple[tuple[Optimizer, Mapping[str, Any]], ...] = field(repr=False)  # the optimizer of each group, and it
     whole: bool  # True if its update needs whole tensors; otherwise it may update any elements separately
     has_modes: bool = False
     """True if it evaluates other weights than it trains, and its `eval` computes these, as Schedule-Free's does."""
     plans: Mapping[tuple[int, int], StatePlan]
     """The states of a parameter, by the index of its group and its number of dimensions."""
-    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The numbers that the class has for a parameter, by its name, before the first update, such as APOLLO's seeds."""
-    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict)
-    """The states by group index and shape, where they depend on sizes; filled on demand."""
+    initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # numbers before updates, as APOLLO's seeds
+    parameters: Mapping[str, torch.Tensor] = field(
+        default_factory=dict, repr=False
+    )  # Their pieces have their attributes.
+    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict)  # by shape, where that decides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +124,8 @@ class Precision(keys.PrecisionKeys):
             if dtype.itemsize < self.compute.itemsize
         ]
         if self.master.itemsize != self.sums.itemsize and not self.masterless:
-            problems.append(
-                f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones, or "
-                "gradients that travel in bfloat16 to master weights in float32"
-            )
+            why = f"precision.master {self.master} and precision.reduce {self.reduce} differ: an update needs equal ones, or"
+            problems.append(f"{why} gradients that travel in bfloat16 to master weights in float32")
         if problems:
             raise ConfigError(problems)
 

@@ -5,14 +5,13 @@ whole tensors         each parameter has one owner, which holds its whole states
                       gradient and weights, and returns the new weights. Owners are balanced by elements, at every stage
 
 A class is element-wise if updating small tensors in flat pieces gives the same values and states as updating them whole. Of states
-that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored, and of other objects, such as
-GaLore's projectors, the tensors and numbers among the attributes. What depends on a tensor's size is updated whole; its layout is
-found by a step with the parameter's shape."""
+that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tensors are stored; of other objects, such as GaLore's
+projectors, the tensors and numbers in them. What depends on sizes is updated whole, and laid out by a step with its shape."""
 
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
@@ -34,15 +33,15 @@ from zeromesh.units.unit import Bucket
 
 _EXCHANGE = "exchange of tensors with their owners"
 _RESERVED_NAMES = {"model", "master", "ema"}
-_TRIAL_SIZES = (7, 11, 5, 3, 2)
-"""Dimensions of the trial's tensors, all different, so that a state's dimension is recognized as the parameter's."""
+_TRIAL_SIZES = (7, 11, 5, 3, 2)  # all different, so that a dimension of a state is recognized as the parameter's
 _TRIAL_STEPS = 24
-_LARGE_ELEMENTS = 1 << 13
-"""Elements of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks."""
+_LARGE_ELEMENTS = 1 << 13  # of a tensor large enough for 8-bit optimizers to keep its states in quantized blocks
 _LARGE_STEPS = 3
 _LEAST_RATE = 0.01  # the trial's lowest learning rate: a schedule may begin at 0, where an update changes nothing
 _GROUP = "group_"  # the prefix of the names of states that stand for a number in the group of their parameter
 _NOT_COPIED = ("param_groups", "state", "step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_Named = Mapping[str, Any]
+_Row = tuple[Tensor, Tensor | None, _Named]  # values, gradient and states of a parameter
 
 
 class ClassStates:
@@ -67,8 +66,8 @@ class ClassStates:
         """Move the numbers of all groups; of those without an updated parameter here, by a step of one that has no gradient."""
         for group, kept in self.kept.items():
             if kept and group not in self.moved:
-                blank, inputs = blank_copy_of(self._class.optimizer), [(torch.zeros(1), None, self.of(group))]
-                (self.moved[group],) = _run_step(blank, groups[group], inputs, kept)
+                blank, inputs = blank_copy_of(self._class.parts[group][0]), [(torch.zeros(1), None, self.of(group))]
+                (self.moved[group],) = _run_step(blank, groups[group], inputs, {}, kept)
             for name, (_, value) in kept.items():
                 value.fill_(self.moved[group].get(name, math.nan))
         self.moved.clear()
@@ -95,10 +94,8 @@ def _owners_of(layouts: Sequence[BucketLayout], own_class: OptimizerClass, loads
     for spec, at, number in sorted(slots, key=lambda each: -each[0].numel):
         if not spec.region.is_whole:
             axis = "expert" if spec.in_experts else "tensor"
-            raise ConfigError(
-                f"optimizer {type(own_class.optimizer).__name__} needs whole tensors, and {axis} parallelism divides "
-                f"{spec.name}; set parallel.{axis} to 1, or use an optimizer that works element by element"
-            )
+            why = f"optimizer {type(own_class.parts[spec.group][0]).__name__} needs whole tensors, and {axis} parallelism divides"
+            raise ConfigError(f"{why} {spec.name}; set parallel.{axis} to 1, or use one that works element by element")
         if spec.group != NO_GROUP:
             owners[at][number] = loads.index(min(loads))
             loads[owners[at][number]] += spec.numel
@@ -121,8 +118,7 @@ class PieceOptimizer(BucketOptimizer):
 
     def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, shared: ClassStates) -> None:
         self._class = own_class = cast(OptimizerClass, options.optimizer.own_class)
-        self._blank, self._shared = blank_copy_of(own_class.optimizer), shared
-        count = len(bucket.layout.slots)
+        self._shared, count = shared, len(bucket.layout.slots)
         scalars = {name: each for plan in own_class.plans.values() for name, each in sorted(plan.scalars.items())}
         # Seeds are integers that a float64 does not hold.
         integers = {name: not torch.as_tensor(each).is_floating_point() for name, each in scalars.items()}
@@ -151,7 +147,9 @@ class PieceOptimizer(BucketOptimizer):
             if self.steps[number := segment.number]:
                 state = self._state_of(number, dict(zip(self.moments, given, strict=True)), self._scalars)
                 state |= self._shared.moved.get(segment.group) or self._shared.of(segment.group)
-                _run_step(self._blank, groups[segment.group], [(part, part, state)], call="eval")
+                own = self._class.parts[segment.group][0]
+                known = vars(self._class.parameters[self._bucket.layout.slots[number].spec.fqn])
+                _run_step(own, groups[segment.group], [(part, part, state)], known, call="eval")
         return found
 
     def _state_of(self, number: int, states: Mapping[str, Tensor], scalars: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -163,20 +161,19 @@ class PieceOptimizer(BucketOptimizer):
     def _update_part(self, number: int, group: Hyperparameters, tensors: Sequence[Tensor]) -> None:
         master, grad, *given = tensors
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
+        own, known = self._class.parts[spec.group][0], vars(self._class.parameters[spec.fqn])
         states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
         state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
         kept = {name: states[name] for name in plan.tensors}
         if self.steps[number] > 1:  # In the first update the class creates the states.
             state = self._state_of(number, states, self._scalars_before)
-        (state,) = _run_step(self._blank, group, [(master, grad, state | self._shared.of(spec.group))], plan.scalars)
+        (state,) = _run_step(own, group, [(master, grad, state | self._shared.of(spec.group))], known, plan.scalars)
         after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
         if shapes != expected:
-            raise PhaseError(
-                f"optimizer {type(self._class.optimizer).__name__} keeps {shapes} of {spec.fqn}, "
-                f"and {expected} by its trial: what it keeps must not depend on sizes, nor on what is changed after shard()"
-            )
+            why = f"optimizer {type(own).__name__} keeps {shapes} of {spec.fqn}, and {expected} by its trial: what it keeps must"
+            raise PhaseError(f"{why} not depend on sizes, attributes of parameters, or what is changed after shard()")
         for name, each in kept.items():
             if after[name].data_ptr() != each.data_ptr():
                 each.copy_(after[name])
@@ -261,7 +258,8 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
         return replace(tried, tensors=tensors)
     key = spec.group, shape
     if key not in own_class.sized:
-        name, group = type(own_class.optimizer).__name__, own_class.optimizer.param_groups[spec.group]
+        own, group = own_class.parts[spec.group]
+        name, given = type(own).__name__, vars(own_class.parameters[spec.fqn])
         # The codes of subclasses are planned without memory; other classes may compute in ways that meta tensors do not have.
         codes = any(hasattr(each, "__tensor_flatten__") for each in tried.states.values())
         value = torch.empty(shape, dtype=dtype, device="meta") if codes else torch.zeros(shape, dtype=dtype)
@@ -269,13 +267,9 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
         unknown = f"optimizer {name} keeps states that depend on sizes, and which it keeps of {spec.fqn} is not known"
         inputs, failed = [(value, gradient, own_class.initial.get(spec.fqn, {}))], "a step with its shape failed: "
         with library_errors(before=f"{unknown}: {failed}"), torch.compiler.set_stance("force_eager"):
-            (state,) = _run_step(blank_copy_of(own_class.optimizer), group, inputs, tried.scalars)
+            (state,) = _run_step(blank_copy_of(own), group, inputs, given, tried.scalars)
         own_class.sized[key] = _state_plan(name, state)
     return own_class.sized[key]
-
-
-def _own_names(state: Mapping[str, Any]) -> set[str]:
-    return {name for name in _parts_of(state) if not name.startswith(_GROUP)}
 
 
 def _to_type(example: Any, number: Any) -> Any:
@@ -333,37 +327,44 @@ def _rebuilt(name: str, example: Any, parts: Mapping[str, Any]) -> Any:
 def blank_copy_of(optimizer: Optimizer) -> Optimizer:
     """Make an optimizer with the attributes of another one, but neither its groups and states nor its hooks."""
     blank = type(optimizer).__new__(type(optimizer))
-    vars(blank).update({name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED})
+    vars(blank).update(own_attributes(optimizer))
     blank._optimizer_step_pre_hooks, blank._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     return blank
 
 
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the attributes that an optimizer's class and users have given it."""
+    return {name: value for name, value in vars(optimizer).items() if name not in _NOT_COPIED}
+
+
 def _run_step(
-    blank: Optimizer,
-    group: Mapping[str, Any],
-    tensors: Iterable[tuple[Tensor, Tensor | None, Mapping[str, Any]]],
-    kept: Iterable[str] = (),
-    call: str = "step",
+    own: Optimizer, group: _Named, rows: Iterable[_Row], given: _Named, kept: Iterable[str] = (), call: str = "step"
 ) -> list[dict[str, Any]]:
-    """Update values in place, by the method `call`; `tensors` are values, gradient and states of each parameter. Returns the states
-    after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
-    values, gradients, states = zip(*tensors, strict=True)
+    """Update values in place, by the method `call`; `rows` are of parameters, and `given` the attributes of each. Returns the
+    states after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
+    blank, marks = blank_copy_of(own), _mark(given)
+    values, gradients, states = zip(*rows, strict=True)
     parameters = [nn.Parameter(value) for value in values]
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
-    own = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
-    blank.param_groups = [{"params": parameters, **plain_group(group), **own}]
+        vars(parameter).update(given)
+    moved = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
+    blank.param_groups = [{"params": parameters, **plain_group(group), **moved}]
     own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
     blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
     getattr(blank, call)()
+    vars(own).update(own_attributes(blank))
     for parameter, value in zip(parameters, values, strict=True):
+        now = {name: each for name, each in vars(parameter).items() if name in given or not name.startswith("_dynamo")}
+        if _mark(now) != marks:
+            raise ValueError("it sets attributes of parameters")
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
             value.copy_(parameter.detach())
     before, after = plain_group(group), plain_group(blank.param_groups[0])
     numbers = {
         f"{_GROUP}{name}": value
         for name, value in after.items()
-        if name in own or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
+        if name in moved or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
     }
     found = [blank.state[parameter] for parameter in parameters]
     if wrong := [name for name in chain.from_iterable(found) if str(name).startswith(_GROUP)]:
@@ -372,43 +373,56 @@ def _run_step(
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters for a step on any device, without options that choose device-specific kernels. Tensors
-    are copied, so that a change by the class is detected."""
-    plain = {name: value for name, value in group.items() if name != "params"}
+    """Return a group's hyperparameters for a step on any device, without parameters, their names, and options that choose kernels
+    of a device. Tensors are copied, so that a change by the class is detected."""
+    plain = {name: value for name, value in group.items() if name not in ("params", "param_names")}
     plain |= {name: value.to("cpu", copy=True) for name, value in plain.items() if _is_scalar(value)}
     return plain | {name: False for name in ("foreach", "fused", "capturable") if name in plain}
 
 
-def classify(optimizer: Optimizer) -> OptimizerClass:
-    """Find out if an optimizer updates element by element or whole tensors. Raises `ConfigError` for one that does neither."""
+def holds(value: Any, ids: Collection[int]) -> bool:
+    """Return True if objects of these ids, or the ids, are in a value: in containers, modules, or optimizers."""
+    inner = vars(value) if isinstance(value, nn.Module | Optimizer) else value
+    items = [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
+    found = isinstance(items, list | tuple | set | frozenset) and any(holds(each, ids) for each in items)
+    return found or id(value) in ids or (type(value) is int and value in ids)
+
+
+def classify(*optimizers: Optimizer) -> OptimizerClass:
+    """Find out if optimizers update element by element or whole tensors. Raises `ConfigError` for one that does neither."""
     plans, whole = dict[tuple[int, int], StatePlan](), False
-    for number, group in enumerate(optimizer.param_groups):
-        for dims in sorted({max(1, each.dim()) for each in group["params"]}):
+    parts = tuple((each, group) for each in optimizers for group in each.param_groups)
+    for number, (own, group) in enumerate(parts):
+        # A class may read what users have set on a parameter.
+        examples = {(max(1, each.dim()), repr(vars(each))): each for each in group["params"]}
+        for (dims, _), like in sorted(examples.items(), key=itemgetter(0)):
             if dims > len(_TRIAL_SIZES):
-                raise ConfigError(
-                    f"optimizer {type(optimizer).__name__} has a parameter of {dims} dimensions; allowed are {len(_TRIAL_SIZES)}"
-                )
-            trial = _Trial(optimizer, group, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
+                why = f"has a parameter of {dims} dimensions; allowed are {len(_TRIAL_SIZES)}"
+                raise ConfigError(f"optimizer {type(own).__name__} {why}")
+            trial = _Trial(own, group, like, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
-            small, large = trial.plan, _Trial(optimizer, group, shape, _LARGE_STEPS).plan
+            small, large = trial.plan, _Trial(own, group, like, shape, _LARGE_STEPS).plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
             plain = all(s is None or _is_number(s) or type(s) is Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]
             states, scalars = small.states | large.states, small.scalars | large.scalars
-            plans[number, dims] = replace(small, states=states, scalars=scalars, by_size=by_size)
+            plan = replace(small, states=states, scalars=scalars, by_size=by_size)
+            if plans.setdefault((number, dims), plan).states.keys() != states.keys():
+                why = "keeps other states of a parameter with other attributes; put such parameters into groups of their own"
+                raise ConfigError(f"optimizer {type(own).__name__} {why}")
             whole = whole or by_size or not trial.element_wise
-    return OptimizerClass(optimizer=optimizer, whole=whole, plans=plans)
+    return OptimizerClass(parts=parts, whole=whole, plans=plans)
 
 
 class _Trial:
     """Runs a class's updates on two tensors, the first of `shape`: `plan` has its states, `element_wise` if pieces suffice."""
 
-    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any], shape: tuple[int, ...], steps: int) -> None:
-        self._blank = blank_copy_of(optimizer)
+    def __init__(self, own: Optimizer, group: Hyperparameters, like: Tensor, shape: Sequence[int], steps: int) -> None:
+        self._blank, self._given = blank_copy_of(own), vars(like)
         """It runs all updates, so that what one of them leaves in it would change the others."""
-        self._name = type(optimizer).__name__
+        self._name = type(own).__name__
         self._group = plain_group(group)
-        self._initial = next((dict(optimizer.state[each]) for each in group["params"] if each in optimizer.state), {})
+        self._initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))
         random, shapes = torch.Generator().manual_seed(0), (shape, shape[::-1] if len(shape) > 1 else _TRIAL_SIZES[1:2])
@@ -424,10 +438,8 @@ class _Trial:
             alone = [self._run(itemgetter(one)) for one in each]
         self.plan = _state_plan(self._name, states[0])
         if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
-            raise ConfigError(
-                f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks update parameters "
-                "on their own; use one that updates each tensor by itself"
-            )
+            why = f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks"
+            raise ConfigError(f"{why} update parameters on their own; use one that updates each tensor by itself")
         self._updated_alone = alone[0]
 
     @property
@@ -446,17 +458,18 @@ class _Trial:
         values = [each.clone() for each in parts(self._values)]
         states = [dict(self._initial) for _ in values]
         for step, gradients in enumerate(self._gradients):
-            names = [_own_names(state) for state in states]
             inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
-            states = _run_step(self._blank, self._group, inputs)
-            if step and names != [_own_names(state) for state in states]:
+            states = _run_step(self._blank, self._group, inputs, self._given)
+            names = [{name for name in _parts_of(state) if not name.startswith(_GROUP)} for state in states]
+            marks = {name: _mark(each) for name, each in own_attributes(self._blank).items()}
+            if not step:  # A class may prepare itself in its first update.
+                first, before = names, marks
+            if names != first:
                 raise ValueError("it keeps other states after the first update")
             for name in states[0]:
                 if name == f"{_GROUP}lr" or (name.startswith(_GROUP) and not _is_number(states[0][name])):
                     raise ValueError(f"it changes {name.removeprefix(_GROUP)} of its groups")
-            if not step:  # A class may prepare itself in its first update.
-                before = _mark(self._blank)
-        if changed := [name for name, mark in _mark(self._blank).items() if before.get(name) != mark]:
+        if changed := [name for name, mark in marks.items() if before.get(name) != mark]:
             raise ValueError(f"it keeps {', '.join(changed)} outside of the states of parameters")
         return values, states
 
@@ -485,11 +498,9 @@ def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
         divided = hasattr(value, "__tensor_flatten__") and numbers
         if divided or any(each.dtype not in DTYPE_NAMES for each in tensors.values()):
             kind = value.dtype if type(value) is Tensor else type(value).__name__
-            raise ConfigError(
-                f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects "
-                "made of plain tensors, and numbers. "
-                'Where memory is short, take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
-            )
+            why = f"optimizer {optimizer} keeps {kind} as {name!r}; allowed are tensors, subclasses of them and objects"
+            cure = 'take torch.optim.AdamW with offload={"optimizer": "host"} or {"optimizer": "file"}'
+            raise ConfigError(f"{why} made of plain tensors, and numbers. Where memory is short, {cure}")
         plan.states[name] = _rebuilt(name, value, tensors | numbers)
         plan.tensors.update(tensors)
         plan.scalars.update(numbers)
@@ -497,11 +508,9 @@ def _state_plan(optimizer: str, state: Mapping[str, Any]) -> StatePlan:
 
 
 def _mark(value: Any) -> Any:
-    """Return a mark of a value that changes when the value does, also in place; of an optimizer, the marks of its attributes."""
+    """Return a mark of a value that changes when the value does, also in place."""
     if isinstance(value, Tensor):
         return id(value), value._version
-    if isinstance(value, Optimizer):
-        return {name: _mark(each) for name, each in vars(value).items() if name not in _NOT_COPIED}
     if isinstance(value, Mapping):
         return [(id(key), _mark(each)) for key, each in value.items()]
     return list(map(_mark, value)) if isinstance(value, list | tuple | set) else id(value)

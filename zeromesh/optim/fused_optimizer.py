@@ -79,9 +79,7 @@ def moment_dtypes(settings: OptimizerSettings, wide: torch.dtype) -> dict[str, t
         plans = [] if settings.own_class.whole else settings.own_class.plans.values()
         return {name: state_dtype(each, wide) for plan in plans for name, each in plan.tensors.items()}
     if settings.name not in OPTIMIZERS:
-        raise ConfigError(
-            f"optimizer.name is {settings.name!r}, and the engine has updates of {', '.join(OPTIMIZERS)}; give own_class"
-        )
+        raise ConfigError(f"optimizer.name is {settings.name!r}, and not {' or '.join(OPTIMIZERS)}; give own_class")
     momentum = ("momentum_buffer",) if settings.name == "sgd" and settings.momentum else ()
     return dict.fromkeys((*OPTIMIZERS[settings.name][1], *momentum), wide)
 

@@ -10,13 +10,12 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import blank_copy_of, classify
+from zeromesh.optim.class_optimizer import blank_copy_of, classify, holds, own_attributes
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
 _DIVIDED = "optimizer states are divided among ranks"
-_OPTIMIZER_KEY = "optimizer"  # the key of a parameter group that holds the number of its optimizer
 
 
 class ShardedOptimizer(Optimizer):
@@ -29,13 +28,13 @@ class ShardedOptimizer(Optimizer):
         self.engine = engine
         self.skipped = False
         """True if the latest step made no update, because gradients under a loss scale were not finite."""
-        self.optimizer = optimizer
-        """The wrapped optimizer, under the attribute by which Lightning's LearningRateMonitor treats both as one."""
+        self.optimizer = optimizer  # By this name Lightning's LearningRateMonitor treats both as one.
         self._replaced_optimizers = (optimizer, *getattr(optimizer, "optimizers", ()))
         self._factor, self._loss_is_scaled, self._fixed_form = factor, False, self._form()
         vars(_refuse_step)["_wrapped_by_lr_sched"] = True  # Keeps schedulers of the wrapped optimizer from warning.
         for each in self._replaced_optimizers:
             vars(each)["step"] = _refuse_step  # The wrapped optimizer's step would silently do nothing.
+        self._own_names = {*dir(Optimizer), *vars(self), "_own_names", "_opt_called"}
 
     def stands_for(self, optimizer: Optimizer | None) -> bool:
         """Return True if this is `optimizer`, or has replaced it."""
@@ -58,6 +57,9 @@ class ShardedOptimizer(Optimizer):
         if self._form() != self._fixed_form:
             why = "states, the parameters of groups or their decoupled_weight_decay were changed, which are fixed by shard()"
             raise PhaseError(f"{why}; change them before, or call unshard() and shard(), which begins with new states")
+        for name in vars(self).keys() - self._own_names:
+            if any(hasattr(each, name) for each in self._replaced_optimizers):
+                raise PhaseError(f"{name} was set here, but is read from the optimizer given to shard(); set it there")
         self._require_scaled()
         self.skipped = not self.engine.update(self.param_groups, self._factor)
         for each in self._replaced_optimizers:
@@ -114,11 +116,7 @@ class ChainedOptimizer(Optimizer):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         """`optimizers` must not share parameters; torch raises ValueError otherwise."""
-        groups = list(chain.from_iterable(each.param_groups for each in optimizers))
-        for number, each in enumerate(optimizers):
-            for group in each.param_groups:
-                group[_OPTIMIZER_KEY] = number
-        super().__init__(groups, {})
+        super().__init__(list(chain.from_iterable(each.param_groups for each in optimizers)), {})
         self.optimizers = optimizers
         self.state.update(chain.from_iterable(each.state.items() for each in optimizers))
 
@@ -126,12 +124,12 @@ class ChainedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Call `closure` if given, make one update by each optimizer, and return the closure's result."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for number, each in enumerate(self.optimizers):
-            blank = blank_copy_of(each)
-            blank.param_groups = [group for group in self.param_groups if group[_OPTIMIZER_KEY] == number]
-            blank.state = self.state
+        for each in self.optimizers:
+            blank, own = blank_copy_of(each), [id(group["params"]) for group in each.param_groups]
+            blank.param_groups, blank.state = [g for g in self.param_groups if id(g["params"]) in own], self.state
             if blank.param_groups:
                 blank.step()
+                vars(each).update(own_attributes(blank))
         return loss
 
 
@@ -163,20 +161,21 @@ def settings_of(
     if unknown := [p for group in groups for p in group["params"] if id(p) not in by_id]:
         found = f"{len(unknown)} parameters, such as one of shape {tuple(unknown[0].shape)}"
         raise ConfigError(f"optimizer has {found}, that the model has not")
-    kind, parts = type(optimizer).__name__, (optimizer, *getattr(optimizer, "optimizers", ()))
-    is_adagrad = type(optimizer) is torch.optim.Adagrad  # Adagrad's constructor creates states.
-    # Numbers are no trace of an update: APOLLO's constructor gives each parameter a seed.
+    kind = type(optimizer).__name__
+    parts = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
+    # Not all states are traces of updates: APOLLO's constructor gives each parameter a seed, and Adagrad's creates its states.
     states = {by_id[id(each)]: state for each, state in optimizer.state.items()}
     initial = {each: state for each, state in states.items() if set(map(type, state.values())) <= {int, float}}
-    used = [each for each, state in states.items() if each not in initial and (not is_adagrad or state["step"] > 0)]
-    hooked = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+    name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
+    used = [each for each, state in states.items() if each not in initial and (name != "adagrad" or state["step"] > 0)]
+    hooked = any(each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in (optimizer, *parts))
     differentiable = any(group.get("differentiable") for group in groups)
     problems = {
         "optimizer has differentiable=True, and no graph goes through an update of shards; leave it out": differentiable,
         "optimizer has step hooks, which would not run; register them on the optimizer that shard() returns": hooked,
         f"optimizer {kind} has train() and eval(), which change parameters outside of its steps; take another, and for averaged "
         "weights shard(..., ema={'decay': 0.999}) and zeromesh.averaged(model), or give it to zeromesh.Trainer as optimizer.name": (
-            not has_modes and any(map(callable, modes))
+            not has_modes and any(callable(getattr(each, mode, None)) for each in parts for mode in ("train", "eval"))
         ),
         "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated here "
         "are in float32; leave it out": any(getattr(each, "bf16_stochastic_round", False) for each in parts),
@@ -188,12 +187,16 @@ def settings_of(
         raise ConfigError(wrong[0])
     values = tuple({name: value for name, value in group.items() if name != "params"} for group in groups)
     members = tuple(tuple(by_id[id(p)] for p in group["params"]) for group in groups)
-    name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
     decoupled = any(each.get("decoupled_weight_decay", name == "adamw") != (name == "adamw") for each in groups)
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
     if name is None or by_class or decoupled:
-        own_class = replace(classify(optimizer), initial=initial, has_modes=has_modes)
+        where = [n for each in (*map(own_attributes, parts), *values) for n, v in each.items() if holds(v, by_id)]
+        if where:
+            why = f"optimizer {kind} has parameters, or their id(), in {where[0]}, and its update gets pieces in their place"
+            raise ConfigError(f"{why}; set what belongs to a parameter as its attribute, or as a value of its group")
+        known = {by_id[id(each)]: each for group in groups for each in group["params"]}
+        own_class = replace(classify(*parts), initial=initial, has_modes=has_modes, parameters=known)
         if has_modes and own_class.whole:
             raise ConfigError(f"optimizer {kind} has train() and eval(), and is not elementwise; take another")
         return OptimizerSettings(own_class=own_class, groups=values, members=members)

@@ -331,6 +331,24 @@ class TwoModes(Lion):
     def eval(self) -> None: ...
 
 
+class Marked(Lion):
+    """A class that reads what is set on parameters."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for number, each in enumerate(group["params"]):
+                each.factor = 0.5 + number
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.grad.add_(each, alpha=getattr(each, "factor", 100.0))
+        super().step()
+
+
 class NarrowState(Lion):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -360,6 +378,7 @@ MAKERS: dict[str, Callable[..., Optimizer]] = {
     "transformers": lambda groups: Adafactor(groups, beta1=0.5, relative_step=False, warmup_init=False, lr=1e-3),
     "Lamb": Lamb,
     "Counted": Counted,
+    "Marked": Marked,
     "Muon and AdamW": lambda groups: ChainedOptimizer(torch.optim.Muon(groups[:1]), torch.optim.AdamW(groups[1:])),
 }
 REFUSED: dict[str, Callable[..., Optimizer]] = {
@@ -368,6 +387,7 @@ REFUSED: dict[str, Callable[..., Optimizer]] = {
     "global norm": GlobalNorm,
     "own count": CountsItself,
     "slow weights": SlowWeights,
+    "own count of a part": lambda groups: ChainedOptimizer(CountsItself(groups[:1]), torch.optim.AdamW(groups[1:])),
     "two modes": TwoModes,
     "narrow": NarrowState,
     "filled": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.1),
@@ -593,10 +613,11 @@ def test_states_of_another_optimizer_are_refused(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("closure", "LBFGS: a trial of its step"),
+        ("closure", "LBFGS has parameters, or their id(), in _params"),
         ("sparse", "SparseAdam: a trial of its step"),
         ("global norm", "depends on others"),
         ("own count", "keeps count outside"),
+        ("own count of a part", "CountsItself: a trial"),
         ("slow weights", "keeps slow outside"),
         ("two modes", "has train() and eval()"),
         ("narrow", "keeps torch.complex128 as 'codes'"),

@@ -28,12 +28,30 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
 
 
+class Rated(Optimizer):
+    """A class that reads a rate of its own, and a factor that is set on parameters."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, {"lr": lr})
+        self.rate = 1.0
+        self.kept: Any = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad * group["lr"] * self.rate * getattr(each, "factor", 1.0))
+
+
 class Loop:
     """A partitioned net with its optimizer; `plain` is the optimizer that this one has replaced."""
 
-    def __init__(self, precision: Precision | None = None, factor: float = 1.0, accumulation: int = 1) -> None:
+    def __init__(
+        self, precision: Precision | None = None, factor: float = 1.0, accumulation: int = 1, make: Any = SGD
+    ) -> None:
         self.model = net()
-        self.plain = SGD(self.model.parameters(), lr=1.0)
+        self.plain: Any = make(self.model.parameters(), lr=1.0)
         settings = settings_of(self.plain, self.model.named_parameters())
         options = ZeroOptions(precision=precision or Precision(), optimizer=settings, accumulation=accumulation)
         mesh = Mesh(MeshShape(), read_environment({}), device=torch.device("cpu"), timeout_seconds=5)
@@ -210,6 +228,118 @@ def test_what_shard_has_fixed_is_not_changed_without_a_word(change: Callable[[Op
         changed()
 
 
+def test_attributes_of_the_optimizer_and_of_parameters_count_as_they_are_at_an_update() -> None:
+    def moved() -> list[float]:
+        before = loop.weights()
+        loop.loss().backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        return [round(float(each), 3) for each in (before - loop.weights())[-10:]]  # The weights' end, and the biases.
+
+    loop = Loop(make=Rated)
+    bias, first = loop.model[1].bias, moved()
+    assert first[-4:] == [2.0] * 4
+    bias.factor = 0.5
+    assert moved()[-4:] == [1.0] * 4
+    loop.plain.rate = 0.25
+    assert moved()[-4:] == [0.25] * 4
+    del bias.factor
+    assert moved()[-4:] == [0.5] * 4
+    torch.optim.lr_scheduler.ConstantLR(loop.optimizer, 1.0)
+    loop.optimizer.note = "what the class has not"
+    moved()
+    loop.optimizer.rate = 1.0
+    with pytest.raises(PhaseError, match=r"rate was set here, but is read from the optimizer given to shard\(\)"):
+        moved()
+
+
+class Twisted(Rated):
+    """A class that keeps a state of parameters with a factor alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                if hasattr(each, "factor"):
+                    self.state[each]["before"] = each.detach().clone()
+
+
+class Writing(Rated):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.before = getattr(each, "before", 0.0) + 1.0
+
+
+class Naming(Rated):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        assert all("bias" in name for group in self.param_groups for name in group["param_names"])
+
+
+class Counting(Rated):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.rate *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("kept", "where"),
+    [
+        (lambda model: dict.fromkeys(model.parameters(), 1.0), "kept"),
+        (lambda model: {name: [each] for name, each in model.named_parameters()}, "kept"),
+        (lambda model: {"rates": ({id(each) for each in model.parameters()},)}, "kept"),
+        (lambda model: model, "kept"),
+        (lambda model: SGD(model.parameters(), lr=1.0), "kept"),
+        (lambda model: {1: "one", 2: torch.ones(3), 3: [None, nn.Linear(2, 2)]}, None),
+    ],
+)
+def test_an_optimizer_that_knows_its_parameters_is_refused(kept: Callable[[Any], Any], where: str | None) -> None:
+    model = net()
+    optimizer = Rated(model.parameters())
+    optimizer.kept = kept(model)
+    if where is None:
+        assert settings_of(optimizer, model.named_parameters()).own_class is not None
+        return
+    for each in (optimizer, ChainedOptimizer(optimizer)):
+        with pytest.raises(
+            ConfigError, match=f"has parameters, or their id\\(\\), in {where}, and its update gets pieces"
+        ):
+            settings_of(each, model.named_parameters())
+    optimizer.kept = {}
+    optimizer.param_groups[0]["anchors"] = kept(model)
+    with pytest.raises(ConfigError, match=r"or their id\(\), in anchors"):
+        settings_of(optimizer, model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Twisted, "Twisted keeps other states of a parameter with other attributes"),
+        (Writing, "it sets attributes of parameters"),
+        (Naming, "param_names"),
+        (Counting, "it keeps rate outside of the states of parameters"),
+    ],
+)
+def test_what_a_trial_finds_of_attributes(make: Any, said: str) -> None:
+    model = net()
+    named: Any = model.named_parameters() if make is Naming else model.parameters()
+    model[1].weight.factor = 0.5  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=said):
+        settings_of(make(named), model.named_parameters())
+    with pytest.raises(ConfigError, match=said):
+        settings_of(ChainedOptimizer(make(list(named) or model.parameters())), model.named_parameters())
+
+
+def test_a_chain_keeps_what_its_parts_change_in_themselves() -> None:
+    model = net()
+    chain = ChainedOptimizer(part := Counting(model.parameters()))
+    for _ in range(3):
+        used(chain, model.parameters())
+    assert part.rate == 0.125
+
+
 def test_all_parts_of_a_chain_are_replaced() -> None:
     model = net()
     parts = SGD(model[0].parameters(), lr=1.0), SGD(model[1].parameters(), lr=1.0)
@@ -251,7 +381,7 @@ def test_a_fused_update_is_taken_where_it_has_all_options(make: Any, second: dic
         assert (found.name, found.momentum) == (name, second.get("momentum", 0.0))
     else:
         assert found.own_class is not None
-        assert found.own_class.optimizer is optimizer
+        assert {id(own) for own, _ in found.own_class.parts} == {id(optimizer)}
         assert sorted(found.own_class.plans) == [(0, 1), (0, 2), (1, 1), (1, 2)]
     assert found.members == (("0.weight", "0.bias"), ("1.weight", "1.bias"))
 
@@ -282,6 +412,21 @@ def test_what_an_update_of_shards_would_lose_is_refused(make: Any, change: Calla
         settings_of(optimizer, model.named_parameters())
     with pytest.raises(ConfigError, match=r"has 2 parameters, such as one of shape \(6, 8\), that the model has not"):
         settings_of(optimizer, model[1].named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "said"),
+    [
+        (SGD, lambda each: each.register_step_pre_hook(lambda *_: None), "step hooks, which would not run"),
+        (Rated, lambda each: setattr(each, "eval", each.zero_grad), r"has train\(\) and eval\(\)"),
+    ],
+)
+def test_what_parts_of_a_chain_would_lose_is_refused(make: Any, change: Callable[[Any], object], said: str) -> None:
+    model = net()
+    part = make(model[0].parameters(), lr=0.5)
+    change(part)
+    with pytest.raises(ConfigError, match=said):
+        settings_of(ChainedOptimizer(part, AdamW(model[1].parameters())), model.named_parameters())
 
 
 def test_a_chain_steps_each_part_over_its_own_groups() -> None:

@@ -258,7 +258,15 @@ def test_a_trial_leaves_the_random_numbers_of_the_process_as_they_were() -> None
 
 def test_a_group_for_a_trial_is_a_copy_without_kernels_of_a_device() -> None:
     rate = torch.tensor(0.5)
-    group = {"params": [1], "lr": rate, "foreach": True, "fused": True, "capturable": True, "eps": 0.25}
+    group = {
+        "params": [1],
+        "param_names": ["a"],
+        "lr": rate,
+        "foreach": True,
+        "fused": True,
+        "capturable": True,
+        "eps": 0.25,
+    }
     found = plain_group(group)
     assert found == {"lr": rate, "foreach": False, "fused": False, "capturable": False, "eps": 0.25}
     assert found["lr"] is not rate
