@@ -179,8 +179,8 @@ def settings_of(
         ),
         "optimizer has bf16_stochastic_round=True, which rounds weights to bfloat16 at random, and those that are updated here "
         "are in float32; leave it out": any(getattr(each, "bf16_stochastic_round", False) for each in parts),
-        f"optimizer {kind} has states before its first step under shard(), which are not taken over: call it before the first "
-        "update, with initial_accumulator_value 0, or go on from a checkpoint by zeromesh.load": bool(used)
+        f"optimizer {kind} has states before its first step under shard(), which are not taken over but for those of an Adagrad "
+        "alone: call it before the first update, with initial_accumulator_value 0, or load a checkpoint": bool(used)
         or any(group.get("initial_accumulator_value") for group in groups),
     }
     if wrong := [problem for problem, holds in problems.items() if holds]:

@@ -419,6 +419,7 @@ def test_what_an_update_of_shards_would_lose_is_refused(make: Any, change: Calla
     [
         (SGD, lambda each: each.register_step_pre_hook(lambda *_: None), "step hooks, which would not run"),
         (Rated, lambda each: setattr(each, "eval", each.zero_grad), r"has train\(\) and eval\(\)"),
+        (Adagrad, bool, "not taken over but for those of an Adagrad alone"),
     ],
 )
 def test_what_parts_of_a_chain_would_lose_is_refused(make: Any, change: Callable[[Any], object], said: str) -> None:
