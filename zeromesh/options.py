@@ -74,9 +74,7 @@ class OptimizerClass:
     plans: Mapping[tuple[int, int], StatePlan]
     """The states of a parameter, by the index of its group and its number of dimensions."""
     initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # numbers before updates, as APOLLO's seeds
-    parameters: Mapping[str, torch.Tensor] = field(
-        default_factory=dict, repr=False
-    )  # Their pieces have their attributes.
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # Pieces have their attributes.
     sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict)  # by shape, where that decides
 
 
