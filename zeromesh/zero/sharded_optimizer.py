@@ -15,7 +15,7 @@ from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
 
-_DIVIDED = "optimizer states are divided among ranks"
+_SPLIT = "optimizer states are divided among ranks"
 
 
 class ShardedOptimizer(Optimizer):
@@ -93,7 +93,7 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise `PhaseError`: states are divided among ranks."""
-        raise PhaseError(f"{_DIVIDED}; read them with zeromesh.load(directory, model, optimizer)")
+        raise PhaseError(f"{_SPLIT}; read them with zeromesh.load(directory, model, optimizer)")
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         """Raise `PhaseError`, for `copy.copy` and `copy.deepcopy` too: the states belong to the engine."""
@@ -137,7 +137,7 @@ class _PartitionedStates(dict[Any, Any]):
     """A mapping for optimizer states that the engine holds. Reading or removing an entry raises `PhaseError`."""
 
     def __missing__(self, *_: Any) -> Any:
-        raise PhaseError(f"{_DIVIDED}; zeromesh.save(path, model, optimizer) saves, unshard() and shard() drop them")
+        raise PhaseError(f"{_SPLIT}; zeromesh.save(directory, model, optimizer) saves, unshard() and shard() drop them")
 
     clear = pop = popitem = __missing__
 
