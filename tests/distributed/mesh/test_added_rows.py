@@ -43,8 +43,8 @@ ROWS = {
         ),
     },
     "zeromesh/mesh/collectives.py": {
-        "    (Collective.ALL_TO_ALL, False): _all_to_all,\n": (
-            "    (Collective.ALL_TO_ALL, False): in_bfloat16(_all_to_all),\n"
+        "for on_device in (False, True)},\n": (
+            "for on_device in (False, True)},\n    (Collective.ALL_TO_ALL, False): in_bfloat16(_all_to_all),\n"
         ),
         "COLLECTIVES: Mapping": "from zeromesh.mesh.wire_codec import in_bfloat16\n\nCOLLECTIVES: Mapping",
     },

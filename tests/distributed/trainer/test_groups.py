@@ -47,8 +47,8 @@ test_patterns_choose_as_in_a_plain_loop = tried(
             r"optimizer\.no_decay: '\*\.nrom\.\*' matches no parameter of the model",
         ),
         (
-            {"model": {"lora": {"rank": 2}, "weights": {"skip": ["*.layer.0.*", "*lm_head*"]}}},
-            r"model\.weights\.skip: '\*\.layer\.0\.\*' matches no parameter .*nearest: .*model\.layers\.0",
+            {"model": {"lora": {"rank": 2}, "weights": {"skip": ["*.layer.*", "*lm_head*"]}}},
+            r"model\.weights\.skip: '\*\.layer\.\*' matches no parameter .*nearest: .*model\.layers\.0",
         ),
         ({"model": {"train": ["!*"]}}, r"model\.train: .* freezes all parameters; unfreeze some"),
         ({"optimizer": {"groups": [{"lr_factor": 2}]}}, r"optimizer\.groups"),
