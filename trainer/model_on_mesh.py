@@ -89,7 +89,7 @@ class ModelOnMesh(ABC):
     def send_weights(self, *addresses: str, token: str | None = None, timeout_seconds: float = 30.0) -> int:
         """Send the weights to processes that listen with `zeromesh.receive_weights` at `addresses`, paths of Unix sockets or
         `HOST:PORT`, and have this `token`. Each rank has only its shards and the buffers of `stream_weights` in memory. Returns
-        the number of tensors. Raises `TransferError` on all ranks if a receiver is not there, refuses, or is silent for as long."""
+        the number of tensors. Raises `TransferError` on all ranks if one is absent, refuses, or is silent for `timeout_seconds`."""
         weights, mesh = self.stream_weights(), self.placed.mesh
         return send_weights(weights, mesh, addresses, token=token, timeout_seconds=timeout_seconds)
 

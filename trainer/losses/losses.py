@@ -275,7 +275,7 @@ def _user_loss(compute_loss: ComputeLoss) -> Loss:
         if not whole or not isinstance(result[1], number) or not isinstance(result[-1], Mapping | number):
             raise ConfigError(
                 f"compute_loss returned a {type(result).__name__}; it must return (sum, count): the sum of the losses and the "
-                "number of targets, so that microbatches of different sizes add up; of a mean over n targets (loss * n, n)"
+                "number of targets, so that microbatches of different sizes add up: for a mean over n targets, return loss * n, n"
             )
         total, count, scalars = (*result, {})[:3]
         require_free_names(scalars, "compute_loss")

@@ -22,7 +22,7 @@ from zeromesh.errors import LayoutError, counted
 
 Axis = str
 Divided = Literal["blocks", "layers", "sequence", "batch", "states", "experts"]
-"""What ranks along an axis divide: blocks of the model, each layer, the sequence, samples, parameters' states, or experts."""
+"""Ranks along an axis divide one of these: blocks of the model, layers, the sequence, samples, parameters' states, or experts."""
 EXPERT, EXPERT_SHARD = "expert", "expert_shard"
 """The axes that fold the ranks that shard states: those with different experts, and those with the same ones."""
 

@@ -45,7 +45,7 @@ _Row = tuple[Tensor, Tensor | None, _Named]  # values, gradient and states of a 
 
 
 class ClassStates:
-    """What the optimizers of all buckets share: the shard group with the elements of whole tensors that each rank owns, and numbers
+    """State of the optimizers of all buckets: the shard group with the elements of whole tensors that each rank owns, and numbers
     of parameter groups that a class changes. As in torch these move once in an update, whichever parameters have a gradient."""
 
     def __init__(self, own_class: OptimizerClass | None, group: ProcessSet) -> None:

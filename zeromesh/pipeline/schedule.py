@@ -110,7 +110,7 @@ def make_schedule(
     "Efficient large-scale language model training on GPU clusters", 2021). zero_bubble runs backward in halves; weight
     gradients, which no other rank waits for, fill the bubble of 1f1b, with at most `ranks` microbatches in flight (ZB-H1 of Qi
     et al., "Zero bubble pipeline parallelism", 2023). forward runs forwards alone, for evaluation or one generated token;
-    chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number below 1, or chunks where it has one."""
+    chunks take turns as in interleaved. Raises `LayoutError` for an unknown name, a number below 1, or chunks it cannot take."""
     if name not in (*get_args(ScheduleName), "forward"):
         raise LayoutError(f"pipeline schedule {name!r}: allowed are {', '.join(get_args(ScheduleName))}")
     if chunks != 1 and name not in ("interleaved", "forward"):
