@@ -31,7 +31,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not of_zeromesh and bool(_OUT_OF_MEMORY.search(str(error)))
 
 
-_CURES = "lower batch.micro_size or data.sequence_length, raise zero.stage, recompute (model.activation_checkpointing) or offload more"
+_CURES = "lower batch.micro_size or data.sequence_length, raise zero.stage, set model.activation_checkpointing, or offload more"
 
 
 @dataclass(kw_only=True)
