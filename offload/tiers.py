@@ -123,11 +123,12 @@ class TieredTensor:
 
     def view(self, start: int, end: int, device: torch.device) -> torch.Tensor | None:
         """Return a view of elements [start, end) if they are one piece of the memory of `device`, else None."""
-        if end - start < self.numel:
-            return self.slice(start, end).whole(device)
-        if not self.numel:
+        if start == end:
             return torch.empty(0, dtype=self.dtype, device=device)
-        return self.parts[0].memory if len(self.parts) == 1 and self.parts[0].lies_on(device) else None
+        for part in self.parts:
+            if part.start <= start and end <= part.end and part.memory is not None and part.lies_on(device):
+                return part.memory[start - part.start : end - part.start]
+        return None
 
     def slice(self, start: int, end: int) -> Self:
         """Return elements [start, end) as a tiered tensor on the same memory and files. Raises `ValueError` outside [0, numel]."""

@@ -13,10 +13,11 @@ import torch
 
 from zeromesh.offload.memory.allocation import tensor_bytes
 from zeromesh.offload.memory.state_memory import UNDO_BYTES, StateMemory
-from zeromesh.offload.update_stream import StreamRow
+from zeromesh.offload.tiers import GRAIN
+from zeromesh.offload.update_stream import Access, StreamRow
 
 COMPLETE = 1 << 24  # the position of an update of which nothing is left to do
-CHUNK_ELEMENTS = 1 << 17  # so that weights, two moments and an average in float64 have half of the room for undo
+CHUNK_ELEMENTS = 1 << 19  # at most, and as many as there is room for: each chunk costs some time of its own
 
 
 class Journal:
@@ -41,8 +42,7 @@ class Journal:
 
     def end(self) -> None:
         """Mark the update as complete."""
-        self._step, self._chunk, self._done, self._interrupted = self._step + 1, 0, 0, False
-        self.memory.mark(self._step)
+        self.begin(self._step + 1)
 
     def take_over(self, step: int, position: int) -> None:
         """Run the changes after `step - 1` steps again, of which the memory has `position`."""
@@ -50,9 +50,11 @@ class Journal:
         self._done, self._interrupted = position // 2, bool(position % 2)
 
     def rows(self, row: StreamRow) -> Iterator[StreamRow]:
-        """Cut a row into chunks."""
-        for start in range(row.start, row.end, CHUNK_ELEMENTS):
-            yield replace(row, start=start, end=min(start + CHUNK_ELEMENTS, row.end))
+        """Cut a row into chunks, for each of which there is room for undo."""
+        width = sum(each.tensor.dtype.itemsize for each in row.operands if each.mode is Access.UPDATE)
+        longest = min(CHUNK_ELEMENTS, UNDO_BYTES // max(1, width) // GRAIN * GRAIN)
+        for start in range(row.start, row.end, longest):
+            yield replace(row, start=start, end=min(start + longest, row.end))
 
     @contextmanager
     def chunk(self, tensors: Sequence[torch.Tensor]) -> Iterator[bool]:
@@ -61,14 +63,12 @@ class Journal:
         if number < self._done:
             yield False
             return
-        states, at = [tensor_bytes(each) for each in tensors], 0
+        states, sizes = [tensor_bytes(each) for each in tensors], [each.nbytes for each in tensors]
         undo = number == self._done and self._interrupted
-        if sum(each.numel() for each in states) > UNDO_BYTES:
+        if sum(sizes) > UNDO_BYTES:
             raise ValueError(f"a chunk of {len(states)} tensors has no room for undo")
-        for each in states:
-            kept = self.memory.undo[at : at + each.numel()]
+        for each, kept in zip(states, torch.split(self.memory.undo[: sum(sizes)], sizes), strict=True):
             each.copy_(kept) if undo else kept.copy_(each)
-            at += each.numel()
         self.memory.mark(self._step, 2 * number + 1)
         yield True
         self.memory.mark(self._step, 2 * number + 2)

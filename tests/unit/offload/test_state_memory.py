@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from zeromesh.offload import allocate_lasting
-from zeromesh.offload.memory.state_memory import StateMemory
-from zeromesh.offload.update_stream import StreamRow
+from zeromesh.offload import TieredTensor, allocate_lasting
+from zeromesh.offload.memory.state_memory import UNDO_BYTES, StateMemory
+from zeromesh.offload.update_stream import Access, StreamOperand, StreamRow
 from zeromesh.optim import journal
 from zeromesh.optim.journal import COMPLETE, Journal
 
@@ -124,3 +124,21 @@ def test_an_update_is_finished_by_who_takes_the_memory_over(
     heir.take_over(1, COMPLETE)
     update(heir, states, gradient)
     assert all(torch.equal(*pair) for pair in zip(states, wanted, strict=True)), "nothing is done twice"
+
+
+@pytest.mark.parametrize(
+    ("count", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (4, torch.float64), (7, torch.float64)]
+)
+def test_chunks_are_as_long_as_there_is_room_for_undo(descriptor: int, count: int, dtype: torch.dtype) -> None:
+    length = 3 << 20
+    updated = StreamOperand(tensor=TieredTensor.of(torch.empty(length, dtype=dtype)), mode=Access.UPDATE)
+    gradient = StreamOperand(tensor=TieredTensor.of(torch.empty(length)), mode=Access.READ)
+    whole = StreamRow(key=(0, 0), start=0, end=length, operands=(*[updated] * count, gradient))
+    rows = list(Journal(StateMemory(descriptor), KEY).rows(whole))
+    assert [row.start for row in rows] == [0, *[row.end for row in rows[:-1]]]
+    assert rows[-1].end == length
+    longest = max(row.end - row.start for row in rows)
+    assert longest * count * dtype.itemsize <= UNDO_BYTES
+    assert longest == journal.CHUNK_ELEMENTS or longest * count * dtype.itemsize > 0.95 * UNDO_BYTES
+    with Journal(StateMemory(descriptor), KEY).chunk([updated.tensor.memory[:longest]] * count) as changes:
+        assert changes
