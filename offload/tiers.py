@@ -107,9 +107,6 @@ class TieredTensor:
         """Bytes on all tiers together."""
         return self.numel * self.dtype.itemsize
 
-    def bytes_on(self, tier: Tier) -> int:
-        return sum((part.end - part.start) * self.dtype.itemsize for part in self.parts if part.tier is tier)
-
     @property
     def memory(self) -> torch.Tensor:
         """All elements as one tensor in CPU memory. Raises `ValueError` if they are not in one piece there."""
@@ -322,7 +319,13 @@ class Tiers:
 
     def keeps(self, tensor: TieredTensor) -> bool:
         """Return True if a tensor that was just allocated has the values that an earlier process, or engine, has left in it."""
-        return self.warm or any(isinstance(part.slot, DurableSlot) and part.slot.kept for part in tensor.parts)
+
+        def kept(part: TieredPart) -> bool:
+            if isinstance(part.slot, DurableSlot):
+                return part.slot.kept
+            return self.states is not None and part.memory is not None and self.states.keeps(part.memory)
+
+        return all(map(kept, tensor.parts))
 
     def buffer(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Make a buffer `[nbytes]`, uint8, on `device` for transfers with another tier; on the host it has separate pages."""

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -38,7 +38,7 @@ class StateMemory:
         self._head = mmap.mmap(descriptor, _STATES_AT)
         self._words = memoryview(self._head)[:PAGE].cast("q")
         self.undo = torch.frombuffer(self._head, dtype=torch.uint8, count=UNDO_BYTES, offset=_UNDO_AT)
-        self._pages: WeakSet[mmap.mmap] = WeakSet()
+        self._pages: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()  # with their addresses
         self.warm = False
         """True if the states that are allocated next keep the values that they have here."""
 
@@ -111,5 +111,10 @@ class StateMemory:
         self._end = start + length
         os.posix_fallocate(self._descriptor, start, length)  # A lack of memory is an error now, and not a signal later.
         pages = register_state_pages(mmap.mmap(self._descriptor, length, offset=start))
-        self._pages.add(pages)
-        return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        found = torch.frombuffer(pages, dtype=torch.uint8, count=nbytes)
+        self._pages[pages] = found.data_ptr()
+        return found
+
+    def keeps(self, memory: torch.Tensor) -> bool:
+        """Return True if a tensor that was just allocated lies here, and has the values that were left in it."""
+        return self.warm and memory.untyped_storage().data_ptr() in self._pages.values()

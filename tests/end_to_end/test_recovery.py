@@ -486,6 +486,49 @@ def test_a_run_goes_on_from_a_snapshot(
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
 
 
+NARROW = {
+    "precision": {"compute": "bfloat16", "master": "float32", "reduce": "float32"},
+    "checkpoint": {"every_steps": 0},
+}
+ON_FILES: dict[str, Any] = {**NARROW, "offload": {"parameters": "file"}, "model": {"train": ["2.*"]}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked"),
+    [
+        (NARROW, {"given": True, "unfreezes": 6}),
+        pytest.param({**NARROW, "ema": {"decay": 0.5}}, {"given": True, "unfreezes": 6}, marks=FULL),
+        (ON_FILES, {}),
+        ({**ON_FILES, "model": {}}, {"given": True, "unfreezes": 100}),
+    ],
+)
+def test_weights_that_are_frozen_have_their_values_after_a_loss(
+    tmp_path: Path, settings: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    """Also where they are on files, which end with their ranks, and where they are trained from a later step on."""
+    undisturbed = run(tmp_path / "undisturbed", settings=settings, **asked)
+    found = run(tmp_path / "lost", (4, 1, "SIGKILL"), settings=settings, **asked)
+    assert found.went_well(undisturbed)
+    assert found.lost_steps is (asked.get("unfreezes") == 100), "of a model that is given, they are nowhere else"
+
+
+@pytest.mark.parametrize("way", ["memory", "snapshots", pytest.param("durable", marks=FULL)])
+def test_frozen_weights_are_those_that_the_run_has_begun_from(tmp_path: Path, way: str) -> None:
+    """They are those of a checkpoint in which they were trained, and not those of the model's source."""
+    first = run(tmp_path / "first", settings={"precision": NARROW["precision"]})
+    resumed = {"every_steps": 0, "resume": str(first.folder / "run" / "checkpoints" / "step-00000004")}
+    settings: dict[str, Any] = {**ON_FILES, "checkpoint": resumed}
+    if way == "snapshots":
+        settings |= {"recovery": {"memory": "snapshots", "every_steps": 1}, "offload": {}}
+    if way == "durable":
+        settings["offload"] = {"parameters": "file", "optimizer": "file", "durable": True}
+    undisturbed = run(tmp_path / "undisturbed", settings=settings)
+    found = run(tmp_path / "lost", (6, 1, "SIGKILL"), settings=settings)
+    assert found.process.returncode == 0, found.process.stderr
+    assert "went on after step" in found.process.stdout or way == "durable"
+    assert found.end(0)["weights"] == undisturbed.end(0)["weights"]
+
+
 @pytest.mark.parametrize("memory", ["snapshots", pytest.param("auto", marks=FULL)])
 def test_a_run_takes_the_memory_that_a_plan_counts(tmp_path: Path, memory: str) -> None:
     """Of snapshots, and of gradients that a journal may need after their step."""

@@ -118,7 +118,28 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         self.require_settings(state, settings)
         load_engine(None, self._engine, state)
         self._keep_metric(state)
+        self.load_frozen()
         return state
+
+    def load_frozen(self) -> None:
+        """Fill weights that were never trained from the newest checkpoint, or else the one that the run has begun from: they need
+        not be those of the model's source. All ranks call it."""
+        engine, state = self._engine, self._engine.checkpoint_state
+        frozen, named = state.frozen(), self._section.resume not in ("auto", "never")
+        paths = [self.store.path(step) for step in candidates(self._mesh, self.store)]
+        for path in (
+            (*paths, *([newest_at(Path(self._section.resume).expanduser())] if named else ())) if frozen else ()
+        ):
+            try:
+                reader, _ = _open_checkpoint(path, engine)
+                known = [each for each in state.tensors(reading=True) if each.kind in WEIGHTS]
+                there = {each.name for each in reader.manifest.tensors if not reader.manifest.is_elsewhere(each.path)}
+                with engine.loading(finishing=True):
+                    shards = [each for each in state.shards_to_read() if each.spec.name in frozen & there]
+                    fill_shards(engine.mesh, reader, known, shards)
+                return
+            except CheckpointError as error:
+                self._note(f"frozen weights of {path} skipped: {error}")
 
     def require_settings(self, state: TrainerState, settings: Mapping[str, Any]) -> None:
         """Raise `ConfigError` where `settings` differ from those of a state that is on no checkpoint."""

@@ -324,8 +324,9 @@ class Recovery:
         nowhere else, or the run has changed the model in ways that it cannot undo."""
         trained, engine = run.model, run.model.engine
         taken, durable = self.snapshots is not None and self.snapshots.number > 0, run.config.offload.durable
-        if durable and not all(trained for _, trained in self._given.values()):
-            return False  # Files have no frozen weights.
+        on_files = durable or (engine is not None and engine.options.offload.parameters.tier == "file")
+        if on_files and not all(trained for _, trained in self._given.values()):
+            return False  # Files that last have no frozen weights, and others end with the engine.
         elsewhere = self._kept is not None or taken or durable or bool(self._store(run).steps())
         if not elsewhere or trained.module is not model or run.config.model.lora:
             return False

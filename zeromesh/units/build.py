@@ -316,7 +316,9 @@ class _BucketBuilder:
             master = self.tiers.allocate(interval.length, dtype, options.offload.optimizer, Purpose.MASTER, what)
             if interval != held or gathered.persistent or master.whole(self.tiers.device) is None:
                 copy = self._allocate_gathered(layout, gathered, held.length, spec.dtype, Purpose.PARAMETERS)
-        for piece in layout.pieces(interval) if not self.tiers.keeps(master) else ():
+        # What the ranks of a host share is brought from the buffers that they had before.
+        brought = self.tiers.warm and gathered.persistent and copy is None
+        for piece in () if brought or self.tiers.keeps(master) else layout.pieces(interval):
             _fill_piece(master, piece, self.source)
         if copy is not None:
             own = interval.after(held.start)
@@ -355,8 +357,7 @@ class _BucketBuilder:
                 continue
             parameter = encoded_part(slot.spec, codec, self.source.read, origin.encoded(name, codec, slot.spec.dtype))
             tables.append(parameter.tables.to(device))
-            # The codes in a buffer that is kept end with its ranks, and others are in memory that outlives them.
-            known = (self.tiers.warm and not gathered.persistent) or slot.spec.fqn not in pieces
+            known = slot.spec.fqn not in pieces or self.tiers.keeps(encoded)
             for begin, data in () if known else shard.stored(pieces[slot.spec.fqn], parameter):
                 encoded.write(begin, data).wait()
         shards = [EncodedShard.of(layout, each, tables) for each in parts]
