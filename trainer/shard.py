@@ -60,6 +60,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
+_STORABLE = (bool, int, float, str, type(None), list, tuple, Mapping, torch.Tensor)  # values of groups in a checkpoint
 """The attribute of a partitioned model that has its `ShardedModel`, so that the engine lives as long as the model."""
 
 
@@ -291,11 +292,11 @@ def averaged(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def state_dict(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole, in the dtype of master weights.
-    One tensor is gathered at a time. All ranks iterate to the end."""
+    """Yield `(name, tensor)` of all parameters and buffers of a partitioned model, each whole and a copy, in the dtype of master
+    weights. One tensor is gathered at a time. All ranks iterate to the end."""
     engine = engine_of(model)
     engine.require_same_parameters()
-    return engine.state.stored()
+    return ((name, each.detach().clone()) for name, each in engine.state.stored())
 
 
 def unshard(model: nn.Module, *, keep_codes: bool = False) -> None:
@@ -348,8 +349,10 @@ def save(
     progress = engine.progress()
     members, groups = engine.options.optimizer.members, list[dict[str, Any]]()
     for group, names in () if optimizer is None else zip(optimizer.param_groups, members, strict=True):
-        kept = {**group, "params": sorted(names)}
-        groups.append({name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()})
+        # Functions and objects are those of the loop that goes on.
+        kept = {name: each for name, each in group.items() if isinstance(each, _STORABLE)}
+        values = {name: each.item() if isinstance(each, torch.Tensor) else each for name, each in kept.items()}
+        groups.append({**values, "params": sorted(names)})
     own = {LOOP: {"groups": groups, "state": dict(state or {}), "without": sorted(without)}}
     number = progress["updates"] if step is None else step
     made = TrainerState(step=number, samples=0, tokens=0, skipped=0, **progress, callbacks=own)

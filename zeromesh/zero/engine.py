@@ -108,8 +108,8 @@ class ZeroEngine:
 
     @property
     def state(self) -> FullState:
-        """Whole parameters and gradients by name."""
-        return self.full_state(averaged=False)
+        """Whole parameters, as the model has them now, and gradients by name."""
+        return self.full_state(averaged=self._has_averages)
 
     def full_state(self, *, averaged: bool) -> FullState:
         """Return whole parameters by name, if `averaged` their averages where these are kept, and gradients. All ranks call it."""
@@ -129,6 +129,10 @@ class ZeroEngine:
         return self._states[averaged]
 
     @property
+    def _has_averages(self) -> bool:
+        return self._averages_swapped or self._shows_averages
+
+    @property
     def lacks_parameters(self) -> bool:
         """True if data ranks lack parameters, those of other shards or other experts. Each call of the model then needs all of
         these ranks, which make equally many, and none can save the model by itself."""
@@ -145,6 +149,10 @@ class ZeroEngine:
         step = self.optimizer_step
         if not own:
             self.require_alike("a checkpoint")
+            if self._has_averages:
+                raise PhaseError(
+                    "a checkpoint has trained weights, and the model has averaged ones: save it after averaged()"
+                )
         changed = {
             slot.spec.name: (trained, steps)
             for bucket in self._buckets

@@ -403,6 +403,18 @@ def averages(mesh: Mesh, stage: int) -> None:
     (x, _) = next(iter(ours.batches(9)))
     with zeromesh.averaged(ours.model), torch.no_grad():
         assert float((ours.model(x) - averaged(x)).abs().max()) < EXACT
+        wanted = dict(averaged.module.named_parameters())
+        found = {name: each for name, each in zeromesh.state_dict(ours.model) if name in wanted}
+        assert max(float((found[name] - each).abs().max()) for name, each in wanted.items()) < EXACT
+        with zeromesh.gathered(ours.model, [name := min(wanted)]):
+            assert float((ours.model.get_parameter(name) - wanted[name]).abs().max()) < EXACT
+        _says("save it after averaged()", lambda: zeromesh.save("nowhere", ours.model, ours.optimizer))
+    assert apart(ours, plain) < EXACT
+    best = dict(zeromesh.state_dict(ours.model))
+    kept = {name: each.clone() for name, each in best.items()}
+    ours.backward(STEPS)
+    ours.finish()
+    assert all(torch.equal(each, kept[name]) for name, each in best.items()), "they are copies"
 
 
 def _says(words: str, call: Callable[[], object]) -> None:
@@ -545,6 +557,7 @@ def saved(mesh: Mesh, folder: str) -> list[float]:
     """Trains for two steps and saves, trains on for two, saves again; the latter is damaged."""
     ours, plain = sides(mesh, 3)
     scheduler, other = StepLR(ours.optimizer, 1, 0.5), StepLR(plain.optimizer, 1, 0.5)
+    ours.optimizer.param_groups[0]["called"] = len  # What only the loop has is not saved.
     for step in range(4):
         for side, each in ((ours, scheduler), (plain, other)):
             side.backward(step)
