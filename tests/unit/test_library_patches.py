@@ -22,6 +22,7 @@ LIBRARIES = {
 FINGERPRINTS = {
     "torch.autocast": "b610967e",
     "torch.autograd._engine_run_backward": "13d9e5bc",
+    "torch.nn.functional.cross_entropy": "c19505b2",
     "torch.nn.functional.scaled_dot_product_attention": "582db9a4",
     "transformers.masking_utils.find_packed_sequence_indices": "b05ec500",
     "transformers.modeling_utils.AttentionInterface.get_interface": "80dd3bb0",

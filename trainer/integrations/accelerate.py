@@ -21,17 +21,20 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
-from zeromesh.overrides import override
+from zeromesh.overrides import override, replaced
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
-from zeromesh.trainer.models.adapters import is_adapted
+from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.quantized_layers import make_plain
-from zeromesh.trainer.models.save_pretrained import peft_reading
+from zeromesh.trainer.models.save_pretrained import copy_with, peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
@@ -193,9 +196,11 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         make_plain(model)
         given = {**dict(model.named_buffers()), **dict(model.named_parameters())}
         _ORIGINALS[model] = {name: each.dtype for name, each in given.items()}
+        for each in model.parameters():
+            vars(each)["copied_as"] = each.dtype
         _replace(model, "save_pretrained", _make_save_pretrained, self)
         if self._compute in _COMPUTE.values():
-            _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
+            _replace(model, "forward", _cast_forward, None)
         precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 reduce gradients in each backward anyway, the others at the end of a step, after any number of them.
         usual = sys.maxsize if self.gradient_accumulation_steps > 1 else 1
@@ -320,17 +325,25 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
 
 
-def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a model's `forward` with floating-point inputs cast to `dtype` and results to float32, as under autocast."""
+def _cast_forward(forward: Callable[..., Any], _: None) -> Callable[..., Any]:
+    """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with cross entropies and
+    results in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
 
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
-        exact = {name: named.pop(name) for name in ("labels",) if name in named}  # Targets of a loss keep their dtype.
-        arguments, named = recursively_apply(lambda each: each.to(dtype), (arguments, named), test_type=_is_floating)
-        return convert_to_fp32(forward(model, *arguments, **named, **exact))
+        if any(map(_is_floating, tree_leaves((arguments, named)))):
+            engine_of(model).cast_inputs()
+        if _is_floating(mask := named.get("attention_mask")):
+            named["attention_mask"] = mask.to(engine_of(model).options.precision.compute)  # As attention has it.
+        with replaced(functional, {"cross_entropy": _wide_cross_entropy}):
+            return convert_to_fp32(forward(model, *arguments, **named))
 
     return converted
+
+
+def _wide_cross_entropy(logits: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    return cross_entropy(convert_to_fp32(logits), *arguments, **named)
 
 
 def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
@@ -346,6 +359,9 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
             state_dict = accelerator.get_state_dict(model)
             if not accelerator.is_main_process:
                 return
+        if is_sharded(model) and pretrained_of(model) is None:  # A library's own, which takes no weights.
+            store(copy_with(model, state_dict or {}, ""), save_directory, *arguments, **named)
+            return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
         with peft_reading(model, state_dict or {}):
             store(model, save_directory, *arguments, state_dict=state_dict, **named)

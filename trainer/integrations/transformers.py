@@ -7,6 +7,7 @@ trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"
 
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache, partial, wraps
 from os import PathLike
 from pathlib import Path
@@ -127,7 +128,14 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
                 state_dict = gathered_adapter(self.model, engine.state, engine.mesh)
             else:
                 state_dict = self.accelerator.get_state_dict(self.model)
-        super()._save(output_dir, state_dict)
+        with ExitStack() as undone:
+            # A library's own `_save` may save the model without passing the weights on.
+            if is_sharded(self.model) and hasattr(self.model, "save_pretrained"):
+                if not self.args.should_save:
+                    return
+                given = partial(self.model.save_pretrained, state_dict=state_dict)
+                undone.enter_context(override(self.model, "save_pretrained", given))
+            super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._without_states(super()._save_optimizer_and_scheduler, output_dir)

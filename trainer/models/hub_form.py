@@ -18,6 +18,7 @@ from zeromesh.errors import CheckpointError, ConfigError, ZeromeshError, errors_
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, pretrained_of
 from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.safetensors_source import read_class
+from zeromesh.units.plan import parts_in_fp32
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
 from zeromesh.zero.full_state import persistent_buffers
 
@@ -31,12 +32,22 @@ class Group:
     outputs: Mapping[str, torch.Tensor]
 
 
+def in_files(wide_parts: Iterable[str], name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor as it is written where others are in `dtype`: those with these parts of a name are in float32 at least."""
+    if not tensor.is_floating_point():
+        return tensor
+    wide = any(part in name for part in wide_parts)
+    return tensor.to(torch.promote_types(dtype, torch.float32) if wide else dtype)
+
+
 class HubNames:
     """The form on the Hub of a model's tensors; `note` explains why names stay unchanged, if they do."""
 
     def __init__(self, model: Any, tensors: Mapping[str, torch.Tensor], note: str = "") -> None:
         """Take a transformers model, or None to keep names, and meta tensors. Raises `CheckpointError` for irreversible ones."""
         self.note = note
+        tensors = {name: in_files(parts_in_fp32(model), name, each, each.dtype) for name, each in tensors.items()}
+        self.dtypes = {name: each.dtype for name, each in tensors.items()}
         self._model: Any = None
         converters: list[Any] = []
         found = getattr(model, "_weight_conversions", None)
@@ -110,6 +121,7 @@ class HubForm:
             if not issubclass(getattr(each, "source_cls", nn.Linear), nn.Linear):
                 self._why_not = f"{name} is transposed, as bitsandbytes has quantized it; save the adapter alone"
         inside = pretrained_of(model)
+        self._wide_parts = parts_in_fp32(inside)
         # The list of modules is kept: pipeline stages lose modules before `hub_names` looks conversions up, lazily as it is slow.
         submodels = [] if inside is None else [row for row in inside.named_modules() if is_pretrained_model(row[1])]
         self._library_model = inside and SimpleNamespace(
@@ -159,7 +171,7 @@ class HubForm:
             if self._why_not:
                 raise ConfigError(self._why_not)
             merged = self._in_files(self._merged(weights))
-            typed = ((name, each.to(dtype) if each.is_floating_point() else each) for name, each in merged)
+            typed = ((name, in_files(self._wide_parts, name, each, dtype)) for name, each in merged)
             yield from self.hub_names.convert(typed)
 
     @cached_property

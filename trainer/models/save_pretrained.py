@@ -103,23 +103,23 @@ def peft_reading(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[No
             own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
             undone.callback(override(each, "state_dict", lambda own=own: own))
         for name, each in [*prompts.items()]:
-            prompts[name] = _copy_with(each, tensors, f"prompt_encoder.{name}.")
+            prompts[name] = copy_with(each, tensors, f"prompt_encoder.{name}.")
             undone.callback(prompts.__setitem__, name, each)
         yield
 
 
-def _copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
+def copy_with(module: nn.Module, tensors: Mapping[str, Tensor], prefix: str) -> nn.Module:
     """Return a copy of a module without hooks, its parameters taken from `tensors` under `prefix`, if there are any."""
     made: nn.Module = type(module).__new__(type(module))
     nn.Module.__init__(made)
     vars(made).update({name: value for name, value in vars(module).items() if name not in vars(made)})
     for name, buffer in module.named_buffers(recurse=False):
-        made.register_buffer(name, buffer)
+        made.register_buffer(name, buffer, name not in module._non_persistent_buffers_set)
     for name, each in module.named_parameters(recurse=False):
         value = tensors[f"{prefix}{name}"] if tensors else each.detach()
         made.register_parameter(name, nn.Parameter(value, requires_grad=False))
     for name, child in module.named_children():
-        made.add_module(name, _copy_with(child, tensors, f"{prefix}{name}."))
+        made.add_module(name, copy_with(child, tensors, f"{prefix}{name}."))
     return made
 
 

@@ -230,14 +230,19 @@ def main_dtype(parameters: Iterable[nn.Parameter]) -> torch.dtype:
     return counts.most_common(1)[0][0] if counts else torch.float32
 
 
+def parts_in_fp32(model: object) -> set[str]:
+    """Return the parts of names of parameters and buffers that a transformers model keeps in float32."""
+    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return {part for attribute in attributes for part in getattr(model, attribute, None) or ()}
+
+
 def _dtypes(
     model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
 ) -> dict[str, torch.dtype]:
     main = main_dtype(parameter for parameter, _ in names)
     # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
     # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.
-    attributes = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-    parts = {part for attribute in attributes for part in getattr(model, attribute, None) or ()}
+    parts = parts_in_fp32(model)
     norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
     kept = {f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters()}
     gathered: dict[str, torch.dtype] = {}

@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
-    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on."""
+    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Its copies have the dtype `copied_as`, if it is set."""
 
     passes: ClassVar["AutogradPasses"]
     live_type: ClassVar[type[nn.Parameter]]  # the class without the guard
@@ -85,7 +85,13 @@ class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            copied = type(self).live_type(self.detach().clone(), self.requires_grad)
+            values, dtype = self.detach().clone(), vars(self).get("copied_as", self.dtype)
+            if values.is_floating_point() and values.dtype != dtype:
+                what = f"a copy of a model that computes in {values.dtype} has values that are rounded to it"
+                cure = "averages of weights need the section `ema`, which keeps them of the exact ones"
+                warnings.warn(f"{what}; {cure}", stacklevel=2)
+                values = values.to(dtype)
+            copied = type(self).live_type(values, self.requires_grad)
         memo[id(self)] = copied
         return copied
 
@@ -384,6 +390,10 @@ class AutogradEngine(ZeroEngine):
         with self.loading(averaged_updates=0):
             self.checkpoint_state.fill(given)
         return result
+
+    def cast_inputs(self) -> None:
+        """Have modules take floating-point inputs in the dtype of forward from now on, as autocast has layers take them."""
+        self._hooks.cast_inputs(self.model, self.options.precision.compute)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Loops of accelerate over the engine, beside the same loops over accelerate alone."""
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+from warnings import catch_warnings
 
 import accelerate
 import torch
@@ -204,6 +206,65 @@ def in_low_precision(mesh: Mesh, folder: str, asked: dict[str, Any], dtype: str)
             assert state or mesh.rank
     like(found[1], found[0], rel=0, abs_=0.05)
     assert found[1] != found[0]
+
+
+class Timed(nn.Module):
+    """A model with a norm before all else, exact times, its own targets, and classes whose loss it computes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.embed, self.head = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor, times: torch.Tensor, future_values: torch.Tensor) -> torch.Tensor:
+        waves = torch.sin(times[:, None] * torch.arange(1, 9))
+        logits = self.head(self.norm(x) + self.embed(waves))
+        loss = nn.functional.cross_entropy(logits, torch.arange(2))
+        self.seen = [times, future_values, loss.detach()]
+        return loss + (logits - future_values).square().mean()
+
+    def save_pretrained(self, path: Any) -> None:
+        """Save it as libraries do whose models are no models of transformers."""
+        torch.save([type(self), self.state_dict()], path)
+
+
+def timed() -> dict[str, torch.Tensor]:
+    return {
+        "x": torch.randn(2, 8),
+        "times": torch.tensor([997.0, 501.0]),
+        "future_values": torch.tensor([1001.0, 1003.0, 1005.0, 1007.0]) / 512,
+    }
+
+
+def as_autocast(mesh: Mesh, folder: str, stage: int) -> None:
+    """Floating-point arguments reach a model as under autocast, its cross entropies are in float32, and so are copies of it."""
+    found = []
+    for make in (partial(accelerate.Accelerator, cpu=True), partial(Accelerator, zeromesh={"zero": {"stage": stage}})):
+        with fresh_state():
+            accelerator, model = make(mixed_precision="bf16"), seeded(Timed)
+            torch.manual_seed(0)
+            given = timed()
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            losses = []
+            for _ in range(3):
+                losses.append(model(**given))
+                accelerator.backward(losses[-1])
+                optimizer.step()
+                optimizer.zero_grad()
+            whole = accelerator.unwrap_model(model)
+            for one, other in zip(whole.seen, given.values(), strict=False):
+                assert one.dtype is torch.float32 or one is other
+            assert torch.equal(whole.seen[0], given["times"])
+            assert torch.equal(whole.seen[1], given["future_values"])
+            assert whole.seen[2].dtype is torch.float32
+            found.append([each.item() for each in losses])
+            with catch_warnings(record=True, action="always") as said:
+                copied = copy.deepcopy(whole)
+            assert {each.dtype for each in copied.parameters()} == {torch.float32}
+            assert bool(torch.isfinite(copied(**given)))
+    assert "section `ema`" in str(said[0].message)
+    like(found[1], found[0], rel=0, abs_=0.02)
 
 
 class Refused:

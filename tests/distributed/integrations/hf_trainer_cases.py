@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from tests.distributed.integrations.accelerate_cases import fresh_state
+from tests.distributed.integrations.accelerate_cases import Timed, fresh_state
 from tests.support.plain import error_of, like
 from tests.support.trainer_cases import VOCABULARY, WIDE, llama, seeded, sentences
 from zeromesh.errors import ConfigError, LayoutError
@@ -104,6 +104,33 @@ def trainer_of(
             yield kind(model, arguments, **data)
         else:
             yield on_zeromesh(kind)(model, arguments, **data, zeromesh=zeromesh)
+
+
+class OfALibrary(tf.Trainer):  # type: ignore[misc]  # transformers' types are skipped.
+    """A trainer of another library, whose models save themselves."""
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        return model(inputs["input_ids"][:, :8].float(), inputs["input_ids"][:, 0].float(), torch.zeros(4))
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(Path(output_dir) / "model.pt")
+
+
+def saved_by_its_library(mesh: Mesh, folder: str) -> None:
+    """A model that takes no weights to save, in checkpoints and afterwards: whole, in float32, without buffers that do not persist."""
+    config = {"zero": {"stage": 3}}
+    changes = {**TRAINS_ALONE, "save_strategy": "steps", "bf16": True, "max_steps": 3, "remove_unused_columns": False}
+    with trainer_of(OfALibrary, seeded(Timed), Path(folder), config, **changes) as trainer:
+        trainer.train()
+        wanted = trainer.accelerator.get_state_dict(trainer.model)
+        trainer.save_model(f"{folder}/last")
+    if mesh.rank == 0:
+        for name in ("checkpoint-3", "last"):
+            kind, found = torch.load(Path(folder) / name / "model.pt", weights_only=False)
+            assert kind is Timed
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], value) for name, value in wanted.items())
 
 
 def history(trainer: Any, first: int = 0, *more: str) -> list[list[Any]]:

@@ -12,14 +12,15 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 
-from tests.support.architectures import small_model
+from tests.support.architectures import TINY, small_model
 from tests.support.trainer_cases import llama, seeded
 from zeromesh import Generator, Trainer
 from zeromesh.errors import ConfigError
 from zeromesh.flat.codec import Codec
-from zeromesh.trainer.models.hub_form import HubForm
+from zeromesh.trainer.models.hub_form import HubForm, HubNames
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.tools.checkpoint.export import export_checkpoint
+from zeromesh.zero.full_state import persistent_buffers
 
 IDS = torch.arange(12)[None]
 
@@ -116,6 +117,21 @@ def test_adapters_of_several_parameters_of_a_module_are_merged(tmp_path: Path) -
     wanted = load_file(tmp_path / "model.safetensors")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], each) for name, each in wanted.items())
+
+
+def test_what_transformers_keeps_in_float32_is_streamed_in_it() -> None:
+    """A rate of 0.001 is less than what 16 bits tell apart near 0.5, and other experts would be chosen."""
+    kind, fields = TINY["deepseek"]
+    with torch.device("meta"):
+        model = kind(kind.config_class(**fields))
+    tensors = {**dict(model.named_parameters()), **persistent_buffers(model)}
+    found = {name: each.dtype for name, each in HubForm(model).convert(iter(tensors.items()), torch.bfloat16)}
+    names = HubNames(model, {name: each.to(torch.bfloat16) for name, each in tensors.items()})
+    assert found == {name: each.dtype for name, each in names.outputs.items()}
+    assert {name for name, dtype in found.items() if dtype == torch.float32} == {
+        name for name in found if "e_score_correction_bias" in name
+    }
+    assert torch.float32 in found.values()
 
 
 def test_adapters_in_a_copy_of_a_module_are_not_merged() -> None:

@@ -19,8 +19,14 @@ from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
 from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, evaluates_average
 from zeromesh.trainer.config.load import Consent, load_config
-from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft
-from zeromesh.trainer.models.hub_form import HubForm, HubNames
+from zeromesh.trainer.models.adapters import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    encoded_weights,
+    import_peft,
+    pretrained_of,
+)
+from zeromesh.trainer.models.hub_form import HubForm, HubNames, in_files
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
 from zeromesh.trainer.monitoring.step_metrics import CONFIG
@@ -28,7 +34,7 @@ from zeromesh.trainer.tools.checkpoint.reading import Throughput, read_tensors
 from zeromesh.trainer.weights.handoff import Named
 from zeromesh.trainer.weights.quantized_files import stored_form
 from zeromesh.trainer.weights.safetensors_source import quiet_library, read_class
-from zeromesh.units.plan import encoded_names
+from zeromesh.units.plan import encoded_names, parts_in_fp32
 from zeromesh.weight_init.weight_sources import canonical_names
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -193,7 +199,7 @@ def _hub_tensors(
     places = sorted(names.groups, key=lambda each: (each.converted, 0 if each.converted else order[each.names[0]]))
     members = [name for group in places for name in group.names]
     read = read_tensors(reader, [chosen[name][0] for name in members], moved)
-    weights = ((name, _convert(name, each, chosen[name][1])) for name, (_, each) in zip(members, read, strict=True))
+    weights = ((name, _convert(name, each, names.dtypes[name])) for name, (_, each) in zip(members, read, strict=True))
     return names.outputs, names.convert(weights)
 
 
@@ -244,8 +250,8 @@ def _merged_tensors(
     (folder / BASE_MODEL).rmdir()
     wanted = _DTYPES.get(dtype) or next(source.dtype for source, _ in chosen.values() if source.kind == "model")
     form = HubForm(model)
-    outputs = form.hub_names.outputs
-    tensors = {name: each.to(wanted) if each.is_floating_point() else each for name, each in outputs.items()}
+    outputs, wide_parts = form.hub_names.outputs, parts_in_fp32(pretrained_of(model))
+    tensors = {name: in_files(wide_parts, name, each, wanted) for name, each in outputs.items()}
     place: dict[str, int] = {}
     for name in names.values():
         place.setdefault(form.layer_of.get(name, name), len(place))
