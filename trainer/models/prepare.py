@@ -435,7 +435,8 @@ def _inside_blocks(model: nn.Module) -> list[tuple[tuple[str, type], nn.Module]]
 def _is_like(module: nn.Module, copied: nn.Module) -> bool:
     parts, kinds = list(module.modules()), {type(each) for each in copied.modules()} | _INSIDE_ADAPTERS
     replaced = [type(each) for each in parts if type(each) not in kinds]
-    replaced += [vars(each)["forward"] for each in parts if "forward" in vars(each)]
+    forwards = (vars(each)["forward"] for each in parts if "forward" in vars(each))
+    replaced += [getattr(each, "func", each) for each in forwards]
     made = all(str(getattr(each, "__module__", "")).partition(".")[0] in _MAKERS for each in replaced)
     return made and not any(map(has_foreign_hooks, parts[1:]))
 

@@ -31,6 +31,7 @@ test_tiles_change_nothing = pytest.mark.sampled(2)(
             case("gpt2", "tensor", quick=True),
             case("unused", "data", quick=True),
             case("experts", "data", quick=True),
+            case("experts", "tensor", quick=True),
             row(2, "encoded"),
             *(case("llama", "data", stage) for stage in (0, 1, 2, 3)),
             *(case(kind, "pipeline", model=BLOCK) for kind in ("llama", "frozen", "adapted")),

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from tests.support.plain import apart
 from tests.support.trainer_cases import LLAMA, seeded, sentences, settings
 from zeromesh import Trainer
 from zeromesh.mesh.process_mesh import Mesh
+from zeromesh.trainer.models import prepare
 
 
 def _with_unused() -> Any:
@@ -43,9 +45,12 @@ def trained(
     """Tiles of 3 tokens leave a shorter last one of the sequence."""
     build = BUILDS[kind]
     sections = {"zero": {"stage": stage, "gathered_budget": 0}, "parallel": axes, **sections}
-    found = differences(
-        folder, "tiles", (build(), build()), sentences(), model={"tile_tokens": tokens, **model}, **sections
-    )
+    model = {"tile_tokens": tokens, **model}
+    pair = build(), build()
+    with patch.object(prepare, "_tile", wraps=prepare._tile) as tile:
+        found = differences(folder, "tiles", pair, sentences(), model=model, **sections)
+    if kind == "experts":
+        assert any(call.args[0] is pair[0].model.layers[0].mlp for call in tile.call_args_list)
     assert all(value <= 1e-9 for value in found.values()), found
 
 

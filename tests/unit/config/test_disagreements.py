@@ -90,6 +90,7 @@ def problems_of(sections: dict[str, Any]) -> list[str]:
         ({"model": TILES | {"activation_checkpointing": "selective"}}, "model.tile_tokens: 8 does not go with"),
         ({"model": TILES, "parallel": STAGES}, "model.tile_tokens: 8 does not go with parallel.schedule zero_bubble"),
         ({"model": TILES, "parallel": {"pipeline": 2}}, ""),
+        ({"model": TILES, "parallel": {"expert": 2}}, "model.tile_tokens: 8 does not go with parallel.expert 2"),
         ({"precision": FLOAT8}, ""),
         ({"precision": FLOAT8 | {"compute": "float16"}}, "precision.linear: float8 is for precision.compute bfloat16"),
         ({"precision": FLOAT8, "parallel": {"tensor": 2}}, "precision.linear: float8 is for whole layers"),
