@@ -27,7 +27,7 @@ from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.save_pretrained import gathered_adapter, save_configuration
 from zeromesh.zero.engine import ZeroEngine
-from zeromesh.zero.full_state import AVERAGE, WEIGHTS, require_storable
+from zeromesh.zero.full_state import AVERAGE, OUTER_MOMENTUM, WEIGHTS, require_storable
 
 LOOP = "loop"  # the checkpoint key of a custom loop's groups and state, beside those of callbacks
 
@@ -399,21 +399,21 @@ def load_weights(path: Path, engine: ZeroEngine) -> tuple[int, int]:
 def _fill(reader: CheckpointReader, engine: ZeroEngine, count: int, calls: Mapping[str, Any], *, whole: bool) -> None:
     """Load tensors, but those that a custom loop has left out. `count` is the number of updates in the weight average, if any.
     Raises as `fill_shards`, and `LayoutError` for states of another optimizer, and for other weights than those encoded here."""
-    averaged = any(tensor.kind == AVERAGE for tensor in reader.manifest.tensors)
+    stored = {each.kind.partition(REPLICA)[0] for each in reader.manifest.tensors}
     absent = calls.get(LOOP, {}).get("without", ())
 
     def loads(spec: TensorSpec) -> bool:
         kept = spec.name not in absent if spec.kind in WEIGHTS else whole
-        return kept and (averaged or spec.kind != AVERAGE)
+        # What a run has begun to keep since then begins anew: averages at the weights, an outer momentum at zero.
+        return kept and (spec.kind in stored or spec.kind not in (AVERAGE, OUTER_MOMENTUM))
 
     tensors = list(filter(loads, engine.checkpoint_state.tensors(reading=True)))
-    # A replica that is no more leaves nothing behind: the first one is always there.
-    unread = {each.kind.partition(REPLICA)[0] for each in reader.manifest.tensors}
-    unread = unread.difference(WEIGHTS, (each.kind for each in tensors))
+    # A replica that is no more leaves nothing behind: the first one is always there. Nor do syncs that there are no more.
+    unread = stored.difference(WEIGHTS, [OUTER_MOMENTUM], (each.kind for each in tensors))
     if whole and unread:
         problem = f"has {some(sorted(unread))}, which would be lost; go on with the optimizer and precision that it had"
         raise LayoutError(f"{reader.directory} {problem}")
-    with engine.loading(averaged_updates=count if averaged else 0):
+    with engine.loading(averaged_updates=count if AVERAGE in stored else 0):
         shards = [each for each in engine.checkpoint_state.shards_to_read() if loads(each.spec)]
         away = {each.name for each in reader.manifest.tensors if reader.manifest.is_elsewhere(each.path)}
         encoded = engine.checkpoint_state.encoded() & away

@@ -328,9 +328,9 @@ def resumed(mesh: Mesh, folder: str, before: int, after: int, outer: Mapping[str
     other = local_settings(folder, {"replicate": after}, checkpoint=saves, run={"max_steps": STEPS + 2})
     with Trainer(seeded(llama), other, data) as trainer:
         assert "parallel.sync_every" in error_of(trainer.fit, ConfigError)
-    other["run"]["name"] = "alike"
     other["checkpoint"]["resume"] = str(Path(folder) / "run" / "checkpoints")
-    if not outer:
+    for name, parallel in {"alike": {}, "averages": local(after, 2), "diloco": local(after, 2, DILOCO)}.items():
+        other["run"]["name"], other["parallel"] = name, {"replicate": after, **parallel}
         with Trainer(seeded(llama), other, data) as trainer:
             assert trainer.fit().final_step == STEPS + 2
 
