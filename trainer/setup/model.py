@@ -248,6 +248,11 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
     tensors |= {f"buffer {name}": each for name, each in model.named_buffers()}
     for layer in codes_of(model).values():
         tensors |= {f"parameter {name}": each for name, each in layer.tensors().items()}
+    if divided := [name for name, each in tensors.items() if hasattr(each, "placements")]:
+        cure = "load the model without distributed_config or tp_plan, and give zero.stage and the section parallel"
+        raise LayoutError(
+            f"{some(divided)} is divided over ranks already (a DTensor), which zeromesh does itself; {cure}"
+        )
     kinds = {True: "trained", False: "frozen"}
     plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"

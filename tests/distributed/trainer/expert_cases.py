@@ -436,3 +436,8 @@ def refused(mesh: Mesh, folder: str) -> None:
     spread = _mixtral()
     spread.model.layers[0].mlp.experts._is_expert_parallel = True
     assert "transformers has spread its experts over ranks" in said(spread, parallel={"expert": 1})
+    divided = _mixtral()
+    divided.lm_head.weight.placements = (
+        "Shard(0)",
+    )  # As parameters of `from_pretrained(distributed_config=...)` have.
+    assert "lm_head.weight is divided over ranks already (a DTensor)" in said(divided, parallel={"expert": 1})
