@@ -100,7 +100,8 @@ def exact(config: TrainerConfig) -> TrainerConfig:
     """Return the configuration with float64 everywhere, so that rounding explains no difference."""
     roles, eps = dict.fromkeys(("compute", "master", "reduce"), "float64"), config.optimizer.eps
     optimizer = {} if eps is None else {"eps": max(eps, _EPSILON)}
-    return config.changed(precision={**roles, "linear": None}, optimizer=optimizer, model={"compile": False})
+    values = config.changed(precision={**roles, "linear": None}, optimizer=optimizer, parallel={"wire": "exact"})
+    return values.changed(model={"compile": False})
 
 
 def without_dropout(model: nn.Module) -> bool:
@@ -158,7 +159,7 @@ def _first_working_copy(
 ) -> tuple[nn.Module, tuple[str, ...]]:
     """Return the first small model that can be built and has a loss, and notes on its reduction."""
     layers = max(2, mesh.pipeline.size * config.parallel.chunks)
-    sizes = _sizes(text_part(config_of_model), mesh.tensor.size)
+    sizes = _sizes(text_part(config_of_model), mesh.tensor.size, mesh.experts.size)
     headless = {name: size for name, size in sizes.items() if name != "head_dim"}
     reductions = ((sizes, layers), (headless, layers), (sizes, max(layers, 8)), (dict[str, int](), layers))
 
@@ -183,8 +184,9 @@ def _first_working_copy(
     return small, (f"{type(small).__name__} of {count:,} parameters: {', '.join(parts)}",)
 
 
-def _sizes(text: Any, ranks: int) -> dict[str, int]:
-    """Return small sizes that are divisible by `ranks` exactly where those of the configuration `text` are."""
+def _sizes(text: Any, ranks: int, expert_ranks: int = 1) -> dict[str, int]:
+    """Return small sizes that are divisible by `ranks` exactly where those of the configuration `text` are, and experts by
+    `expert_ranks`."""
 
     def small(name: str, size: int) -> int:
         """Return `size` rounded up to a number with the remainder modulo `ranks` of the model's size `name`."""
@@ -198,7 +200,7 @@ def _sizes(text: Any, ranks: int) -> dict[str, int]:
     sizes = {"layers": 2, "head width": 8, "rotary width": 4, "state": 8, "positions": 64, "chosen experts": 2}
     sizes |= {"width": many * 8, "inner width": small("intermediate_size", 48), "heads": many}
     sizes |= {"key-value heads": few} if groups else {}
-    sizes |= {"experts": max(4, ranks), "expert width": 16 + -16 % ranks}
+    sizes |= {"experts": round_up(max(4, ranks), expert_ranks), "expert width": 16 + -16 % ranks}
     return named_sizes({**sizes, "vocabulary": small("vocab_size", _VOCABULARY)})
 
 

@@ -17,7 +17,7 @@ from zeromesh.trainer.loop.context import UserInputs
 from zeromesh.trainer.verification.shrink import SmallRun, exact, shrink, small_config, without_dropout
 
 
-def mesh_of(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1) -> Any:
+def mesh_of(data: int = 1, context: int = 1, tensor: int = 1, pipeline: int = 1, experts: int = 1) -> Any:
     return SimpleNamespace(**{name: SimpleNamespace(size=size) for name, size in locals().items()})
 
 
@@ -139,6 +139,13 @@ def test_small_sizes_are_divisible_by_ranks_where_the_large_ones_are(
     small: Any = made(model, mesh).model.config  # type: ignore[union-attr]
     names = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "hidden_size")
     assert tuple(getattr(small, name) for name in (*names, "num_hidden_layers")) == wanted
+
+
+def test_small_experts_can_be_spread_over_the_ranks() -> None:
+    with torch.device("meta"):
+        model = tiny("qwen3_moe", **{**LARGE, **EIGHT, "num_experts": 6, "moe_intermediate_size": 4096})
+    small: Any = made(model, mesh_of(data=3, experts=3)).model.config  # type: ignore[union-attr]
+    assert small.num_experts == 6
 
 
 def test_samples_are_distinct_and_have_other_numbers_of_targets() -> None:
