@@ -148,8 +148,7 @@ class Planner:
         ]
         spread = self._choices("expert", subject.expert_sizes(min(ranks, host)))
         meshes = [replace(mesh, expert=size) for mesh in meshes for size in spread if mesh.states % size == 0]
-        own = subject.zero.optimizer.own_class
-        divides = not (subject.zero.optimizer_in_backward or subject.zero.outer or (own is not None and own.whole))
+        divides = not (subject.zero.optimizer_in_backward or subject.zero.outer or subject.needs_whole)
         for mesh in meshes:
             stages = (3,) if mesh.parameters.uses_tier else (0, 1, 2, 3) if mesh.states > 1 else (1,)
             sizes = (1,) if batch.tokens is not None else _MICROS

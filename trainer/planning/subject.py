@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from zeromesh.errors import ConfigError, DataError, LayoutError
+from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.flat.layout import BucketLayout, ParameterPart, ParameterSpec, Region, UnitLayouts
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.pipeline.stages.build import block_costs, plan_cut
@@ -68,6 +68,7 @@ class Subject:
         """The modules of experts, and the bytes of the rows of one of a layout's `micro` that a rank sends to experts of one."""
         if inputs is not None and self._experts:
             self.expert_bytes = self.rows * inputs.shape[-1] * chosen * hidden * self.zero.precision.compute.itemsize
+        self.needs_whole = self.zero.optimizer.own_class is not None and self.zero.optimizer.own_class.whole
         self._tracer = tracer = Tracer(model, loss, self.zero.precision.compute, device=device, rules=rules)
         self._traces: Callable[..., tuple[str, Trace | None]] = cache(partial(_refusal_of, self._trace))
         self.cut = cache(self._cut)  # Cuts of the blocks, by number of stages.
@@ -88,8 +89,7 @@ class Subject:
         """Return the reason why a run refuses the model on a mesh, from the run's own checks; empty if it is accepted."""
         mesh = MeshShape(tensor=min(2, tensor * pipeline), shard=min(2, data))
         refused = self._refused_meshes[mesh] or (pipeline > 1 and self._cut_refusal) or (tensor > 1 and self._unequal)
-        own_class = self.zero.optimizer.own_class
-        if tensor > 1 and own_class is not None and own_class.whole:
+        if tensor > 1 and self.needs_whole:
             refused = refused or f"{self.config.optimizer.name} needs whole tensors"
         return refused or _refusal_of(lambda: self.units(tensor))[0]
 
@@ -102,12 +102,22 @@ class Subject:
             shares = _refusal_of(lambda: check_sequence_shards(config, self._batches(1)))[0]
             self._refusals[key] = shares or "; ".join(disagreements(config))
         refused = self.mesh_refusal(tensor=layout.tensor, pipeline=layout.pipeline, data=layout.data)
+        balance, audits = self.config.batch.balance, self.config.recovery.audit_steps
+        if not isinstance(balance, str) and len(balance) != layout.data:
+            refused = refused or f"batch.balance has {counted(len(balance), 'number')}, one for each data rank"
+        if audits and (layout.data == 1 or layout.expert > 1):
+            refused = refused or "recovery.audit_steps compares data ranks that have the same experts"
+        if layout.expert > 1 and self.needs_whole:
+            refused = refused or f"{self.config.optimizer.name} needs whole tensors"
+        if layout.expert not in self.expert_sizes(layout.expert):
+            which = some(self._experts) if self._experts else "no experts"
+            refused = refused or self._unequal_experts or f"{layout.expert} ranks cannot have equally many of {which}"
         return refused or self._refusals[key]
 
     def expert_sizes(self, ranks: int) -> list[int]:
         """Return the numbers of ranks, up to `ranks`, over which experts can be spread."""
         sizes = [each for each in range(2, ranks + 1) if not any(count % each for count in self._experts.values())]
-        return [1, *sizes] if sizes and not self._unequal_experts else [1]
+        return [1, *sizes] if self._experts and sizes and not self._unequal_experts else [1]
 
     @cached_property
     def _unequal_experts(self) -> str:

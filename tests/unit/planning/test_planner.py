@@ -413,6 +413,30 @@ def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:
     subject.close()
 
 
+@pytest.mark.parametrize(
+    ("keys", "layout", "why"),
+    [
+        (["parallel.expert=2"], {"expert": 2}, "2 ranks cannot have equally many of no experts"),
+        (["optimizer.name=muon", "experts"], {"expert": 2}, "muon needs whole tensors"),
+        (["experts"], {"expert": 4, "shard": 4}, "4 ranks cannot have equally many of model.layers.0.mlp.experts"),
+        (["experts"], {"expert": 2}, ""),
+        (["recovery.audit_steps=10", "experts"], {"expert": 2}, "recovery.audit_steps compares data ranks"),
+        (["recovery.audit_steps=10"], {"shard": 1}, "recovery.audit_steps compares data ranks"),
+        (["recovery.audit_steps=10"], {}, ""),
+        (["batch.balance=[3,1]"], {"shard": 4}, "batch.balance has 2 numbers, one for each data rank"),
+        (["batch.balance=[3,1]"], {}, ""),
+    ],
+)
+def test_what_a_run_refuses_for_its_experts_or_data_ranks_is_no_layout(
+    keys: list[str], layout: dict[str, int], why: str
+) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    given = [f"model.config={ {**MODEL, **experts} }" if each == "experts" else each for each in keys]
+    with closing(subject_of(_config(*given))) as subject:
+        assert why in (found := subject.refusal(Layout(**{"shard": 2, "stage": 2, "micro": 2, **layout})))
+        assert bool(found) == bool(why), found
+
+
 def test_a_layout_that_cannot_be_traced_is_refused_alone() -> None:
     """Products of experts take rows of 16 bytes, which a width of 16 over 4 ranks has not in bfloat16."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
