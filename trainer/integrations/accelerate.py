@@ -37,6 +37,7 @@ from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import copy_with, peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
+from zeromesh.zero.hooks import cast, cast_inputs
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
 _ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
@@ -200,7 +201,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
             vars(each)["copied_as"] = each.dtype
         _replace(model, "save_pretrained", _make_save_pretrained, self)
         if self._compute in _COMPUTE.values():
-            _replace(model, "forward", _cast_forward, None)
+            _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
         precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 reduce gradients in each backward anyway, the others at the end of a step, after any number of them.
         usual = sys.maxsize if self.gradient_accumulation_steps > 1 else 1
@@ -325,7 +326,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
 
 
-def _cast_forward(forward: Callable[..., Any], _: None) -> Callable[..., Any]:
+def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
     """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with cross entropies and
     results in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
 
@@ -333,9 +334,9 @@ def _cast_forward(forward: Callable[..., Any], _: None) -> Callable[..., Any]:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
         if any(map(_is_floating, tree_leaves((arguments, named)))):
-            engine_of(model).cast_inputs()
-        if _is_floating(mask := named.get("attention_mask")):
-            named["attention_mask"] = mask.to(engine_of(model).options.precision.compute)  # As attention has it.
+            cast_inputs(model, dtype)
+        if isinstance(mask := named.get("attention_mask"), Tensor):
+            named["attention_mask"] = cast(mask, dtype)  # As attention has it.
         with replaced(functional, {"cross_entropy": _wide_cross_entropy}):
             return convert_to_fp32(forward(model, *arguments, **named))
 

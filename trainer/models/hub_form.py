@@ -21,6 +21,7 @@ from zeromesh.trainer.weights.safetensors_source import read_class
 from zeromesh.units.plan import parts_in_fp32
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, Skeleton, canonical_names, is_pretrained_model
 from zeromesh.zero.full_state import persistent_buffers
+from zeromesh.zero.hooks import cast
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +35,8 @@ class Group:
 
 def in_files(wide_parts: Iterable[str], name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as it is written where others are in `dtype`: those with these parts of a name are in float32 at least."""
-    if not tensor.is_floating_point():
-        return tensor
     wide = any(part in name for part in wide_parts)
-    return tensor.to(torch.promote_types(dtype, torch.float32) if wide else dtype)
+    return cast(tensor, torch.promote_types(dtype, torch.float32) if wide else dtype)
 
 
 class HubNames:

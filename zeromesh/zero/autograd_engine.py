@@ -37,7 +37,7 @@ _Result = TypeVar("_Result")
 
 class GuardedParameter(nn.Parameter, metaclass=ParameterMeta):
     """The class of the parameters of an `AutogradEngine`. Gradients are divided among ranks, so `grad` raises where ordinary
-    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Its copies have the dtype `copied_as`, if it is set."""
+    code, such as `torch.nn.utils.clip_grad_norm_`, would find None and go on. Copies have the dtype `copied_as`, if set."""
 
     passes: ClassVar["AutogradPasses"]
     live_type: ClassVar[type[nn.Parameter]]  # the class without the guard
@@ -390,10 +390,6 @@ class AutogradEngine(ZeroEngine):
         with self.loading(averaged_updates=0):
             self.checkpoint_state.fill(given)
         return result
-
-    def cast_inputs(self) -> None:
-        """Have modules take floating-point inputs in the dtype of forward from now on, as autocast has layers take them."""
-        self._hooks.cast_inputs(self.model, self.options.precision.compute)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

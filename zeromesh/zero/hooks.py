@@ -49,22 +49,6 @@ class _ModuleHook:
         return _ModuleHook, ()
 
 
-class _CastHook(_ModuleHook):
-    """A hook that gives a module floating-point inputs in a dtype: all arguments of torch's modules, the first one of others, whose
-    further ones may be exact. Copies of it do nothing, as those of its base."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._dtype = dtype
-
-    def __call__(self, module: Any, arguments: tuple[Any, ...]) -> Any:
-        count = len(arguments) if type(module).__module__.startswith("torch.nn.") else 1
-        return pytree.tree_map_only(torch.Tensor, self._cast, arguments[:count]) + arguments[count:]
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
-
-
 # The compiled module calls the hooks, but torch.compile must neither trace nor guard them.
 vars(_ModuleHook.__call__)["_torchdynamo_disable"] = True
 _dynamo: Any = torch._C._dynamo.eval_frame
@@ -84,7 +68,6 @@ class Hooks:
         self._on_gradients: list[Callable[[nn.Parameter], None]] = []
         """The gradient hooks, to which parameters have weak proxies: garbage collection does not see what such a hook refers to."""
         self._passes = passes
-        self._casts = False
         self._buckets = all_buckets(units)
         for unit in units:
             before, after = partial(passes.before_forward, unit), partial(passes.after_forward, unit)
@@ -115,14 +98,6 @@ class Hooks:
         """Have `call(output)` run after a module's forward, before all other hooks of the module."""
         self._handles.callback(module.register_forward_hook(_ModuleHook(call), prepend=True).remove)
 
-    def cast_inputs(self, root: nn.Module, dtype: torch.dtype) -> None:
-        """Have modules with parameters in `dtype` take inputs in it, but not a whole model, which has modules for that. Once."""
-        for module in () if self._casts else root.modules():
-            whole = module is root and any(True for _ in root.children())
-            if not whole and any(each.dtype == dtype for each in module.parameters(recurse=False)):
-                self._handles.callback(module.register_forward_pre_hook(_CastHook(dtype)).remove)
-        self._casts = True
-
     def on_gradients(self, unit: Unit, bucket: Bucket) -> None:
         """Register gradient hooks on a bucket's parameters, including those that may be trained only later."""
         for index, parameter in enumerate(bucket.parameters):
@@ -135,10 +110,35 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
+def _in_own_dtype(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+    dtype = next(each.dtype for each in module.parameters(recurse=False) if each.is_floating_point())
+    count = len(arguments) if type(module).__module__.startswith("torch.nn.") else 1
+    return pytree.tree_map_only(torch.Tensor, lambda each: cast(each, dtype), arguments[:count]) + arguments[count:]
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
+    """Have modules with weights in `dtype` take inputs in the dtype of their weights, also in copies: all arguments of torch's
+    modules, the first one of others, whose further ones may be exact. A whole model takes any, as it has modules for that."""
+    for module in root.modules():
+        own = any(each.dtype == dtype for each in module.parameters(recurse=False))
+        if (
+            own
+            and (module is not root or not root._modules)
+            and _in_own_dtype not in module._forward_pre_hooks.values()
+        ):
+            module.register_forward_pre_hook(_in_own_dtype)
+
+
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Return True if a module has hooks of others than the engine, which may keep what they see of a call."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not isinstance(hook, _ModuleHook) for hooks in kinds for hook in hooks.values())
+    return any(
+        type(hook) is not _ModuleHook and hook is not _in_own_dtype for hooks in kinds for hook in hooks.values()
+    )
 
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:
