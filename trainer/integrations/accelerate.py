@@ -330,6 +330,9 @@ def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[.
     """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with cross entropies and
     results in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
 
+    def wide(logits: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        return cross_entropy(convert_to_fp32(logits), *arguments, **named)
+
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
@@ -337,14 +340,10 @@ def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[.
             cast_inputs(model, dtype)
         if isinstance(mask := named.get("attention_mask"), Tensor):
             named["attention_mask"] = cast(mask, dtype)  # As attention has it.
-        with replaced(functional, {"cross_entropy": _wide_cross_entropy}):
+        with replaced(functional, {"cross_entropy": wide}):
             return convert_to_fp32(forward(model, *arguments, **named))
 
     return converted
-
-
-def _wide_cross_entropy(logits: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    return cross_entropy(convert_to_fp32(logits), *arguments, **named)
 
 
 def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -> Callable[..., Any]:
@@ -361,7 +360,8 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
             if not accelerator.is_main_process:
                 return
         if is_sharded(model) and pretrained_of(model) is None:  # A library's own, which takes no weights.
-            store(copy_with(model, state_dict or {}, ""), save_directory, *arguments, **named)
+            if state_dict:
+                store(copy_with(model, state_dict, ""), save_directory, *arguments, **named)
             return
         floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
         with peft_reading(model, state_dict or {}):

@@ -120,7 +120,14 @@ class OfALibrary(tf.Trainer):  # type: ignore[misc]  # transformers' types are s
 def saved_by_its_library(mesh: Mesh, folder: str) -> None:
     """A model that takes no weights to save, in checkpoints and afterwards: whole, in float32, without what does not persist."""
     config = {"zero": {"stage": 3}}
-    changes = {**TRAINS_ALONE, "save_strategy": "steps", "bf16": True, "max_steps": 3, "remove_unused_columns": False}
+    changes = {
+        **TRAINS_ALONE,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "bf16": True,
+        "max_steps": 3,
+        "remove_unused_columns": False,
+    }
     with trainer_of(OfALibrary, seeded(Timed), Path(folder), config, **changes) as trainer:
         trainer.train()
         wanted = trainer.accelerator.get_state_dict(trainer.model)
