@@ -92,9 +92,12 @@ class PackedAttention:
             rows, length = next(iter(of_rows.values())).shape
             positions = torch.arange(length).expand(rows, length)
         padding = None if self._padding is None else self._padding.cpu()
-        found = None if positions is None else Documents.of(positions.cpu(), padding)
+        cached = batch.get("past_key_values") is not None  # Their tokens have no positions here.
+        apart = cached or positions is None or (padding is not None and padding.shape[1] != positions.shape[1])
+        found = None if positions is None or apart else Documents.of(positions.cpu(), padding)
         if found is None and shares is not None:
-            raise DataError("a sequence has padding inside, which parallel.context does not take; pad at an end")
+            why = "past_key_values were given" if cached else "a sequence has padding inside"
+            raise DataError(f"{why}, which parallel.context does not take; leave them out, and pad at an end")
         self.documents = found if found is not None and (found.packed or shares is not None) else None
         """The documents of a batch that packs several into a sequence or whose sequences ranks share, else None."""
         self._full: dict[torch.Size, bool] = {}  # True for padding masks without padding, by shape.

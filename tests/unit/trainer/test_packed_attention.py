@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from transformers.masking_utils import create_causal_mask
 import zeromesh
 from tests.support.architectures import small_model
 from tests.support.text_files import one_rank
-from zeromesh.errors import ConfigError
+from zeromesh.errors import ConfigError, DataError
 from zeromesh.trainer.attention import packed_attention
 from zeromesh.trainer.attention.packed_attention import DocumentMask, PackedAttention
 from zeromesh.trainer.models.small_copy import perturb, whole_passes_in_float64
@@ -218,3 +219,32 @@ def test_loops_of_ones_own_are_refused_what_mixes() -> None:
     with pytest.raises(ConfigError, match="a Qwen3NextGatedDeltaNet"):
         model(**packed_batch())
     zeromesh.unshard(model)
+
+
+CALLS: dict[str, dict[str, Any]] = {  # Calls that have no documents, each after five tokens in a cache if it has a cache.
+    "positions jump": {"position_ids": torch.tensor([[0, 1, 41, 42]] * 2), "attention_mask": torch.ones(2, 4).long()},
+    "positions are shared": {"position_ids": torch.tensor([[0, 1, 1, 2]] * 2), "attention_mask": torch.ones(2, 4).long()},
+    "tokens on a cache": {"attention_mask": torch.ones(2, 9).long(), "position_ids": torch.arange(5, 9).expand(2, 4)},
+    "a token on a cache": {"attention_mask": torch.ones(2, 6).long(), "position_ids": torch.full((2, 1), 5)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_without_documents_are_the_models_own(name: str) -> None:
+    """Neither jumps nor tokens that share a position begin a document, and tokens on a cache have none to be told."""
+    fields, call = {**KV, "max_position_embeddings": 64}, CALLS[name]
+    ids = torch.randint(5, 96, (2, 9), generator=torch.Generator().manual_seed(1))
+    found = []
+    for model in (built("llama", fields), zeromesh.shard(built("llama", fields))[0]):
+        with torch.no_grad():
+            tokens = ids[:, 5 : 5 + call["position_ids"].shape[1]]
+            cache = {"past_key_values": model(ids[:, :5]).past_key_values} if "cache" in name else {}
+            found.append(model(input_ids=tokens, **call, **cache, use_cache=bool(cache)).logits)
+    zeromesh.unshard(model)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_ranks_that_share_sequences_take_no_cache() -> None:
+    shares: Any = SimpleNamespace(multiple=4, spans=lambda length: ((0, length // 2),))
+    with pytest.raises(DataError, match=r"^past_key_values were given, which parallel.context does not take"):
+        PackedAttention({"input_ids": torch.ones(2, 4).long(), "past_key_values": object()}, shares=shares)
