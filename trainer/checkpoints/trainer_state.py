@@ -4,12 +4,13 @@ learning rates and random numbers of forward are functions of step and seed, so 
 import json
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from torch import nn
 
 from zeromesh.checkpoint.io.format import check_plain
@@ -34,13 +35,58 @@ _NOT_COMPARED = {"transformers_version", "_name_or_path", "dtype", "torch_dtype"
 Goal = Literal["lowest", "highest"]
 
 
+_PAIRS = TypeAdapter(list[tuple[str | int | float | None, Any]])
+_MADE: dict[
+    str, Callable[[Any], Any]
+] = {  # what JSON does not have, by its only key; the first as in transformers' configurations
+    "__float__": lambda text: float(str(text)),
+    "__dict__": lambda pairs: dict(_PAIRS.validate_python(pairs)),
+    "__Counter__": lambda pairs: Counter(dict(_PAIRS.validate_python(pairs))),
+}
+
+
+def _to_strict_json(value: Any, place: str) -> Any:
+    """Convert `value` to types of strict JSON; NumPy's and PyTorch's numbers become lists and numbers."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"__float__": str(float(value))}
+    if isinstance(value, int | str | None):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str | int | float | None) for key in value):
+        found = {key: _to_strict_json(each, f"{place}.{key}" if place else str(key)) for key, each in value.items()}
+        counts = isinstance(value, Counter)
+        if not counts and all(isinstance(key, str) and key not in _MADE for key in value):
+            return found
+        # Keys of JSON are text, and torch's schedulers keep milestones in a Counter by step.
+        return {
+            f"__{'Counter' if counts else 'dict'}__": [[_to_strict_json(k, place), each] for k, each in found.items()]
+        }
+    if isinstance(value, list | tuple):
+        return [_to_strict_json(each, place) for each in value]
+    if callable(getattr(value, "tolist", None)):
+        return _to_strict_json(value.tolist(), place)
+    kind = type(value).__name__
+    raise StorageError(f"{place}: a {kind}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
+
+
+def _from_strict_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        found = {key: _from_strict_json(each) for key, each in value.items()}
+        make = _MADE.get(next(iter(found))) if len(found) == 1 else None
+        return found if make is None else make(*found.values())
+    return [_from_strict_json(each) for each in value] if isinstance(value, list) else value
+
+
+_Value = Annotated[Any, AfterValidator(_from_strict_json)]
+_Float = Annotated[float, BeforeValidator(_from_strict_json)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best:
     """The best evaluation's `value`, None before the first, and `step`; `waited` counts evaluations since one was better."""
 
     __pydantic_config__: ClassVar = ConfigDict(strict=True, extra="forbid")
 
-    value: Annotated[float, Field(ge=-math.inf)] | None = None  # NaN is none
+    value: Annotated[_Float, Field(ge=-math.inf)] | None = None  # NaN is none
     step: _Count = 0
     waited: _Count = 0
 
@@ -83,16 +129,18 @@ class TrainerState:
     trained: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     """Parameters with a changed `requires_grad`, or that missed updates: their present flag and number of updates."""
     best: Best = Best()
-    callbacks: Mapping[str, Any] = field(default_factory=dict)
-    unlogged: Sequence[float] = field(default_factory=list)  # the losses since the last line of the log
+    callbacks: Mapping[str, _Value] = field(default_factory=dict)
+    unlogged: Sequence[_Float] = field(default_factory=list)  # the losses since the last line of the log
     accepted: Sequence[Sequence[_Number]] = field(default_factory=list)  # losses and norms that spikes are judged by
-    stream: Mapping[str, Any] = field(default_factory=dict)
+    stream: Mapping[str, _Value] = field(default_factory=dict)
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
     paces: Sequence[_Number] = ()  # seconds a sample of each data rank (`batch.balance`)
     tracker: Mapping[str, str] = field(default_factory=dict)
-    log_history: Sequence[Mapping[str, Any]] = ()  # in transformers' form; empty if a run uses nothing of transformers
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)  # the later values of settings that the model changed
+    log_history: Sequence[
+        Mapping[str, _Value]
+    ] = ()  # in transformers' form; empty if a run uses nothing of transformers
+    settings: Mapping[str, _Value] = field(default_factory=dict)
+    written: Mapping[str, _Value] = field(default_factory=dict)  # the later values of settings that the model changed
 
     def to_json(self) -> bytes:
         """Serialise to strict JSON, with null for losses that are not finite. Raises `StorageError` by path for other types."""
@@ -111,38 +159,11 @@ class TrainerState:
         check_plain(where, NAME, values)
         problem = f"{where}: {NAME} has other fields, or fields of other types than this version writes"
         try:
-            return TypeAdapter(cls).validate_json(json.dumps(_from_strict_json(values)))
+            return TypeAdapter(cls).validate_json(json.dumps(values))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"]))
             raise CheckpointError(f"{problem} ({place:.50}: {first['msg']:.100})") from None
-
-
-_FLOAT = "__float__"  # the key of a number that is not finite, as in transformers' configurations
-
-
-def _to_strict_json(value: Any, place: str) -> Any:
-    """Convert `value` to types of strict JSON; NumPy's and PyTorch's numbers become lists and numbers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {_FLOAT: str(float(value))}
-    if isinstance(value, int | str | None):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(key, str | int | float | None) for key in value):
-        return {key: _to_strict_json(each, f"{place}.{key}" if place else str(key)) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_strict_json(each, place) for each in value]
-    if callable(getattr(value, "tolist", None)):
-        return _to_strict_json(value.tolist(), place)
-    kind = type(value).__name__
-    raise StorageError(f"{place}: a {kind}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
-
-
-def _from_strict_json(value: Any) -> Any:
-    if isinstance(value, dict):
-        if value.keys() == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
-            return float(value[_FLOAT])
-        return {key: _from_strict_json(each) if isinstance(each, dict | list) else each for key, each in value.items()}
-    return [_from_strict_json(each) for each in value] if isinstance(value, list) else value
 
 
 def state_file_of(files: Container[str]) -> str:

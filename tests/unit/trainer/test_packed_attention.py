@@ -221,18 +221,19 @@ def test_loops_of_ones_own_are_refused_what_mixes() -> None:
     zeromesh.unshard(model)
 
 
-CALLS: dict[str, dict[str, Any]] = {  # Calls that have no documents, each after five tokens in a cache if it has a cache.
-    "positions jump": {"position_ids": torch.tensor([[0, 1, 41, 42]] * 2), "attention_mask": torch.ones(2, 4).long()},
-    "positions are shared": {"position_ids": torch.tensor([[0, 1, 1, 2]] * 2), "attention_mask": torch.ones(2, 4).long()},
-    "tokens on a cache": {"attention_mask": torch.ones(2, 9).long(), "position_ids": torch.arange(5, 9).expand(2, 4)},
-    "a token on a cache": {"attention_mask": torch.ones(2, 6).long(), "position_ids": torch.full((2, 1), 5)},
+CALLS: dict[str, tuple[list[int], int]] = {  # Positions, and the length of the mask; caches have five tokens.
+    "positions jump": ([0, 1, 41, 42], 4),
+    "positions are shared": ([0, 1, 1, 2], 4),
+    "tokens on a cache": ([5, 6, 7, 8], 9),
+    "a token on a cache": ([5], 6),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls_without_documents_are_the_models_own(name: str) -> None:
     """Neither jumps nor tokens that share a position begin a document, and tokens on a cache have none to be told."""
-    fields, call = {**KV, "max_position_embeddings": 64}, CALLS[name]
+    fields, (positions, length) = {**KV, "max_position_embeddings": 64}, CALLS[name]
+    call = {"attention_mask": torch.ones(2, length).long(), "position_ids": torch.tensor([positions] * 2)}
     ids = torch.randint(5, 96, (2, 9), generator=torch.Generator().manual_seed(1))
     found = []
     for model in (built("llama", fields), zeromesh.shard(built("llama", fields))[0]):

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
 from tests.support.architectures import on_meta
 from zeromesh.errors import CheckpointError, ConfigError, StorageError
@@ -35,7 +36,8 @@ COUNTERS: dict[str, Any] = {"step": 3, "samples": 24, "tokens": 96, "updates": 2
 def test_numbers_that_json_does_not_have() -> None:
     kept: Any = {
         "array": np.arange(3), "scalar": np.float32(0.5), "tuple": (1, torch.tensor([2])), "nan": math.nan, "low": -math.inf,
-        "flag": True, "none": None, "text": "x", 3: {"deep": [math.inf]},
+        "flag": True, "none": None, "text": "x",
+        "mapping": {3: {"deep": [math.inf]}, None: 1, "a": 2, math.inf: 3}, "like": {"__float__": "1"},
     }  # fmt: skip
     state = TrainerState(**COUNTERS, loss=math.nan, eval_loss=math.inf, metric=-math.inf, callbacks=kept)
     content = json.loads(state.to_json(), parse_constant=pytest.fail)
@@ -43,10 +45,12 @@ def test_numbers_that_json_does_not_have() -> None:
     assert [content[name] for name in ("loss", "eval_loss", "metric")] == [None] * 3
     assert content["callbacks"] == {
         "array": [0, 1, 2], "scalar": 0.5, "tuple": [1, [2]], "nan": {"__float__": "nan"}, "low": {"__float__": "-inf"},
-        "flag": True, "none": None, "text": "x", "3": {"deep": [{"__float__": "inf"}]},
+        "flag": True, "none": None, "text": "x",
+        "mapping": {"__dict__": [[3, {"deep": [{"__float__": "inf"}]}], [None, 1], ["a", 2], [{"__float__": "inf"}, 3]]},
+        "like": {"__dict__": [["__float__", "1"]]},
     }  # fmt: skip
     read = TrainerState.from_json(content, "here").callbacks
-    assert (read["low"], read["3"]) == (-math.inf, {"deep": [math.inf]})
+    assert [read[name] for name in ("low", "mapping", "like")] == [kept[name] for name in ("low", "mapping", "like")]
     finite = TrainerState(**COUNTERS, loss=1.5, eval_loss=0.0, metric=-2.0, log_history=[], paces=[], owes=[])
     assert TrainerState.from_json(json.loads(finite.to_json()), "here") == finite
     for value, place in ((1j, "a.0"), ({("x",): 1}, "a.0")):
@@ -54,6 +58,28 @@ def test_numbers_that_json_does_not_have() -> None:
             StorageError, match=rf"^callbacks\.{place[0]}: a {type(value).__name__}, which a checkpoint"
         ):
             TrainerState(**COUNTERS, callbacks={"a": [value]}).to_json()
+
+
+def test_schedulers_go_on_from_their_states() -> None:
+    """Milestones are steps, by which torch's schedulers keep them in a Counter."""
+
+    def made() -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+        parts = [
+            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2),
+            lr_scheduler.MultiStepLR(optimizer, [0, 2, 2], gamma=0.1),
+        ]
+        return optimizer, lr_scheduler.SequentialLR(optimizer, parts, [3])
+
+    optimizer, scheduler = made()
+    for _ in range(8):
+        state = TrainerState(**COUNTERS, callbacks={"loop": scheduler.state_dict()})
+        other, resumed = made()
+        resumed.load_state_dict(TrainerState.from_json(json.loads(state.to_json()), "here").callbacks["loop"])
+        other.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        for each in (optimizer, other, scheduler, resumed):
+            each.step()
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +92,8 @@ def test_numbers_that_json_does_not_have() -> None:
         ({"seed": 1 << 63}, r"\(seed: "),
         ({"more": 1}, r"\(more: "),
         ({"step": 3.0}, r"\(step: "),
+        *(({"callbacks": {"a": {"__dict__": pairs}}}, r"\(callbacks.a") for pairs in (3, [3], [[1]], [[[1], 2]])),
+        ({"callbacks": {"a": {"__float__": []}}}, r"\(callbacks.a"),
     ],
 )
 def test_states_of_others_are_refused(change: dict[str, Any], message: str) -> None:
