@@ -71,11 +71,11 @@ class OptimizerClass:
     whole: bool  # True if its update needs whole tensors; otherwise it may update any elements separately
     has_modes: bool = False
     """True if it evaluates other weights than it trains, and its `eval` computes these, as Schedule-Free's does."""
-    plans: Mapping[tuple[int, int], StatePlan]
-    """The states of a parameter, by the index of its group and its number of dimensions."""
+    plans: Mapping[tuple[int, str], StatePlan]
+    """The states of a parameter, by the index of its group and its name."""
     initial: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # numbers before updates, as APOLLO's seeds
     parameters: Mapping[str, torch.Tensor] = field(default_factory=dict, repr=False)  # Pieces have their attributes.
-    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict)  # by shape, where that decides
+    sized: dict[tuple[int, tuple[int, ...]], StatePlan] = field(default_factory=dict, repr=False)  # by plan and shape
 
 
 @dataclass(frozen=True, kw_only=True)

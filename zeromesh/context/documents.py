@@ -46,9 +46,8 @@ class Documents:
         `attention_mask` `[rows, length]`. A document begins where positions fall, or repeat the row's lowest one, and after padding
         (a mask of 0). Positions may be left out, and tokens may share one, as those of a picture do. Returns None if positions tell
         that padding is inside of rows that are one document each, and raises `DataError` if it is inside of packed documents."""
-        mask = torch.ones_like(position_ids) if attention_mask is None else attention_mask
-        positions, real = torch.broadcast_tensors(position_ids, mask.bool())
-        rows, length = real.shape
+        real = (torch.ones_like(position_ids) if attention_mask is None else attention_mask).bool()
+        positions, (rows, length) = position_ids.expand_as(real), real.shape
         after_padding, steps = ~pad(real[:, :-1], (1, 0)), positions.diff(dim=1)
         lowest = positions.where(real, positions.max()).amin(1, keepdim=True)
         restarts = pad((steps < 0) | ((steps == 0) & (positions[:, 1:] == lowest)), (1, 0))

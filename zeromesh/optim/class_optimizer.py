@@ -9,12 +9,16 @@ that are tensor subclasses, such as torchao's 8-bit codes, the plain inner tenso
 projectors, the tensors and numbers in them. What depends on sizes is updated whole, and laid out by a step with its shape."""
 
 import copy
+import dis
+import gc
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from operator import itemgetter
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -25,6 +29,7 @@ from zeromesh.checkpoint.io.format import DTYPE_NAMES
 from zeromesh.errors import ConfigError, PhaseError, library_errors
 from zeromesh.flat.layout import BucketLayout, ParameterSpec
 from zeromesh.flat.redistribute import bucket_placement, redistribute
+from zeromesh.intervals import grouped
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import Purpose, Tier, TieredTensor, Tiers
 from zeromesh.optim.fused_optimizer import BucketOptimizer, Hyperparameters, UnshardedState, state_dtype
@@ -243,7 +248,7 @@ class WholeOptimizer(PieceOptimizer):
 
 
 def _tried_plan(own_class: OptimizerClass, spec: ParameterSpec) -> StatePlan:
-    return own_class.plans.get((spec.group, max(1, len(spec.shape))), StatePlan(states={}, tensors={}, scalars={}))
+    return own_class.plans.get((spec.group, spec.fqn), StatePlan(states={}, tensors={}, scalars={}))
 
 
 def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype) -> StatePlan:
@@ -256,7 +261,7 @@ def _plan_of(own_class: OptimizerClass, spec: ParameterSpec, dtype: torch.dtype)
             for name, each in tried.tensors.items()
         }
         return replace(tried, tensors=tensors)
-    key = spec.group, shape
+    key = id(tried), shape
     if key not in own_class.sized:
         own, group = own_class.parts[spec.group]
         name, given = type(own).__name__, vars(own_class.parameters[spec.fqn])
@@ -338,10 +343,17 @@ def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _run_step(
-    own: Optimizer, group: _Named, rows: Iterable[_Row], given: _Named, kept: Iterable[str] = (), call: str = "step"
+    own: Optimizer,
+    group: _Named,
+    rows: Iterable[_Row],
+    given: _Named,
+    kept: Iterable[str] = (),
+    call: str = "step",
+    around: Sequence[Sequence[_Named]] = ((), ()),
 ) -> list[dict[str, Any]]:
-    """Update values in place, by the method `call`; `rows` are of parameters, and `given` the attributes of each. Returns the
-    states after the update, and among them the numbers of the group that are in a given state, in `kept`, or changed."""
+    """Update values in place, by the method `call`; `rows` are of parameters, `given` the attributes of each, and `around` groups
+    before and behind theirs, which get none. Returns the states after the update, and among them the numbers of the group that are
+    in a given state, in `kept`, or changed."""
     blank, marks = blank_copy_of(own), _mark(given)
     values, gradients, states = zip(*rows, strict=True)
     parameters = [nn.Parameter(value) for value in values]
@@ -349,9 +361,12 @@ def _run_step(
         parameter.grad = gradient
         vars(parameter).update(given)
     moved = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
-    blank.param_groups = [{"params": parameters, **plain_group(group), **moved}]
+    before, behind = ([{"params": [], **plain_group(each)} for each in some] for some in around)
+    blank.param_groups = [*before, {"params": parameters, **plain_group(group), **moved}, *behind]
     own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
     blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
+    if hasattr(blank, "check_overrides"):  # See `take_overrides`.
+        vars(blank)["mng"].pid2config = dict.fromkeys(map(id, parameters), given.get("optim_overrides", {}))
     getattr(blank, call)()
     vars(own).update(own_attributes(blank))
     for parameter, value in zip(parameters, values, strict=True):
@@ -360,11 +375,13 @@ def _run_step(
             raise ValueError("it sets attributes of parameters")
         if parameter.data_ptr() != value.data_ptr():  # The class has replaced the parameter's memory.
             value.copy_(parameter.detach())
-    before, after = plain_group(group), plain_group(blank.param_groups[0])
+    if strange := [key for key in blank.state if all(key is not each for each in parameters)]:
+        raise ValueError(f"it keeps a state under {strange[0]!r:.60}, which is no parameter")
+    was, now = plain_group(group), plain_group(blank.param_groups[len(before)])
     numbers = {
         f"{_GROUP}{name}": value
-        for name, value in after.items()
-        if name in moved or f"{_GROUP}{name}" in kept or name not in before or value != before[name]
+        for name, value in now.items()
+        if name in moved or f"{_GROUP}{name}" in kept or name not in was or value != was[name]
     }
     found = [blank.state[parameter] for parameter in parameters]
     if wrong := [name for name in chain.from_iterable(found) if str(name).startswith(_GROUP)]:
@@ -372,44 +389,77 @@ def _run_step(
     return [state | numbers for state in found]
 
 
+def take_overrides(optimizer: Any) -> None:
+    """Set what the manager of bitsandbytes overrides for parameters, which it knows by identity, as their attributes, which pieces
+    have too: as `{"optim_bits": 32}` for embeddings. The optimizer gets a manager of its own."""
+    optimizer.check_overrides()
+    for each in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if config := optimizer.mng.pid2config.get(id(each)):
+            each.optim_overrides = dict(config)
+    optimizer.mng = copy.copy(optimizer.mng)
+    optimizer.mng.initialize()
+
+
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a group's hyperparameters for a step on any device, without parameters, their names, and options that choose kernels
-    of a device. Tensors are copied, so that a change by the class is detected."""
-    plain = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    """Return a group's hyperparameters for a step on any device, without parameters, their names in lists of any name, and options
+    that choose kernels of a device. Tensors are copied, so that a change by the class is detected."""
+    count = max(2, len(group.get("params", ())))
+    listed = {name for name, value in group.items() if isinstance(value, list) and len(value) == count}
+    names = {name for name in listed if all(isinstance(each, str) for each in group[name])}
+    plain = {name: value for name, value in group.items() if name not in {"params", "param_names", *names}}
     plain |= {name: value.to("cpu", copy=True) for name, value in plain.items() if _is_scalar(value)}
     return plain | {name: False for name in ("foreach", "fused", "capturable") if name in plain}
 
 
 def holds(value: Any, ids: Collection[int]) -> bool:
-    """Return True if objects of these ids, or the ids, are in a value: in containers, modules, or optimizers."""
-    inner = vars(value) if isinstance(value, nn.Module | Optimizer) else value
-    items = [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
-    found = isinstance(items, list | tuple | set | frozenset) and any(holds(each, ids) for each in items)
-    return found or id(value) in ids or (type(value) is int and value in ids)
+    """Return True if objects of these ids, or the ids, are reached from a value: by what containers and objects have, and by what
+    functions see of the functions and the files around them."""
+    seen, waiting = dict[int, Any](), [value]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in ids or (type(each) is int and each in ids):
+            return True
+        if id(each) not in seen:
+            seen[id(each)] = each
+            waiting += _reached_from(each)
+    return False
 
 
-def classify(*optimizers: Optimizer) -> OptimizerClass:
-    """Find out if optimizers update element by element or whole tensors. Raises `ConfigError` for one that does neither."""
-    plans, whole = dict[tuple[int, int], StatePlan](), False
+def _reached_from(value: Any) -> Iterable[Any]:
+    if isinstance(value, FunctionType):
+        known = value.__globals__  # Those of torch hold no user's parameters.
+        names = () if known["__name__"].partition(".")[0] == "torch" else _globals_in(value.__code__)
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, *(known.get(name) for name in names)]
+    return () if isinstance(value, type | ModuleType | CodeType) else gc.get_referents(value)
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    """Return the names of globals that a function and those inside of it read."""
+    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+    return names.union(*(_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+
+
+def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass:
+    """Find out if optimizers update element by element or whole tensors, and what they keep of the parameters of these `names` by
+    id. Raises `ConfigError` for one that does neither."""
+    plans, whole = dict[tuple[int, str], StatePlan](), False
     parts = tuple((each, group) for each in optimizers for group in each.param_groups)
     for number, (own, group) in enumerate(parts):
         # A class may read what users have set on a parameter.
-        examples = {(max(1, each.dim()), repr(vars(each))): each for each in group["params"]}
-        for (dims, _), like in sorted(examples.items(), key=itemgetter(0)):
+        alike = grouped(((max(1, each.dim()), repr(vars(each))), each) for each in group["params"])
+        for (dims, _), those in sorted(alike.items(), key=itemgetter(0)):
             if dims > len(_TRIAL_SIZES):
                 why = f"has a parameter of {dims} dimensions; allowed are {len(_TRIAL_SIZES)}"
                 raise ConfigError(f"optimizer {type(own).__name__} {why}")
-            trial = _Trial(own, group, like, _TRIAL_SIZES[:dims], _TRIAL_STEPS)
+            trial = _Trial(own, group, those[0], _TRIAL_SIZES[:dims], _TRIAL_STEPS)
             shape = (_LARGE_ELEMENTS,) if dims == 1 else (*[2] * (dims - 2), 64, _LARGE_ELEMENTS >> (dims + 4))
-            small, large = trial.plan, _Trial(own, group, like, shape, _LARGE_STEPS).plan
+            small, large = trial.plan, _Trial(own, group, those[0], shape, _LARGE_STEPS).plan
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
             plain = all(s is None or _is_number(s) or type(s) is Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]
             states, scalars = small.states | large.states, small.scalars | large.scalars
             plan = replace(small, states=states, scalars=scalars, by_size=by_size)
-            if plans.setdefault((number, dims), plan).states.keys() != states.keys():
-                why = "keeps other states of a parameter with other attributes; put such parameters into groups of their own"
-                raise ConfigError(f"optimizer {type(own).__name__} {why}")
+            plans.update(((number, names[id(each)]), plan) for each in those)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(parts=parts, whole=whole, plans=plans)
 
@@ -420,7 +470,7 @@ class _Trial:
     def __init__(self, own: Optimizer, group: Hyperparameters, like: Tensor, shape: Sequence[int], steps: int) -> None:
         self._blank, self._given = blank_copy_of(own), vars(like)
         """It runs all updates, so that what one of them leaves in it would change the others."""
-        self._name = type(own).__name__
+        self._name, at = type(own).__name__, next(n for n, each in enumerate(own.param_groups) if each is group)
         self._group = plain_group(group)
         self._initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | Tensor):
@@ -436,10 +486,18 @@ class _Trial:
         with library_errors(before=failed), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             values, states = self._run(list)
             alone = [self._run(itemgetter(one)) for one in each]
+            placed = values, states
+            with suppress(Exception):  # A class that wants a parameter in each group is not told the others.
+                placed = self._run(list, (own.param_groups[:at], own.param_groups[at + 1 :]))
         self.plan = _state_plan(self._name, states[0])
         if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
             why = f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks"
             raise ConfigError(f"{why} update parameters on their own; use one that updates each tensor by itself")
+        if not self._equal(placed, (values, states)):
+            why = (
+                f"optimizer {self._name}: its update of a group depends on the group's number, or on how many there are"
+            )
+            raise ConfigError(f"{why}; give shard() a list of optimizers with a group each, or set values of groups")
         self._updated_alone = alone[0]
 
     @property
@@ -453,13 +511,15 @@ class _Trial:
         except Exception:  # noqa: BLE001 - any error shows that the class cannot update pieces
             return False
 
-    def _run(self, parts: Callable[[list[Tensor]], Iterable[Tensor]]) -> tuple[list[Tensor], list[dict[str, Any]]]:
-        """Return values and states after all steps of an optimizer of these parts of the tensors."""
+    def _run(
+        self, parts: Callable[[list[Tensor]], Iterable[Tensor]], around: Sequence[Sequence[_Named]] = ((), ())
+    ) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Return values and states after all steps of an optimizer of these parts of the tensors, with groups `around` them."""
         values = [each.clone() for each in parts(self._values)]
         states = [dict(self._initial) for _ in values]
         for step, gradients in enumerate(self._gradients):
             inputs = zip(values, [each.clone() for each in parts(gradients)], states, strict=True)
-            states = _run_step(self._blank, self._group, inputs, self._given)
+            states = _run_step(self._blank, self._group, inputs, self._given, around=around)
             names = [{name for name in _parts_of(state) if not name.startswith(_GROUP)} for state in states]
             marks = {name: _mark(each) for name, each in own_attributes(self._blank).items()}
             if not step:  # A class may prepare itself in its first update.
@@ -480,7 +540,7 @@ class _Trial:
             names = dict.fromkeys(name for each in parts for name, value in each.items() if not _is_number(value))
             tensors = [each[name] for name in names for each in parts if name in each]
             flat.append(torch.cat([each.flatten().double() for each in (*values, *tensors)]))
-            rows = [[float(each[name]) for name in self.plan.scalars] for each in parts]
+            rows = [[float(each.get(name, math.nan)) for name in self.plan.scalars] for each in parts]
             scalars.append(torch.tensor(rows, dtype=torch.float64))
         same = flat[0].shape == flat[1].shape and torch.allclose(flat[0], flat[1], rtol=1e-9, atol=1e-12)
         return same and torch.allclose(scalars[0], scalars[1].expand_as(scalars[0]), rtol=1e-9, atol=1e-12)

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zeromesh.errors import ConfigError, PhaseError
-from zeromesh.optim.class_optimizer import blank_copy_of, classify, holds, own_attributes
+from zeromesh.optim.class_optimizer import blank_copy_of, classify, holds, own_attributes, take_overrides
 from zeromesh.optim.fused_optimizer import OPTIMIZERS
 from zeromesh.options import OptimizerSettings
 from zeromesh.zero.autograd_engine import AutogradEngine
@@ -164,7 +164,7 @@ def settings_of(
     kind = type(optimizer).__name__
     parts = optimizer.optimizers if isinstance(optimizer, ChainedOptimizer) else (optimizer,)
     # Not all states are traces of updates: APOLLO's constructor gives each parameter a seed, and Adagrad's creates its states.
-    states = {by_id[id(each)]: state for each, state in optimizer.state.items()}
+    states = {by_id[id(each)]: state for each, state in optimizer.state.items() if id(each) in by_id}
     initial = {each: state for each, state in states.items() if set(map(type, state.values())) <= {int, float}}
     name: Any = next((name for name, (kind, _) in OPTIMIZERS.items() if kind is type(optimizer)), None)
     used = [each for each, state in states.items() if each not in initial and (name != "adagrad" or state["step"] > 0)]
@@ -191,12 +191,16 @@ def settings_of(
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
     if name is None or by_class or decoupled:
-        where = [n for each in (*map(own_attributes, parts), *values) for n, v in each.items() if holds(v, by_id)]
+        for each in [each for each in parts if hasattr(each, "check_overrides")]:
+            take_overrides(each)
+        classes = {each for part in parts for each in type(part).__mro__} - {Optimizer, object}
+        known_to = (*map(own_attributes, parts), *values, *map(vars, classes))
+        where = [name for each in known_to for name, value in each.items() if holds(value, by_id)]
         if where:
             why = f"optimizer {kind} has parameters, or their id(), in {where[0]}, and its update gets pieces in their place"
             raise ConfigError(f"{why}; set what belongs to a parameter as its attribute, or as a value of its group")
         known = {by_id[id(each)]: each for group in groups for each in group["params"]}
-        own_class = replace(classify(*parts), initial=initial, has_modes=has_modes, parameters=known)
+        own_class = replace(classify(*parts, names=by_id), initial=initial, has_modes=has_modes, parameters=known)
         if has_modes and own_class.whole:
             raise ConfigError(f"optimizer {kind} has train() and eval(), and is not elementwise; take another")
         return OptimizerSettings(own_class=own_class, groups=values, members=members)

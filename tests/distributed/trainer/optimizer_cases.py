@@ -86,6 +86,17 @@ def of(module: str, name: str, **options: Any) -> Callable[..., list[Optimizer]]
     return make
 
 
+def in_8_bits(name: str) -> Callable[..., list[Optimizer]]:
+    """As transformers' Trainer makes it: the states of embeddings are in 32 bits."""
+
+    def make(groups: Groups, model: Any) -> list[Optimizer]:
+        made: Any = of("bitsandbytes.optim", name, optim_bits=8)(groups, model)
+        made[0].mng.override_config(model.model.embed_tokens.weight, "optim_bits", 32)
+        return list(made)
+
+    return make
+
+
 def low_rank(module: str, name: str, **options: Any) -> Callable[..., list[Optimizer]]:
     """Transformers' groups: the weights of linear layers are projected."""
 
@@ -117,8 +128,8 @@ PLAIN: dict[str, Callable[..., list[Optimizer]]] = {
     "muon": muon,
     "lamb": of("bitsandbytes.optim", "LAMB"),
     "lion_32bit": of("bitsandbytes.optim", "Lion", betas=(0.9, 0.999)),
-    "adamw_8bit": of("bitsandbytes.optim", "AdamW", optim_bits=8),
-    "ademamix_8bit": of("bitsandbytes.optim", "AdEMAMix", optim_bits=8),
+    "adamw_8bit": in_8_bits("AdamW"),
+    "ademamix_8bit": in_8_bits("AdEMAMix"),
     MODES: of(__name__, "TwoModes"),
     "adamw_torch_8bit": of("torchao.optim", "AdamW8bit"),
     "adamw_torch_4bit": of("torchao.optim", "AdamW4bit", block_size=256),

@@ -1,14 +1,17 @@
 """The optimizer of a user's own loop on a single rank: what its calls give, in which order they are allowed, and its settings."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from transformers.optimization import Adafactor, AdafactorSchedule
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, PhaseError
@@ -257,11 +260,12 @@ class Twisted(Rated):
     """A class that keeps a state of parameters with a factor alone."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
         for group in self.param_groups:
             for each in group["params"]:
-                if hasattr(each, "factor"):
-                    self.state[each]["before"] = each.detach().clone()
+                if each.grad is not None and hasattr(each, "factor"):
+                    before = self.state[each].setdefault("before", torch.zeros_like(each))
+                    each.grad.add_(before.lerp_(each.grad, 0.5))
+        super().step()
 
 
 class Writing(Rated):
@@ -276,6 +280,21 @@ class Naming(Rated):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         assert all("bias" in name for group in self.param_groups for name in group["param_names"])
+
+
+class Scaling(Rated):
+    """A class whose groups list names under a key of its own."""
+
+    def __init__(self, params: Any) -> None:
+        named = [(str(number), each) for number, each in enumerate(params)]
+        names, parameters = zip(*named, strict=True)
+        super().__init__([{"params": parameters, "names": list(names)}])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for name, each in zip(group["names"], group["params"], strict=False):
+                each.sub_(each.grad * (0.5 if name == "3" else 1.0))
 
 
 class Counting(Rated):
@@ -313,12 +332,131 @@ def test_an_optimizer_that_knows_its_parameters_is_refused(kept: Callable[[Any],
         settings_of(optimizer, model.named_parameters())
 
 
+def test_the_schedule_of_adafactor_may_ask_for_a_gradient() -> None:
+    make = partial(Adafactor, relative_step=True, warmup_init=True, lr=None)
+    loop = Loop(make=lambda parameters, lr: make(parameters))
+    schedule = AdafactorSchedule(loop.plain, initial_lr=0.25)
+    loop.loss().backward()
+    loop.optimizer.step()
+    schedule.step()
+    assert loop.optimizer.param_groups[0]["lr"] == 0.25
+    with pytest.raises(PhaseError, match="the gradient of a parameter was read"):
+        _ = loop.model[0].weight.grad
+
+
+TABLE: dict[Any, float] = {}
+
+
+def look_up(parameter: Any) -> float:
+    return next(TABLE.get(each, 1.0) for each in [parameter])
+
+
+def by_closure(table: Any) -> type[Rated]:
+    class Looking(Rated):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.rate = next(table.get(each, 1.0) for group in self.param_groups for each in group["params"])
+            super().step()
+
+    return Looking
+
+
+def by_object(table: Any) -> type[Rated]:
+    return by_closure(SimpleNamespace(get=partial(SimpleNamespace(table=deque([table])).table[0].get)))
+
+
+def by_global(table: Any) -> type[Rated]:
+    TABLE.update(table)
+
+    class Looking(Rated):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            look_up(self.param_groups[0]["params"][0])
+            super().step()
+
+    return Looking
+
+
+def by_class(table: Any) -> type[Rated]:
+    return type("Looking", (type("Base", (Rated,), {"table": {id(each): 0.5 for each in table}}),), {})
+
+
+@pytest.mark.parametrize(
+    ("make", "where"), [(by_closure, "step"), (by_object, "step"), (by_global, "step"), (by_class, "table")]
+)
+def test_a_class_that_knows_parameters_is_refused(make: Callable[[Any], Any], where: str) -> None:
+    model = net()
+    try:
+        known, other = (
+            make(dict.fromkeys(model.parameters(), 0.5)),
+            make({"none": 1.0, nn.Parameter(torch.ones(2)): 0.5}),
+        )
+        with pytest.raises(ConfigError, match=rf"optimizer Looking has parameters, or their id\(\), in {where}"):
+            settings_of(known(model.parameters()), model.named_parameters())
+    finally:
+        TABLE.clear()
+    assert settings_of(other(model.parameters()), model.named_parameters()).own_class is not None
+
+
+class ByNumber(Rated):
+    """A class that knows groups by their number, as AdaBound does, and the last of them."""
+
+    def __init__(self, params: Any, rates: Any = (1.0, 0.5), last: bool = False) -> None:
+        super().__init__(params)
+        self.rates, self.last = rates, last
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for rate, group in zip(self.rates, self.param_groups[: -1 if self.last else None], strict=False):
+            for each in group["params"]:
+                state = self.state[each]
+                state["step"] = state.get("step", 0) + 1
+                each.sub_(each.grad * rate / state["step"])
+
+
+def test_groups_that_are_told_by_their_number_are_refused() -> None:
+    model, said = net(), "its update of a group depends on the group's number, or on how many there are"
+    for make in (ByNumber, partial(ByNumber, rates=(1.0, 1.0), last=True)):
+        with pytest.raises(ConfigError, match=f"optimizer ByNumber: {said}"):
+            settings_of(two_groups(make, {}, model), model.named_parameters())
+        single = [make(model[n].parameters()) for n in range(2)] if make is ByNumber else [ByNumber(model.parameters())]
+        assert settings_of(ChainedOptimizer(*single), model.named_parameters()).own_class is not None
+    equal = two_groups(partial(ByNumber, rates=(0.5, 0.5)), {}, model)
+    assert settings_of(equal, model.named_parameters()).own_class is not None
+
+
+class ByName(Rated):
+    """A class that keeps states under names, as LoRA-FA does."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["global"]["steps"] = self.state["global"].get("steps", 0) + 1  # type: ignore[index]
+        super().step()
+
+
+def test_settings_that_bitsandbytes_overrides_are_those_of_pieces() -> None:
+    """transformers' Trainer keeps the states of embeddings in 32 bits so."""
+    optim = pytest.importorskip("bitsandbytes.optim")
+    model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 64, bias=False), nn.Linear(64, 128, bias=False))
+    optimizer = optim.AdamW8bit(model.parameters())
+    manager = optim.GlobalOptimManager.get_instance()
+    manager.register_module_override(model[0], "weight", {"optim_bits": 32})
+    manager.override_config(model[2].weight, "min_8bit_size", 1 << 20)
+    try:
+        found = settings_of(optimizer, model.named_parameters()).own_class
+    finally:
+        manager.initialize()
+    assert found is not None
+    assert found.whole
+    states = {name: set(plan.states) for (_, name), plan in found.plans.items()}
+    wide = {"state1", "state2", "step"}
+    assert states == {"0.weight": wide, "1.weight": {*wide, "qmap1", "qmap2", "absmax1", "absmax2"}, "2.weight": wide}
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Twisted, "Twisted keeps other states of a parameter with other attributes"),
+        (ByName, "it keeps a state under 'global', which is no parameter"),
         (Writing, "it sets attributes of parameters"),
         (Naming, "param_names"),
+        (Scaling, "KeyError: 'names'"),
         (Counting, "it keeps rate outside of the states of parameters"),
     ],
 )
@@ -382,7 +520,7 @@ def test_a_fused_update_is_taken_where_it_has_all_options(make: Any, second: dic
     else:
         assert found.own_class is not None
         assert {id(own) for own, _ in found.own_class.parts} == {id(optimizer)}
-        assert sorted(found.own_class.plans) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+        assert sorted(found.own_class.plans) == [(0, "0.bias"), (0, "0.weight"), (1, "1.bias"), (1, "1.weight")]
     assert found.members == (("0.weight", "0.bias"), ("1.weight", "1.bias"))
 
 

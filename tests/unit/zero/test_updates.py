@@ -18,7 +18,7 @@ from zeromesh.offload import Ledger, Purpose, SparePages, Tier, TierChoice, Tier
 from zeromesh.optim.class_optimizer import ClassStates, WholeOptimizer, classify, make_optimizers, plain_group
 from zeromesh.optim.fused_optimizer import BucketOptimizer, fused_update, moment_dtypes
 from zeromesh.optim.optimizer_step import WeightAverage, clip_factor
-from zeromesh.options import NO_GROUP, OptimizerSettings, ZeroOptions
+from zeromesh.options import NO_GROUP, OptimizerClass, OptimizerSettings, ZeroOptions
 from zeromesh.settings.keys import AverageSettings
 from zeromesh.units.unit import Bucket
 
@@ -190,6 +190,11 @@ class Kept(Optimizer):
                 each.sub_(group["lr"] * each.grad)
 
 
+def tried(optimizer: Optimizer) -> OptimizerClass:
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    return classify(optimizer, names={id(each): str(number) for number, each in enumerate(parameters)})
+
+
 def kept(state: Callable[[nn.Parameter], dict[str, Any]], *shape: int) -> Optimizer:
     return Kept([nn.Parameter(torch.zeros(shape or (4, 3)))], state)
 
@@ -207,10 +212,10 @@ def kept(state: Callable[[nn.Parameter], dict[str, Any]], *shape: int) -> Optimi
 def test_a_trial_finds_states_and_whether_pieces_suffice(
     state: Any, whole: bool, tensors: set[str], scalars: set[str]
 ) -> None:
-    found = classify(kept(state))
+    found = tried(kept(state))
     assert found.whole is whole
     (plan,) = found.plans.values()
-    assert list(found.plans) == [(0, 2)]
+    assert list(found.plans) == [(0, "0")]
     assert (set(plan.tensors), set(plan.scalars), plan.by_size) == (tensors, scalars, False)
 
 
@@ -228,7 +233,7 @@ def test_a_trial_finds_states_and_whether_pieces_suffice(
 )
 def test_states_that_no_checkpoint_can_store_are_refused(state: Any, shape: tuple[int, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        classify(kept(state, *shape))
+        tried(kept(state, *shape))
 
 
 def test_an_object_among_the_states_is_kept_as_its_tensors_and_numbers() -> None:
@@ -238,7 +243,7 @@ def test_an_object_among_the_states_is_kept_as_its_tensors_and_numbers() -> None
         made = SimpleNamespace(matrix=torch.zeros(len(each)), seen=0, rate=0.5, flag=True, kind="left", nothing=None)
         return {"made": made, "sum": torch.zeros_like(each)}
 
-    found = classify(kept(state))
+    found = tried(kept(state))
     (plan,) = found.plans.values()
     assert found.whole
     assert plan.by_size
@@ -252,7 +257,7 @@ def test_an_object_among_the_states_is_kept_as_its_tensors_and_numbers() -> None
 
 def test_a_trial_leaves_the_random_numbers_of_the_process_as_they_were() -> None:
     before = torch.get_rng_state()
-    classify(kept(lambda each: {"drawn": float(torch.rand(()) * 0), "sum": torch.rand_like(each) * 0}))
+    tried(kept(lambda each: {"drawn": float(torch.rand(()) * 0), "sum": torch.rand_like(each) * 0}))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -276,7 +281,7 @@ def test_a_group_for_a_trial_is_a_copy_without_kernels_of_a_device() -> None:
 def test_owners_of_whole_tensors_have_about_as_many_elements() -> None:
     """The largest come first; parameters in no group have no owner."""
     model = [nn.Parameter(torch.zeros(size, 1)) for size in (64, 192, 128, 64, 640)]
-    own_class = classify(Kept([model[0]], lambda each: {"rows": each.new_zeros(len(each))}))
+    own_class = tried(Kept([model[0]], lambda each: {"rows": each.new_zeros(len(each))}))
     options = ZeroOptions(optimizer=OptimizerSettings(own_class=own_class))
     buckets = [bucket_of([0, 0, 0], [True] * 3, (64, 192, 128)), bucket_of([0, NO_GROUP], [True] * 2, (64, 640))]
     shared = ClassStates(own_class, SimpleNamespace(size=2, index=0))  # type: ignore[arg-type]

@@ -226,6 +226,7 @@ def muon(
 
 def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any) -> tuple[Any, dict[str, Any]]:
     """Return the class and its arguments as transformers' Trainer chooses them for a name of its `optim`."""
+    from torch import nn
     from transformers import Trainer
     from transformers.training_args import OptimizerNames, TrainingArguments
 
@@ -245,6 +246,9 @@ def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any
     arguments: Any = SimpleNamespace(**{**defaults, **given, "parallel_mode": None})
     with library_errors("optimizer.name", f"{name}: "):
         make, values = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    for each in [each for each in model.modules() if isinstance(each, nn.Embedding)]:
+        if values.get("optim_bits") == 8:
+            vars(each.weight)["optim_overrides"] = {"optim_bits": 32}
     return make, values
 
 
