@@ -79,9 +79,8 @@ class TrainerOverEngine(_TRAINER):  # type: ignore[misc]  # The class of trainer
         if getattr(self.args, "sync_ref_model", False):  # TRL's; each rank would add to parameters that ranks share.
             raise ConfigError("sync_ref_model writes into a divided reference model; set it to False")
         self.args._n_gpu = min(self.args.n_gpu, 1)  # Each rank uses one.
-        accumulation = self.args.gradient_accumulation_steps
-        if accumulation > 1 and type(self).training_step is not transformers.Trainer.training_step:
-            accumulation = sys.maxsize  # A user's `training_step` may run backward several times.
+        # How many backwards a step has is not known: an epoch's rest is added to the next step, and losses may run their own.
+        accumulation = sys.maxsize if self.args.gradient_accumulation_steps > 1 else 1
         ours = partial(Accelerator, zeromesh=self._zeromesh, accumulation=accumulation)
         with replaced(library, {"Accelerator": ours}):
             super().create_accelerator_and_postprocess()

@@ -446,11 +446,16 @@ def full_eval(make: Make) -> Any:
 
 def read_streams(make: Make) -> Any:
     class Stream(IterableDataset):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            return iter(sentences())
+        def __init__(self, count: int = 23) -> None:
+            self.count = count
 
+        def __iter__(self) -> Any:
+            return iter(sentences(self.count))
+
+    # Of ten rows the accumulation has a rest, which is added to the next step.
+    rests = make(given={"train_dataset": Stream(10)}, gradient_accumulation_steps=2, max_steps=6)
     trainer = make(given={"train_dataset": Stream(), "eval_dataset": Stream()})
-    return _trained(trainer), trainer.evaluate()["eval_loss"]
+    return _trained(trainer), trainer.evaluate()["eval_loss"], _trained(rests)
 
 
 def options(make: Make) -> Any:
