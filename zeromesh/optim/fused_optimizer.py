@@ -59,7 +59,7 @@ def hyperparameters(
     learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
     common = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "momentum")}
     groups = settings.groups or [{**common, "weight_decay": decay} for decay in (settings.weight_decay, 0.0)]
-    found = [{**group, "lr": group["lr"] * lr_factor} for group in groups]
+    found = [{**group, "lr": group["lr"] and group["lr"] * lr_factor} for group in groups]  # Adafactor's may be None.
     for group in found if momentum is not None else ():
         if "betas" in group:
             group["betas"] = (momentum, *group["betas"][1:])
