@@ -389,23 +389,12 @@ def _run_step(
     return [state | numbers for state in found]
 
 
-def take_overrides(optimizer: Any) -> None:
-    """Set what the manager of bitsandbytes overrides for parameters, which it knows by identity, as their attributes, which pieces
-    have too: as `{"optim_bits": 32}` for embeddings. The optimizer gets a manager of its own."""
-    optimizer.check_overrides()
-    for each in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if config := optimizer.mng.pid2config.get(id(each)):
-            each.optim_overrides = dict(config)
-    optimizer.mng = copy.copy(optimizer.mng)
-    optimizer.mng.initialize()
-
-
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's hyperparameters for a step on any device, without parameters, their names in lists of any name, and options
     that choose kernels of a device. Tensors are copied, so that a change by the class is detected."""
-    count = max(2, len(group.get("params", ())))
-    listed = {name for name, value in group.items() if isinstance(value, list) and len(value) == count}
-    names = {name for name in listed if all(isinstance(each, str) for each in group[name])}
+    count = len(group.get("params", ()))
+    lists = {name: each for name, each in group.items() if isinstance(each, list) and len(each) == count > 1}
+    names = {name for name, each in lists.items() if isinstance(each[0], str)}
     plain = {name: value for name, value in group.items() if name not in {"params", "param_names", *names}}
     plain |= {name: value.to("cpu", copy=True) for name, value in plain.items() if _is_scalar(value)}
     return plain | {name: False for name in ("foreach", "fused", "capturable") if name in plain}
@@ -427,16 +416,25 @@ def holds(value: Any, ids: Collection[int]) -> bool:
 
 def _reached_from(value: Any) -> Iterable[Any]:
     if isinstance(value, FunctionType):
-        known = value.__globals__  # Those of torch hold no user's parameters.
-        names = () if known["__name__"].partition(".")[0] == "torch" else _globals_in(value.__code__)
-        return [value.__closure__, value.__defaults__, value.__kwdefaults__, *(known.get(name) for name in names)]
+        known, codes = value.__globals__, [value.__code__]
+        for code in codes:  # Those of functions inside of it too; the globals of torch have no user's parameters.
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        names = {each.argval for code in codes for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
+        seen = () if known["__name__"].partition(".")[0] == "torch" else map(known.get, names)
+        return [value.__closure__, value.__defaults__, value.__kwdefaults__, *seen]
     return () if isinstance(value, type | ModuleType | CodeType) else gc.get_referents(value)
 
 
-def _globals_in(code: CodeType) -> set[str]:
-    """Return the names of globals that a function and those inside of it read."""
-    names = {each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"}
-    return names.union(*(_globals_in(each) for each in code.co_consts if isinstance(each, CodeType)))
+def take_overrides(*optimizers: Any) -> None:
+    """Set what the manager of bitsandbytes overrides for parameters, which it knows by identity, as their attributes, which pieces
+    have too: as `{"optim_bits": 32}` for embeddings. Its optimizers get managers of their own."""
+    for own in [each for each in optimizers if hasattr(each, "check_overrides")]:
+        own.check_overrides()
+        for each in chain.from_iterable(group["params"] for group in own.param_groups):
+            if config := own.mng.pid2config.get(id(each)):
+                each.optim_overrides = dict(config)
+        own.mng = copy.copy(own.mng)
+        own.mng.initialize()
 
 
 def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass:
@@ -490,14 +488,11 @@ class _Trial:
             with suppress(Exception):  # A class that wants a parameter in each group is not told the others.
                 placed = self._run(list, (own.param_groups[:at], own.param_groups[at + 1 :]))
         self.plan = _state_plan(self._name, states[0])
-        if not all(self._equal(run, (values[one], states[one])) for run, one in zip(alone, each, strict=True)):
-            why = f"optimizer {self._name}: its update of one parameter depends on others, or on chance, and ranks"
-            raise ConfigError(f"{why} update parameters on their own; use one that updates each tensor by itself")
-        if not self._equal(placed, (values, states)):
-            why = (
-                f"optimizer {self._name}: its update of a group depends on the group's number, or on how many there are"
-            )
-            raise ConfigError(f"{why}; give shard() a list of optimizers with a group each, or set values of groups")
+        runs = *zip(alone, each, strict=True), (placed, slice(None))
+        if not all(self._equal(run, (values[one], states[one])) for run, one in runs):
+            why = f"optimizer {self._name}: its update of one parameter depends on others, on groups beside its own, or on chance"
+            cure = "use one that updates each tensor by itself, or give shard() a list of optimizers with a group each"
+            raise ConfigError(f"{why}, and ranks update parameters on their own; {cure}")
         self._updated_alone = alone[0]
 
     @property

@@ -191,8 +191,7 @@ def settings_of(
     # The class itself computes updates with these: SGD with dampening, for example, starts from a whole gradient.
     by_class = any(group.get(option) for group in groups for option in ("amsgrad", "dampening"))
     if name is None or by_class or decoupled:
-        for each in [each for each in parts if hasattr(each, "check_overrides")]:
-            take_overrides(each)
+        take_overrides(*parts)
         classes = {each for part in parts for each in type(part).__mro__} - {Optimizer, object}
         known_to = (*map(own_attributes, parts), *values, *map(vars, classes))
         where = [name for each in known_to for name, value in each.items() if holds(value, by_id)]

@@ -1,5 +1,6 @@
 """Cases of optimizers by name that workers run: each beside its class in a plain loop, through a stop and a resumed run."""
 
+import copy
 import importlib
 import math
 from collections.abc import Callable, Iterable
@@ -91,6 +92,8 @@ def in_8_bits(name: str) -> Callable[..., list[Optimizer]]:
 
     def make(groups: Groups, model: Any) -> list[Optimizer]:
         made: Any = of("bitsandbytes.optim", name, optim_bits=8)(groups, model)
+        made[0].mng = copy.copy(made[0].mng)  # The class's own would know later parameters of the same id.
+        made[0].mng.initialize()
         made[0].mng.override_config(model.model.embed_tokens.weight, "optim_bits", 32)
         return list(made)
 

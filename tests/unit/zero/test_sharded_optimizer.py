@@ -413,7 +413,7 @@ class ByNumber(Rated):
 
 
 def test_groups_that_are_told_by_their_number_are_refused() -> None:
-    model, said = net(), "its update of a group depends on the group's number, or on how many there are"
+    model, said = net(), "its update of one parameter depends on others, on groups beside its own"
     for make in (ByNumber, partial(ByNumber, rates=(1.0, 1.0), last=True)):
         with pytest.raises(ConfigError, match=f"optimizer ByNumber: {said}"):
             settings_of(two_groups(make, {}, model), model.named_parameters())
