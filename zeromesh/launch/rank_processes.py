@@ -85,6 +85,12 @@ class _RankProcess:
         with suppress(OSError):
             self.line.send_bytes(json.dumps(message).encode())
 
+    def close(self) -> None:
+        """Give back this end of the line, without which a process that rests ends by its error, and the memory."""
+        self.line.close()
+        for memory in self.memories:
+            os.close(memory)
+
     def place(self, rank: int, variables: Mapping[str, str]) -> None:
         """Give a rank that rests a place in the next start."""
         self.rank, self.killed = rank, False
@@ -126,6 +132,7 @@ class RankProcesses:
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
         self._ranks: list[_RankProcess] = []
+        self._placeless: list[_RankProcess] = []  # those of earlier starts, which end by themselves
         self._cause_until: float | None = None
         self._stop_until: float | None = None
         self.recover: bool | None = None
@@ -150,7 +157,9 @@ class RankProcesses:
                     process = nursery.fork(self._arguments, variables, handles)
                 each = _RankProcess(rank=rank, process=process, line=line, memories=memories)
             self._ranks.append(each)
-        _close([each for each in before if each not in self._ranks])
+        self._placeless += (placeless := [each for each in before if each not in self._ranks])
+        for each in placeless:
+            each.close()
 
     def over(self) -> bool:
         """Return True if all processes have ended or rest. Call it repeatedly: after a failure it also stops the others."""
@@ -224,21 +233,14 @@ class RankProcesses:
     def close(self) -> None:
         """End all processes: those that rest by their own errors, since there is no next start."""
         for each in self._ranks:
-            each.line.close()
-        until = time.monotonic() + _CLOSE_SECONDS
-        while any(each.rests and each.process.poll() is None for each in self._ranks) and time.monotonic() < until:
+            each.close()
+        every, until = [*self._ranks, *self._placeless], time.monotonic() + _CLOSE_SECONDS
+        while any(each.rests and each.process.poll() is None for each in every) and time.monotonic() < until:
             time.sleep(0.01)
-        self.send(signal.SIGKILL)
-        _close(self._ranks)
+        self.send(signal.SIGKILL, every)
+        for each in every:
+            each.process.wait()
         self._ranks = []
-
-
-def _close(ranks: Iterable[_RankProcess]) -> None:
-    for each in ranks:
-        each.process.wait()
-        each.line.close()
-        for memory in each.memories:
-            os.close(memory)
 
 
 def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool = False) -> None:

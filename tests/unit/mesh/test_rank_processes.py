@@ -373,6 +373,25 @@ def test_ranks_that_rest_end_by_themselves_where_there_is_no_next_start(
     assert sent == []
 
 
+def test_ranks_without_a_place_in_the_next_start_do_not_delay_it(started: Started) -> None:
+    """Where those that are left make no mesh, some of a host wait, or one computes wrongly: their line ends, and so do they."""
+    ranks, forks = started
+
+    def waits() -> None:
+        raise AssertionError("it may take its time to end")
+
+    forks.forks[2].wait = waits
+    for number in range(3):
+        forks.tell(number, rests="rank 7 is gone")
+    assert ranks.over()
+    ranks.start(assigned(first=0, processes=2, world_size=2, restart=1), forks)
+    assert [each.process for each in ranks._ranks] == forks.forks[:2]
+    with pytest.raises(EOFError):
+        forks.lines[2].recv_bytes()
+    assert not ranks.over()
+    forks.forks[2].wait = lambda: 1
+
+
 def test_a_rank_gets_its_place_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, bool]] = []
 
