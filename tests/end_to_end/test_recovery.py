@@ -36,6 +36,7 @@ from zeromesh.checkpoint import store
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim import journal
 from zeromesh.trainer.data.sampler import SampleOrder
+from zeromesh.trainer.loop.trained_model import TrainedModel
 from zeromesh.trainer.monitoring import run_directory, step_metrics
 
 folder, rank, asked = Path(sys.argv[1]), int(os.environ["RANK"]), json.loads(sys.argv[2])
@@ -127,7 +128,7 @@ class Faults(TrainerCallback):
         self.strike(f"evaluation {state.global_step}")
 
 
-mark, write = StateMemory.mark, StateMemory.write_record
+mark, write, make_whole = StateMemory.mark, StateMemory.write_record, TrainedModel.make_whole
 
 
 def marks(self, step, position=0):
@@ -139,6 +140,11 @@ def marks(self, step, position=0):
 def writes(self, step, record):
     write(self, step, record)
     faults.strike(f"record of {step}")
+
+
+def makes_whole(self):
+    faults.strike("end")
+    make_whole(self)
 
 
 def on_disk(function, *arguments, **options):
@@ -156,6 +162,7 @@ if "full" in asked:
     step_metrics.io.FileIO = File
     for module, name in ((run_directory, "write_whole"), (step_metrics, "write_whole"), (store, "_require_free")):
         setattr(module, name, functools.partial(on_disk, getattr(module, name)))
+TrainedModel.make_whole = makes_whole
 StateMemory.mark, StateMemory.write_record, journal.CHUNK_ELEMENTS = marks, writes, 8
 settings = {
     "zero": {"stage": 3},
@@ -198,6 +205,7 @@ with Trainer(model, settings, train_dataset=dataset, eval_dataset=dataset[:12], 
         trainer.mesh.world.barrier("data of the script")
     losses = trainer.fit(*asked.get("fit", ())).losses
     end = {"begun": faults.begun, "losses": losses}
+    end["logged"] = [line["step"] for line in trainer.state.log_history]
     end["is the model"] = bool(asked.get("given")) and trainer.model is model and model[0].weight is first
     end["weights"] = [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
 (folder / f"end-{rank}").write_text(json.dumps(end))
@@ -688,20 +696,26 @@ def undisturbed_stop(undisturbed_run: Run, tmp_path_factory: pytest.TempPathFact
         pytest.param(7, 0, marks=FULL),
         ("forward of evaluation 7", 1),
         pytest.param("forward of evaluation 7", 0, marks=FULL),
+        ((4, "end"), 0),
+        pytest.param((4, "end"), 1, marks=FULL),
+        pytest.param("end", 1, marks=FULL),
     ],
 )
 def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, when: Any, victim: int) -> None:
-    """For callbacks that stop a run early, and an end that one has asked for is one in the next start."""
-    found = run(tmp_path, (when, victim, "SIGKILL"), **STOPS)
+    """For callbacks that stop a run early, and an end that one has asked for is one in the next start; also where a rank is lost
+    at the very end of a run that has recovered before."""
+    times = when if isinstance(when, tuple) else (when,)
+    found = run(tmp_path, *((each, victim, "SIGKILL") for each in times), **STOPS)
     assert found.process.returncode == 0, found.process.stderr
-    assert "from the memory of the ranks" in found.process.stdout
+    assert found.process.stdout.count("from the memory of the ranks") == len(times)
     assert "ended after step 7: a callback asked to stop" in found.process.stdout
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert rows(found, name)[-1]["step"] == (5 if name == "metrics.jsonl" else 7)
         assert {row["step"]: row for row in rows(found, name)} == {
             row["step"]: row for row in rows(undisturbed_stop, name)
         }
-    assert all(found.end(rank)["weights"] == undisturbed_stop.end(rank)["weights"] for rank in range(RANKS))
+    expected = [undisturbed_stop.end(rank) for rank in range(RANKS)]
+    assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged"))
 
 
 def test_a_rank_whose_data_worker_is_killed_is_lost(undisturbed_run: Run, tmp_path: Path) -> None:

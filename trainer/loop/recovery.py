@@ -1,8 +1,7 @@
 """Recovery of a run of which ranks are lost: the processes of the others stay, and take a place among the ranks of the next start.
 
     a rank ends, another one's wait for it fails    CollectiveError out of `fit`
-    keep what this process knows of the run         `Recovery.keep`
-    leave the mesh and the engine                   `Recovery.leaves`
+    keep what it knows, leave the mesh and engine   `Recovery.leaves`
     the launcher has a new process for the lost     `Recovery.rest`
     join a mesh, look at the states in memory       `Recovery.join`
     build the model on them, finish the update      `Recovery.restore`, or the newest checkpoint
@@ -81,6 +80,8 @@ class Recovery:
     source: str = "checkpoint"
     """The source of the states that the run goes on with: `memory`, a `snapshot`, `files` that stay, or a `checkpoint`."""
     snapshots: Snapshots | None = None
+    present: Callable[[], TrainerState] | None = None
+    """Returns the present state of this rank, once it trains."""
     _is_empty: bool = False  # The model has lost its values.
     _given: dict[str, tuple[torch.dtype, bool]] = field(default_factory=dict)
     """The dtype and `requires_grad` of each parameter as the user has given the model."""
@@ -91,6 +92,7 @@ class Recovery:
     _at: tuple[int, int] = (0, 0)  # the position of this rank's memory
     _key: int = 0
     _begun: dict[str, Any] = field(default_factory=dict)  # what the end of the latest step changes, as it was before
+    _logged: int = 0  # the lines of the log then
     _ends_again: bool = False  # True if the step that is gone on from ends once more.
     _states: list[TrainerState | None] = field(default_factory=list)
 
@@ -142,6 +144,7 @@ class Recovery:
     def end(self) -> None:
         """Give the memory back after the last step, if the model is whole; when others are lost now, this process has to end."""
         self._tell(0.0)
+        self.present = None
         if self.snapshots is not None:
             self.snapshots.clear()
         if self.memory is not None:
@@ -171,7 +174,8 @@ class Recovery:
         records = [memory.record(at[0] + later) for later in (1, 0)] if at is not None else []
         own: dict[str, Any] = {"at": at, "record": next(filter(None, records), None), "free": memory.free}
         if kept is not None:
-            begun = self._begun if self._begun.get("step") == kept.state.step else {}
+            begun = {**self._begun, "log_history": kept.state.log_history[: self._logged]}
+            begun = begun if self._begun.get("step") == kept.state.step else {}
             before = replace(kept.state, **begun, eval_loss=None, metric=None, ended="")
             own |= {"states": [each.to_json().decode() for each in (kept.state, before)], "plain": kept.plain}
             own |= {"shares": bool(kept.shared), "step": kept.state.step, "ends": kept.progress.unfinished is not None}
@@ -208,14 +212,15 @@ class Recovery:
         if run.model.require_engine().optimizer_step.journal is not None:
             now, states = run.progress, deepcopy(run.events.states())
             self._begun = {"step": now.step, "best": now.best, "unlogged": [*now.unlogged], "callbacks": states}
+            self._logged = len(now.log)
 
-    def keep(self, run: RunContext, state: TrainerState) -> None:
-        """Keep what this process knows of a run that ends in it; `state` is that of `run.progress`."""
-        engine = run.model.require_engine()
-        if engine.optimizer_step.journal is not None:
+    def _keep(self, run: RunContext, present: Callable[[], TrainerState]) -> None:
+        """Keep what this process knows of a run that ends in it; nothing where its model is whole already."""
+        engine, self._kept = run.model.engine, None
+        if engine is not None and engine.optimizer_step.journal is not None:
             buckets = (bucket for unit in engine.units for bucket in unit.buckets)
             plain = all(each.training == [slot.spec.requires_grad for slot in each.layout.slots] for each in buckets)
-            self._kept = Kept(state, run.progress, _shared_buffers(engine), plain)
+            self._kept = Kept(present(), run.progress, _shared_buffers(engine), plain)
 
     def leaves(self, error: CollectiveError, run: RunContext | None, mesh: Mesh | None) -> bool:
         """Leave the mesh after `error`; returns False where this process has to end, since it cannot build its model anew."""
@@ -223,6 +228,9 @@ class Recovery:
         self.line.tell(step=step)  # Also of a process that ends: the launcher tells by it what comes back.
         if not self.stays:
             return False
+        present, self.present = self.present, None
+        if present is not None and run is not None:
+            self._keep(run, present)
         if self.model is not None and not (bool(self._left) if run is None else self._empties(run, self.model)):
             return False
         self._left = {"cause": str(error), "time": time.time(), "step": step}
@@ -265,6 +273,8 @@ class Recovery:
             for each in fields(RunProgress):
                 setattr(progress, each.name, copy(getattr(kept.progress, each.name)))
             progress.best, progress.ended, progress.unlogged = state.best, state.ended, [*state.unlogged]
+            if self._ends_again and self._begun.get("step") == state.step == record["step"]:
+                del progress.log[self._logged :]
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
             now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
             progress.resumed = replace(progress.resumed, **now)
@@ -309,10 +319,10 @@ class Recovery:
         if self.memory is not None:
             self.memory.drop_records()
 
-    def after_step(self, run: RunContext, state: Callable[[], TrainerState]) -> None:
-        """Take a snapshot where one is due; `state` returns the state of this rank."""
-        if self.snapshots is not None:
-            self.snapshots.after_step(run.progress.step, run.model.require_engine(), state)
+    def after_step(self, run: RunContext) -> None:
+        """Take a snapshot where one is due."""
+        if self.snapshots is not None and self.present is not None:
+            self.snapshots.after_step(run.progress.step, run.model.require_engine(), self.present)
 
     def require_values(self) -> None:
         """Raise `CollectiveError` where nothing has the values of the user's model: all ranks have to start again, and make it."""

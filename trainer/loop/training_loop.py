@@ -201,12 +201,9 @@ class TrainingLoop:
             if config.parallel.timeout_seconds == "auto" and mesh.world_size > 1:
                 self._patience = Patience(mesh)
             run.start_times.end("files and trackers")
-            try:
-                self._take_steps()
-            except CollectiveError:
-                if self.recovery is not None:
-                    self.recovery.keep(run, self._state(own=True))
-                raise
+            if self.recovery is not None:
+                self.recovery.present = partial(self._state, own=True)
+            self._take_steps()
 
     def _take_steps(self) -> None:
         run, progress, section = self.run, self.run.progress, self.run.config.run
@@ -235,7 +232,7 @@ class TrainingLoop:
         while not self._is_over:
             self._train_one()
             if self.recovery is not None and not self._is_over:
-                self.recovery.after_step(run, partial(self._state, own=True))
+                self.recovery.after_step(run)
             if files is not None and not run.finished:
                 files.commit(progress.step, self._state(own=True).to_json)
         wanted = section.eval_at_end and run.data.eval is not None and not self._signal
@@ -251,6 +248,8 @@ class TrainingLoop:
             (files.remove if run.finished and not self._signal else files.wait)()
         if not self._signal:
             progress.summary = run.summary_values()
+            # Without that of an end in which a rank was lost.
+            progress.log[:] = [line for line in progress.log if "train_runtime" not in line]
             run.log_values(progress.summary)
             run.events.call("on_train_end")
 
@@ -561,6 +560,8 @@ class TrainingLoop:
         run, checkpoints = self.run, self._checkpoints
         progress, best, config = run.progress, run.progress.best, run.config.run
         if config.load_best and best.value is not None and best.step != progress.step:
+            if self.recovery is not None:
+                self.recovery.forget_steps()  # They are other weights than those of the last step, which is saved.
             load_weights(checkpoints.store.path(best.step), run.model.require_engine())
             run.console.note(f"weights of step {best.step}: {config.metric} {best.value:.4g} is the best")
         # Replicas that take local steps skip some of their own: what is said, and judged, is their mean.
