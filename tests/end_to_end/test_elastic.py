@@ -169,6 +169,29 @@ def test_a_lost_host_has_left_copies_on_another(start: Start, tmp_path: Path, na
     assert max(abs(a["loss"] - b["loss"]) / b["loss"] for a, b in zip(lines, expected, strict=True)) <= 1e-12
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("ranks", "victims", "source"), [(4, (0, 2), "resumed from step"), (4, (0, 1), "memory of"), (2, (1,), "memory of")]
+)
+def test_ranks_that_have_different_experts_are_lost(
+    start: Start, tmp_path: Path, ranks: int, victims: tuple[int, ...], source: str
+) -> None:
+    """Where both with the same experts are lost, nobody has the buffer in which they had them together."""
+    folder = tmp_path / "elastic"
+    path = config(folder)
+    text = path.read_text().replace("model_type: llama", "model_type: mixtral, num_local_experts: 4")
+    path.write_text(text.replace("every_steps: 10", "every_steps: 5").replace("float64", "float32"))
+    launcher = start(path, "run.max_steps=1000000", "parallel.expert=2", "--nproc", str(ranks))
+    wait_for(lambda: logged_steps(folder) >= 7, 120, lambda: logs(tmp_path))
+    before = pids(tmp_path)
+    for each in victims:
+        os.kill(before[each], signal.SIGKILL)
+    wait_for(lambda: source in logs(tmp_path), 60, lambda: logs(tmp_path))
+    trained(tmp_path, 2)
+    launcher.terminate()
+    assert launcher.wait(60) == 143
+
+
 Hosts = Callable[[str], subprocess.Popen[bytes]]
 
 

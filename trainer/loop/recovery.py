@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -31,7 +32,7 @@ from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start
 from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
 from zeromesh.launch.line import LauncherLine, line_to_launcher
-from zeromesh.mesh.mesh_shape import axes_of
+from zeromesh.mesh.mesh_shape import EXPERT_SHARD, axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
@@ -195,7 +196,9 @@ class Recovery:
             alike = not any(each["missing"] or each["steps"] for each in latest.values())
             known = [each for each in self._states if each is not None]
             shared = any(row.get("shares") for row in rows)
-            together = mesh.shape.groups(*axes_of("states")) if shared else [mesh.world.ranks]
+            # One of the ranks that shared buffers has to be there still: those that share all states, or the same experts.
+            groups = (mesh.shape.groups(*axes) for axes in (axes_of("states"), (EXPERT_SHARD,)))
+            together = [each for each in chain(*groups) if len(each) > 1] if shared else [mesh.world.ranks]
             memory.warm = (
                 (alike or latest.keys() == {*stages})
                 and len({each.passed_over for each in known}) == 1  # Some may know of data that others judge still.
