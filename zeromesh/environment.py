@@ -25,6 +25,7 @@ STATES = "ZEROMESH_STATES"  # of the memory for its states
 SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
 COPIES = "ZEROMESH_COPIES"  # of the memory for copies of those of another host
 MEMORIES = (STATES, SNAPSHOTS, COPIES)
+RECOVERS = "ZEROMESH_RECOVERS"  # for a worker that takes the place of a lost one
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet

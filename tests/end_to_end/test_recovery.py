@@ -636,19 +636,32 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
     assert len({*found.pids(0)}) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "section", [{}, pytest.param({"survivors": "restart", "memory": "snapshots", "every_steps": 1}, marks=FULL)]
+    ("fault", "everyone", "section"),
+    [
+        (("start", 1, "wait"), False, {}),
+        (("start", 1, "wait"), True, {}),
+        ((4, 0, "SIGSTOP"), False, {}),
+        pytest.param((4, 1, "SIGSTOP"), True, {}, marks=FULL),
+        pytest.param(
+            *(("start", 1, "wait"), False, {"survivors": "restart", "memory": "snapshots", "every_steps": 1}),
+            marks=FULL,
+        ),
+    ],
 )
 def test_a_stop_waits_until_ranks_that_recover_can_save(
-    undisturbed_run: Run, tmp_path: Path, section: dict[str, Any]
+    undisturbed_run: Run, tmp_path: Path, fault: Any, everyone: bool, section: dict[str, Any]
 ) -> None:
-    """It comes while a new process begins, and others may rest: they go on from memory, take a step, save and end."""
+    """It comes while a new process begins, and others may rest, or a rank is lost before it has saved: they go on from memory, take
+    a step, save and end; also where all processes get the signal."""
     how = {"recovery": section, "checkpoint": {"every_steps": 100}}
-    faults = [(5, 1, "SIGKILL"), ("start", 1, "wait")]
+    faults = [(2, 1, "SIGKILL"), fault]
 
     def stop() -> None:
         (started,) = [each for each in psutil.Process().children() if str(tmp_path) in each.cmdline()]
-        started.terminate()
+        for each in [started, *(started.children(recursive=True) if everyone else ())]:
+            each.terminate()
         (tmp_path / "go on").touch()
 
     waits = threading.Thread(target=lambda: (wait_for((tmp_path / "struck-1").exists), stop()))

@@ -32,6 +32,7 @@ from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import COPIES, SNAPSHOTS, STATES, handed_over, number_of_start
 from zeromesh.errors import CollectiveError, NonFiniteError, counted, some
 from zeromesh.launch.line import LauncherLine, line_to_launcher
+from zeromesh.launch.signals import hold_signals
 from zeromesh.mesh.mesh_shape import EXPERT_SHARD, axes_of
 from zeromesh.mesh.process_groups import are_ours, forget_groups
 from zeromesh.mesh.process_mesh import Mesh
@@ -236,6 +237,7 @@ class Recovery:
             self._keep(run, present)
         if self.model is not None and not (bool(self._left) if run is None else self._empties(run, self.model)):
             return False
+        hold_signals()
         self._left = {"cause": str(error), "time": time.time(), "step": step}
         cause: BaseException | None = error
         while cause is not None:  # Their frames refer to the states, which would stay in memory beside the new ones.
@@ -251,6 +253,7 @@ class Recovery:
         """Wait for a place in the next start. Raises the error again that `leaves` was called for, where there is none."""
         gc.collect()
         if not self.line.rest(self._left["cause"]):
+            hold_signals(False)
             raise CollectiveError(self._left["cause"])
 
     def restore(self, run: RunContext) -> TrainerState | None:

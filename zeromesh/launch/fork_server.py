@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from zeromesh.environment import IMPORTED, die_with_parent, export, launched_by
+from zeromesh.environment import IMPORTED, RECOVERS, die_with_parent, export, launched_by
 from zeromesh.files import flush_files
-from zeromesh.launch.signals import STOP_SIGNALS, handled_signals
+from zeromesh.launch.signals import STOP_SIGNALS, handled_signals, hold_signals
 
 
 def _obstacle() -> str | None:
@@ -55,6 +55,7 @@ def _serve(connection: Connection) -> list[str] | None:
             parent, pid = os.getpid(), os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
+                hold_signals(RECOVERS in request["variables"])
                 os.setsid()
                 for each in (connection, ended, wake, leads, not_yet):
                     each.close()

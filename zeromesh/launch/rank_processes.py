@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection, Pipe
 from types import TracebackType
 from typing import Any
 
-from zeromesh.environment import LINE, MEMORIES, RankRange, die_with_parent, process_state, worker_environment
+from zeromesh.environment import LINE, MEMORIES, RECOVERS, RankRange, die_with_parent, process_state, worker_environment
 from zeromesh.errors import CollectiveError, ZeromeshError, ranks_text, refused_path
 from zeromesh.launch.line import line_to_launcher
 from zeromesh.launch.nursery import Fork, Nursery
@@ -24,7 +24,7 @@ _STOP_SECONDS = 30.0  # for ranks to end after a failure, before they are killed
 _CLOSE_SECONDS = 10.0  # for ranks that rest to end by their errors
 USERS_MISTAKE = 2  # the exit code after an error that would recur, such as one in the configuration
 _KILLED = {128 + int(number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)}
-_STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
+STOPPED = {128 + int(number): number.name for number in STOP_SIGNALS}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ class _RankProcess:
             return WorkersFailed(message=self.told["rests"], exit_code=1, ranks=ranks, distance=1, time=time.time())
         code, distance = self.process.wait(), 0
         if code >= 0:
-            stopped = _STOPPED.get(code)
+            stopped = STOPPED.get(code)
             message = f"was stopped by {stopped}" if stopped else f"ended with exit code {code} and no Python error"
         else:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -143,6 +143,7 @@ class RankProcesses:
         self._cause_until = self._stop_until = None
         before, self._ranks = sorted(self._ranks, key=lambda each: each.told.get("error", {}).get("left_out", 0)), []
         shared = worker_environment(assigned.processes, alone=assigned.processes == assigned.world_size)
+        shared |= {RECOVERS: "1"} if self.recover else {}
         for local_rank in range(assigned.processes):
             rank, variables = assigned.first + local_rank, {**shared, **assigned.variables(local_rank)}
             each = before[local_rank] if local_rank < len(before) else None
@@ -196,7 +197,11 @@ class RankProcesses:
         self._stop_until = time.monotonic() + max(patience, seconds * (after_step or len(stay) < len(running)))
         for each in stay:
             each.tell(**{"asked" if after_step else "lost": reason})
-        self.send(signal.SIGTERM if seconds else signal.SIGKILL, [each for each in running if each not in stay])
+        for each in running:
+            if each not in stay:
+                # Who recovers has nothing to save, and leaves other signals to this process.
+                waits = self.recover and "trains" not in each.told
+                self.send(signal.SIGTERM if seconds and not waits else signal.SIGKILL, [each])
 
     def stop(self, number: int, seconds: float) -> None:
         """Send a signal to all processes, and SIGKILL to those that have not ended after `seconds`."""

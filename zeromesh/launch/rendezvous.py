@@ -25,7 +25,7 @@ from zeromesh.launch import messages
 from zeromesh.launch.leader import ALONE, Leader, Nodes, Notify, Result, Stop, Stopped
 from zeromesh.launch.messages import REST_SECONDS, TICK_SECONDS, LauncherConnection, Message, MessageError, field
 from zeromesh.launch.nursery import Nursery
-from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
+from zeromesh.launch.rank_processes import STOPPED, RankProcesses, WorkersFailed
 from zeromesh.launch.signals import StopSignals, noted_signals
 from zeromesh.mesh.network_interfaces import is_this_host, listen
 
@@ -260,7 +260,10 @@ def run_starts(
             if nursery is None or nursery.lost:
                 shared = worker_environment(found.processes, alone=False)
                 nursery = Nursery(modules if found.processes else (), shared, others.notify)
-            found = others.next_start(_run(ranks, found, others, requests, nursery))
+            failure = _run(ranks, found, others, requests, nursery)
+            if failure is not None and failure.limit and (failure.distance or failure.exit_code not in STOPPED):
+                requests.take_back()  # Nothing was saved: those that go on do it, as where it comes while they recover.
+            found = others.next_start(failure)
     finally:
         others.close()
         ranks.close()

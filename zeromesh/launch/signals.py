@@ -39,8 +39,9 @@ class StopRequest:
 @contextmanager
 def stop_requests(show: Callable[[str], None]) -> Iterator[StopRequest]:
     """Inside the block signals become requests, unless a handler is installed already; `show` receives a line for the console."""
-    request, ends = StopRequest(show), (signal.SIG_DFL, signal.default_int_handler)
-    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in ends], request.receive):
+    hold_signals(False)
+    request = StopRequest(show)
+    with handled_signals([each for each in STOP_SIGNALS if signal.getsignal(each) in _ENDS], request.receive):
         yield request
 
 
@@ -61,6 +62,11 @@ class StopSignals:
         if number not in self.only_forwarded and (self.pending or not self.holds()):
             self.first = self.first or number
         self.pending.append(number)
+
+    def take_back(self) -> None:
+        """Let the only signal that was passed on wait again: the child processes have ended otherwise, and new ones go on."""
+        if self.passed_on == 1 and not self.pending:
+            self.pending, self.first, self.passed_on = [self.first], 0, 0
 
     def pass_on(self, send: Callable[[int], None], kill: Callable[[], None]) -> None:
         """Pass on the received signals by `send`, or by `kill` where one too many asks to stop."""
@@ -84,6 +90,20 @@ def _restore() -> None:
 
 
 os.register_at_fork(after_in_child=_restore)
+_ENDS = (signal.SIG_DFL, signal.default_int_handler)
+
+
+def _leave_to_launcher(*_: object) -> None:
+    """Do nothing: the launcher has the signal too, and passes its own on once all ranks train."""
+
+
+def hold_signals(holds: bool = True) -> None:
+    """Leave signals that would end this rank while it recovers to the launcher, until `stop_requests` or `hold_signals(False)`."""
+    for number in STOP_SIGNALS if threading.current_thread() is threading.main_thread() else ():
+        if holds and signal.getsignal(number) in _ENDS:
+            _REPLACED[number] = signal.signal(number, _leave_to_launcher)
+        elif not holds and signal.getsignal(number) is _leave_to_launcher:
+            signal.signal(number, _REPLACED.pop(number))
 
 
 @contextmanager

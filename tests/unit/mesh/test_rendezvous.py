@@ -184,6 +184,56 @@ def test_a_host_that_comes_waits_where_the_run_does_not_grow() -> None:
     assert hosts[-1].numbered, "it is taken in when ranks start again anyway"
 
 
+@pytest.mark.parametrize(
+    ("code", "limit", "lost", "taken"), [(137, 20, False, False), (137, 20, True, True), (143, 0, False, True)]
+)
+@pytest.mark.parametrize("grows", [True, False])
+def test_a_start_that_replaces_a_rank_has_the_same_hosts(
+    code: int, limit: int, lost: bool, taken: bool, grows: bool
+) -> None:
+    """Steps are in memory, which counts in the layout that there was; a host that has come is taken in after that."""
+    hosts = [member("b"), member("c")]
+    leader = leader_of(hosts, most=4, least=2, grows=grows, max_restarts=1)
+    hosts.append(member("d"))
+    assert (leader.poll() is not None) is grows
+    hosts[0].running = hosts[1].running = False
+    hosts[0].failure = replace(recovering(limit=limit, code=code), distance=0)
+    if lost:
+        leader._lost.append(failed("host c is gone"))
+    assert isinstance(leader.next_start(None), RankRange)
+    assert hosts[2].numbered is taken
+    if not taken:
+        assert (leader.poll() is not None) is grows, "now its turn has come"
+
+
+@pytest.mark.parametrize(
+    ("end", "result"),
+    [
+        ({"message": "rests", "exit_code": 1, "distance": 1, "limit": 20}, 143),
+        ({"message": "gone", "exit_code": 137, "limit": 20}, 143),
+        ({"message": "stopped", "exit_code": 143}, 143),
+        ({"message": "gone", "exit_code": 137}, 143),
+    ],
+)
+def test_a_stop_after_which_a_rank_is_lost_is_passed_on_again(
+    monkeypatch: pytest.MonkeyPatch, end: dict[str, Any], result: int
+) -> None:
+    """To those that go on, which save what nobody has saved yet."""
+    passed: list[int] = []
+
+    def run(ranks: Any, start: Any, others: Any, requests: StopSignals, nursery: Any) -> WorkersFailed:
+        if not passed:
+            requests.receive(signal.SIGTERM, None)
+        requests.pass_on(passed.append, lambda: passed.append(9))
+        return WorkersFailed(**end) if len(passed) == 1 else failed("stopped", code=143)
+
+    monkeypatch.setattr(rendezvous, "Nursery", lambda *_: SimpleNamespace(lost=False, ready=True, close=lambda: None))
+    monkeypatch.setattr(rendezvous, "_run", run)
+    starts = [RankRange(**{**START, "restart": number}) for number in range(2)]  # type: ignore[arg-type]
+    assert run_starts([], Others(*starts, 0), StopSignals()) == result  # type: ignore[arg-type]
+    assert passed == [signal.SIGTERM] * (2 if end.get("limit") else 1)
+
+
 def test_what_a_host_says_of_its_end() -> None:
     host = member("b")
     leader = leader_of([host])
@@ -554,16 +604,16 @@ def test_each_start_has_a_nursery_that_is_alive(monkeypatch: pytest.MonkeyPatch)
         made.append(SimpleNamespace(modules=modules, lost=False, close=lambda: made.append("closed")))
         return made[-1]
 
-    def run(arguments: Any, start: Any, others: Any, requests: Any, nursery: Any) -> str:
+    def run(arguments: Any, start: Any, others: Any, requests: Any, nursery: Any) -> WorkersFailed:
         nursery.lost = start.restart == 1
-        return f"end {start.restart}"
+        return failed(f"end {start.restart}")
 
     monkeypatch.setattr(rendezvous, "Nursery", nursery)
     monkeypatch.setattr(rendezvous, "_run", run)
     starts = [RankRange(**{**START, "restart": number}) for number in range(3)]  # type: ignore[arg-type]
     others: Any = Others(*starts, failed())
     assert run_starts([], others, StopSignals(), modules=("torch",)) == failed()
-    assert others.ended == ["end 0", "end 1", "end 2", "closed"]
+    assert others.ended == [*(failed(f"end {number}") for number in range(3)), "closed"]
     assert [each if each == "closed" else each.modules for each in made] == [("torch",), ("torch",), "closed"]
     requests, others = StopSignals(), Others(RankRange(**{**START, "processes": 0}), 0)  # type: ignore[arg-type]
     made.clear()
