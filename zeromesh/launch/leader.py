@@ -15,7 +15,7 @@ from zeromesh.environment import LOOPBACK, SECRET, RankRange, setting
 from zeromesh.errors import ConfigError, counted
 from zeromesh.launch import messages
 from zeromesh.launch.messages import LauncherConnection, Message, MessageError, field
-from zeromesh.launch.rank_processes import USERS_MISTAKE, WorkersFailed
+from zeromesh.launch.rank_processes import STOPPED, USERS_MISTAKE, WorkersFailed
 from zeromesh.mesh.network_interfaces import listen
 
 _JOIN_SECONDS = 600.0  # until there are enough launchers
@@ -131,7 +131,8 @@ class Leader:
         self._hosts_dead_at = 0.0  # the monotonic time after which no process of the run is alive on lost hosts
         self._failed_at: float | None = None
         self._refused: set[str] = set()
-        self._has_new_hosts = False
+        self._has_new_hosts = self._replaces = False
+        """`_replaces`: the next start has the hosts of the latest one, since it goes on from the memory of their ranks."""
         self._stop_told: Stop | None = None
         self._failures = self._starts = self._world_size = 0
         # The monotonic times of those of the last hour, and the steps before.
@@ -217,7 +218,10 @@ class Leader:
             return self._end(0)
         if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
             return self._end(cause)
-        recovers = not self._has_new_hosts and self._recovers(found)
+        # Hosts that have come are taken in once the steps that are in memory are safe.
+        died = any(each.limit and not each.distance and each.exit_code not in STOPPED for each in found)
+        self._has_new_hosts = self._has_new_hosts and not died
+        self._replaces = recovers = not self._has_new_hosts and self._recovers(found)
         if not self._lost and not self._has_new_hosts and not recovers:
             self._failures += 1
             if self._failures > self._nodes.max_restarts:
@@ -271,7 +275,8 @@ class Leader:
 
     @property
     def _candidates(self) -> list[Member]:
-        return sorted(self._known, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
+        there = [each for each in self._known if each.numbered or self._lost or not self._replaces]
+        return sorted(there, key=lambda each: each.rank or 0)[: self._nodes.most - 1]
 
     def _places(self) -> list[int]:
         """Return how many ranks of this host, and of each candidate in turn, have places in the largest mesh that they make."""
@@ -309,7 +314,7 @@ class Leader:
                 each.connection.send(self._will)
         self._come_until, self._wins_ties = 0.0, True
         self._count_electors()
-        self._starts += 1
+        self._starts, self._replaces = self._starts + 1, False
         self._lost, self._failed_at, self._has_new_hosts, self._stop_told = [], None, False, None
         return RankRange(first=0, processes=own, **start)
 
