@@ -2,6 +2,7 @@
 that set its variables, as accelerate and Kubernetes do), Slurm, Open MPI, MPICH and Intel MPI. Without one there is one rank."""
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from zeromesh.errors import ConfigError
@@ -26,6 +28,7 @@ SNAPSHOTS = "ZEROMESH_SNAPSHOTS"  # of the memory for copies of them
 COPIES = "ZEROMESH_COPIES"  # of the memory for copies of those of another host
 MEMORIES = (STATES, SNAPSHOTS, COPIES)
 RECOVERS = "ZEROMESH_RECOVERS"  # for a worker that takes the place of a lost one
+FILES = "ZEROMESH_FILES"  # for workers, the file in which the launcher has what it has read
 BEGAN = "ZEROMESH_BEGAN"  # for workers, the start time of their command, in seconds since boot
 IMPORTED = "ZEROMESH_IMPORT_SECONDS"  # for a forked worker, how long the imports took in the process it was forked from
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # True if torchrun serves the store in which ranks of several hosts meet
@@ -157,6 +160,35 @@ def handed_over(name: str) -> int | None:
     """Return the descriptor that a launcher has handed to this very process, by the name of its variable; None without one."""
     pid, _, descriptor = (setting(name) or "").partition(":")
     return int(descriptor) if pid == str(os.getpid()) else None
+
+
+_READ: dict[str, str] = {}
+
+
+def content_of(path: Path, most: int = -1) -> bytes:
+    """Return a file that the command names, up to `most` bytes: in a worker as its launcher has read it, since it may have been
+    edited while others train. Raises `OSError`."""
+    name = os.path.abspath(path)
+    if handed_over(LINE) is not None and name in (handed := _handed_files()):
+        return handed[name].encode("latin-1")
+    with path.open("rb") as file:
+        content = file.read(most)
+    _READ[name] = content.decode("latin-1")
+    return content
+
+
+def files_handed_on() -> dict[str, str]:
+    """Return the variable by which workers find what `content_of` has read here."""
+    with open(descriptor := os.memfd_create("files"), "w", closefd=False) as file:
+        json.dump(_READ, file)
+    return {FILES: f"/proc/{os.getpid()}/fd/{descriptor}"}
+
+
+@cache
+def _handed_files() -> dict[str, str]:
+    with suppress(OSError):  # There are none in another container, or where a program starts ranks by itself.
+        return dict(json.loads(Path(setting(FILES) or "").read_bytes()))
+    return {}
 
 
 def launched_by(pid: int) -> dict[str, str]:

@@ -87,6 +87,8 @@ class Faults(TrainerCallback):
             mark = folder / f"struck-{number}"
             if at == when and victim == rank and not mark.exists():
                 mark.touch()
+                if asked.get("edits"):
+                    Path(__file__).write_text("raise RuntimeError('another script')")
                 while how == "wait" and not (folder / "go on").exists():
                     time.sleep(0.01)
                 if how != "wait":
@@ -729,6 +731,13 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
         }
     expected = [undisturbed_stop.end(rank) for rank in range(RANKS)]
     assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged"))
+
+
+def test_a_script_is_edited_while_it_runs(undisturbed_run: Run, tmp_path: Path) -> None:
+    """The new process computes what the others do."""
+    found = run(tmp_path, (5, 1, "SIGKILL"), edits=True)
+    assert found.went_well(undisturbed_run)
+    assert not found.lost_steps
 
 
 def test_a_rank_whose_data_worker_is_killed_is_lost(undisturbed_run: Run, tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from zipfile import is_zipfile
 
 from zeromesh import environment, errors
 from zeromesh.errors import ConfigError, DataError, LayoutError, ZeromeshError, counted, errors_as
@@ -212,21 +214,28 @@ def _worker_arguments(options: argparse.Namespace) -> tuple[str, ...]:
 def launch_this_command(options: argparse.Namespace, processes: int, **keywords: Any) -> WorkersFailed | int:
     from zeromesh.launch.rendezvous import launch_workers
 
-    with environment.kept_environment({environment.BEGAN: str(options.began)}):
+    with environment.kept_environment({environment.BEGAN: str(options.began), **environment.files_handed_on()}):
         return launch_workers(_worker_arguments(options), processes=processes, notify=say, **keywords)
 
 
 def run_script(options: argparse.Namespace) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
     processes, starts = ranks_of(options)
-    if not (os.access(options.script, os.R_OK) and Path(options.script).is_file()):
-        raise ConfigError(f"zeromesh run {options.script}: this is no file that can be read; give a Python script")
+    with errors_as(
+        ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"
+    ):
+        text = environment.content_of(Path(options.script))
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         return report(_launch(options, processes))
     sys.argv[:] = [options.script, *options.arguments]
     sys.path.insert(0, str(Path(options.script).resolve().parent))
     try:
-        _names = runpy.run_path(options.script, run_name="__main__")  # Kept, and with them the files that are open.
+        if is_zipfile(options.script):
+            _names = runpy.run_path(options.script, run_name="__main__")  # Kept, and with them the files that are open.
+        else:
+            sys.modules["__main__"] = module = ModuleType("__main__")
+            module.__file__ = options.script
+            exec(compile(text, options.script, "exec"), vars(module))
     except Exception as error:  # noqa: BLE001 - `python SCRIPT` shows any error of the script from its first line on.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != options.script:

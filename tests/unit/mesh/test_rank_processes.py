@@ -5,11 +5,13 @@ import os
 import signal
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from zeromesh import environment
 from zeromesh.environment import LINE, RankRange
 from zeromesh.launch import rank_processes
 from zeromesh.launch.rank_processes import RankProcesses, WorkersFailed
@@ -390,6 +392,31 @@ def test_ranks_without_a_place_in_the_next_start_do_not_delay_it(started: Starte
         forks.lines[2].recv_bytes()
     assert not ranks.over()
     forks.forks[2].wait = lambda: 1
+
+
+def test_ranks_read_the_files_of_the_command_as_they_were_at_its_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Configurations, their bases and scripts may be edited or removed while others train."""
+    first, other = tmp_path / "first.yaml", tmp_path / "other.yaml"
+    for path in (first, other):
+        path.write_text("lr: 1")
+    assert environment.content_of(first, 2) == b"lr"
+    assert environment.content_of(first) == b"lr: 1"
+    for name, value in environment.files_handed_on().items():
+        monkeypatch.setenv(name, value)
+    first.unlink()
+    other.write_text("lr: 2")
+    with pytest.raises(FileNotFoundError):
+        environment.content_of(first)
+    monkeypatch.setenv(LINE, f"{os.getpid()}:0")
+    environment._handed_files.cache_clear()
+    assert environment.content_of(first) == b"lr: 1"
+    assert environment.content_of(other) == b"lr: 2", "which the launcher has not read"
+    monkeypatch.setenv(environment.FILES, str(tmp_path / "absent"))
+    environment._handed_files.cache_clear()
+    assert environment.content_of(other) == b"lr: 2"
+    environment._handed_files.cache_clear()
 
 
 def test_a_rank_gets_its_place_and_a_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
