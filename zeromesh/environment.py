@@ -179,8 +179,7 @@ def content_of(path: Path, most: int = -1) -> bytes:
 
 def files_handed_on() -> dict[str, str]:
     """Return the variable by which workers find what `content_of` has read here."""
-    with open(descriptor := os.memfd_create("files"), "w", closefd=False) as file:
-        json.dump(_READ, file)
+    os.write(descriptor := os.memfd_create("files"), json.dumps(_READ).encode())
     return {FILES: f"/proc/{os.getpid()}/fd/{descriptor}"}
 
 

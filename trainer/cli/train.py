@@ -13,9 +13,10 @@ import sys
 import time
 from contextlib import suppress
 from functools import partial
+from importlib.machinery import SourceFileLoader
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 from zipfile import is_zipfile
 
@@ -218,13 +219,20 @@ def launch_this_command(options: argparse.Namespace, processes: int, **keywords:
         return launch_workers(_worker_arguments(options), processes=processes, notify=say, **keywords)
 
 
+class _Script(SourceFileLoader):
+    """Loads a script as the launcher has read it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(environment.content_of(Path(self.path)), self.path)
+
+
 def run_script(options: argparse.Namespace) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
     processes, starts = ranks_of(options)
     with errors_as(
         ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"
     ):
-        text = environment.content_of(Path(options.script))
+        environment.content_of(Path(options.script))
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         return report(_launch(options, processes))
     sys.argv[:] = [options.script, *options.arguments]
@@ -235,7 +243,7 @@ def run_script(options: argparse.Namespace) -> int:
         else:
             sys.modules["__main__"] = module = ModuleType("__main__")
             module.__file__ = options.script
-            exec(compile(text, options.script, "exec"), vars(module))
+            _Script("__main__", options.script).exec_module(module)
     except Exception as error:  # noqa: BLE001 - `python SCRIPT` shows any error of the script from its first line on.
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != options.script:
