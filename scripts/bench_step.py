@@ -63,9 +63,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_step"), help="directory of the JSON file and picture")
     return parser.parse_args()
 
 

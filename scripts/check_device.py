@@ -85,21 +85,13 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--parts", type=list_of(_NAMES), default=list(_NAMES), metavar="A,B,...", help=", ".join(_NAMES)
-    )
-    parser.add_argument(
-        "--ranks", type=int, default=0, help="devices to use; by default one, or as many as torchrun has started"
-    )
+    parser.add_argument("--parts", type=list_of(_NAMES), default=list(_NAMES), metavar="A,B,...", help=", ".join(_NAMES))
+    parser.add_argument("--ranks", type=int, default=0, help="devices to use; by default one, or as many as torchrun has started")
     parser.add_argument("--seconds", type=float, default=_SECONDS, help=f"the budget of all parts ({_SECONDS:.0f})")
     parser.add_argument("--json", type=Path, default=Path("runs/check_device.json"), help="where the rows go as JSON")
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="a directory on a fast disk for swap files and a checkpoint"
-    )
+    parser.add_argument("--folder", type=Path, default=None, help="a directory on a fast disk for swap files and a checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="tiny models, no judgement of times")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "sim"), default="auto", help="cpu and sim are for a dry run"
-    )
+    parser.add_argument("--device", choices=("auto", "cpu", "sim"), default="auto", help="cpu and sim are for a dry run")
     options = parser.parse_args()
     if options.device != "auto" and not options.dry_run:
         parser.error("--device is for a dry run: give --dry-run too")

@@ -39,23 +39,8 @@ SAMPLER = (
     *("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "bad_words_ids", "sequence_bias", "num_beams"),
 )
 KEYS = (
-    *(
-        "run.max_steps",
-        "run.output_dir",
-        "run.epochs",
-        "run.seed",
-        "batch.global_size",
-        "batch.micro_size",
-        "data.train",
-    ),
-    *(
-        "data.tokenizer",
-        "data.sequence_length",
-        "model.source",
-        "model.head",
-        "parallel.tensor",
-        "parallel.timeout_seconds",
-    ),
+    *("run.max_steps", "run.output_dir", "run.epochs", "run.seed", "batch.global_size", "batch.micro_size", "data.train"),
+    *("data.tokenizer", "data.sequence_length", "model.source", "model.head", "parallel.tensor", "parallel.timeout_seconds"),
     *("zero.stage", "offload.directory", "checkpoint.resume", "optimizer.lr", "schedule.name", "schedule.warmup_steps"),
 )
 TEMPLATES = (
@@ -66,24 +51,8 @@ TEMPLATES = (
     "{{ raise_exception('no') }}",
 )
 FIELDS = (
-    *(
-        "num_attention_heads",
-        "num_key_value_heads",
-        "num_hidden_layers",
-        "hidden_size",
-        "head_dim",
-        "vocab_size",
-        "num_labels",
-    ),
-    *(
-        "return_dict",
-        "use_cache",
-        "attn_implementation",
-        "torch_dtype",
-        "rope_theta",
-        "tie_word_embeddings",
-        "initializer_range",
-    ),
+    *("num_attention_heads", "num_key_value_heads", "num_hidden_layers", "hidden_size", "head_dim", "vocab_size", "num_labels"),
+    *("return_dict", "use_cache", "attn_implementation", "torch_dtype", "rope_theta", "tie_word_embeddings", "initializer_range"),
 )
 """Fields of a configuration of transformers."""
 ROWS: dict[str, dict[str, Any]] = {
@@ -173,24 +142,10 @@ def make_data_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
     content = text.encode(errors="replace")
     path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
     wrong = damage_bytes(path, draw) if draw.random() < 0.4 else f"{path.name}: {form}"
-    start = [
-        "train",
-        str(folder / "c.yaml"),
-        f"data.train={path}",
-        f"data.format={form}",
-        f"model.source={folder / 'model'}",
-    ]
+    start = ["train", str(folder / "c.yaml"), f"data.train={path}", f"data.format={form}", f"model.source={folder / 'model'}"]
     if form == "labels":
         start += ["model.head=sequence_classification"]
-    short = [
-        "train",
-        "--model",
-        str(folder / "model"),
-        "--data",
-        str(path),
-        "run.max_steps=1",
-        f"run.output_dir={folder}/runs",
-    ]
+    short = ["train", "--model", str(folder / "model"), "--data", str(path), "run.max_steps=1", f"run.output_dir={folder}/runs"]
     return f"data {wrong}", draw.choice([start, [*short, "data.sequence_length=16"]])
 
 
@@ -200,15 +155,7 @@ def make_run_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
     files = sorted(path for path in run.rglob("*") if path.is_file())
     path = draw.choice(files)
     wrong = damage_json(path, draw) if path.suffix == ".json" and draw.random() < 0.5 else damage_bytes(path, draw)
-    looks = [
-        ["evaluate"],
-        ["status"],
-        ["report"],
-        ["trace"],
-        ["checkpoint", "verify"],
-        ["checkpoint", "inspect"],
-        ["generate"],
-    ]
+    looks = [["evaluate"], ["status"], ["report"], ["trace"], ["checkpoint", "verify"], ["checkpoint", "inspect"], ["generate"]]
     commands = [[*words, str(run)] for words in looks]
     commands += [["checkpoint", "export", str(run), str(folder / "out")]]
     commands += [["train", str(folder / "c.yaml"), "run.max_steps=2"], ["config", str(run / "config.resolved.yaml")]]
@@ -227,9 +174,7 @@ def make_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
         prompts.write_text(json.dumps(rows[0]))
         return (make_data_case if kind == "data" else make_run_case)(folder, draw)
     if kind == "directory":
-        name = draw.choice(
-            ["config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"]
-        )
+        name = draw.choice(["config.json", "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
         wrong = damage_json(model / name, draw)
         train = ["train", f"model.source={model}", f"data.tokenizer={model}"]
         generate = draw.choice([generate, [train[0], str(folder / "c.yaml"), *train[1:]]])
@@ -250,9 +195,7 @@ def make_case(folder: Path, draw: random.Random) -> tuple[str, list[str]]:
         generate = [draw.choice(["train", "plan", "config"]), str(folder / "c.yaml"), given, wrong]
     elif kind == "path":
         wrong = draw.choice(["n" * 300, "/proc/self/mem", "/dev/full", "/", f"{folder}/c.yaml/below", "~nobody-here/x"])
-        command = draw.choice(
-            [["evaluate"], ["config"], ["status"], ["report"], ["checkpoint", "verify"], ["generate"]]
-        )
+        command = draw.choice([["evaluate"], ["config"], ["status"], ["report"], ["checkpoint", "verify"], ["generate"]])
         generate = [*command, wrong]
     else:
         wrong = draw.choice(TEMPLATES)
@@ -312,12 +255,7 @@ def fuzz(cases: int, seed: int) -> int:
         root = Path(name)
         make_model(root / "whole")
         (root / "text.txt").write_text("a " * 64)
-        keys = [
-            f"data.train={root}/text.txt",
-            f"model.source={root}/whole",
-            "data.sequence_length=8",
-            "run.max_steps=1",
-        ]
+        keys = [f"data.train={root}/text.txt", f"model.source={root}/whole", "data.sequence_length=8", "run.max_steps=1"]
         small = ["batch.global_size=1", "batch.micro_size=1", "run.name=c", f"run.output_dir={root}/runs"]
         (root / "c.yaml").write_text("{}")
         end, said = run_case(["train", str(root / "c.yaml"), *keys, *small])

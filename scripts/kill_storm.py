@@ -68,22 +68,9 @@ def main() -> int:
 def _run(layout: str, folder: Path, rate: float) -> tuple[list[Any] | None, Counter[str]]:
     """Run a layout; returns its losses, norms and a digest of its parameters, or None where it was ended, and what happened."""
     folder.mkdir()
-    words = [
-        "run",
-        "--nproc",
-        str(LAYOUTS[layout][0]),
-        "--",
-        __file__,
-        "--rate",
-        str(rate),
-        "--rank",
-        layout,
-        str(folder),
-    ]
+    words = ["run", "--nproc", str(LAYOUTS[layout][0]), "--", __file__, "--rate", str(rate), "--rank", layout, str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [sys.executable, "-m", "zeromesh", *words], capture_output=True, text=True, env=environment, timeout=600
-    )
+    ended = subprocess.run([sys.executable, "-m", "zeromesh", *words], capture_output=True, text=True, env=environment, timeout=600)
     kills = (folder / "kills").read_text().count("\n") if (folder / "kills").exists() else 0
     counts = {"memory": ended.stdout.count("went on after step"), "disk": ended.stdout.count("resumed from step")}
     if ended.returncode:

@@ -72,8 +72,7 @@ def imported(source: Source, modules: Mapping[str, Source]) -> set[str]:
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [
-                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module
-                for alias in node.names
+                f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module for alias in node.names
             ]
     return {modules[name].path for name in names if name in modules and modules[name] is not source}
 
@@ -132,9 +131,7 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def folder_circles(files: list[Source]) -> list[str]:
     """Circles of rooms, each as `folder: room <-> room`."""
-    return [
-        f"{folder}: {' <-> '.join(group)}" for folder, graph in sorted(rooms(files).items()) for group in circles(graph)
-    ]
+    return [f"{folder}: {' <-> '.join(group)}" for folder, graph in sorted(rooms(files).items()) for group in circles(graph)]
 
 
 def crowded(files: list[Source], most: int = 12) -> dict[str, int]:
@@ -155,9 +152,7 @@ def long_functions(files: list[Source], most: int = 60) -> list[str]:
 def docstring_lines(source: Source) -> int:
     """Count the lines of the docstrings of a module, its classes and its functions; attributes have none for Python."""
     kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
-    described = [
-        node for node in ast.walk(source.tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None
-    ]
+    described = [node for node in ast.walk(source.tree) if isinstance(node, kinds) and ast.get_docstring(node) is not None]
     return sum((node.body[0].end_lineno or 0) - node.body[0].lineno + 1 for node in described)
 
 
@@ -188,9 +183,7 @@ def figures(root: Path) -> dict[str, object]:
     """The table of one checkout."""
     files = sources(root)
     lengths = sorted(source.lines for source in files)
-    per_folder = Counter(
-        source.path.rpartition("/")[0] for source in files if not source.is_package and source.path not in DOORS
-    )
+    per_folder = Counter(source.path.rpartition("/")[0] for source in files if not source.is_package and source.path not in DOORS)
     return {
         "files": len(files),
         "lines": sum(lengths),

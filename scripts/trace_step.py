@@ -97,9 +97,7 @@ def main() -> None:
     """Start two ranks with recording on, then two with recording off, and print what rank 0 has counted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--functions", type=int, default=0, metavar="N", help="print the N functions called most")
-    parser.add_argument(
-        "--files", action="store_true", help="print the files that a step enters, and the calls of each"
-    )
+    parser.add_argument("--files", action="store_true", help="print the files that a step enters, and the calls of each")
     parser.add_argument("--prompt", action="store_true", help="count the calls of a prompt")
     options = parser.parse_args()
     if options.prompt:
@@ -175,12 +173,7 @@ def _count(functions: int, *, files: bool) -> None:
 
 def _count_of_prompt(functions: int) -> None:
     """Continue a prompt a second time, so that what is made once is there, and print the counts."""
-    sizes = {
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": BLOCKS,
-        "num_attention_heads": 4,
-    }
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": BLOCKS, "num_attention_heads": 4}
     counter = CallCounter()
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=256, max_position_embeddings=128)).save_pretrained(folder)
@@ -193,9 +186,7 @@ def _count_of_prompt(functions: int) -> None:
     calls = counter.calls["prompt"]
     for (path, name), count in calls.most_common(functions):
         print(f"{count:6} {path} {name}")
-    floors = {
-        floor: sum(n for (path, _), n in calls.items() if path.startswith(floor)) for floor in ("zeromesh", "trainer")
-    }
+    floors = {floor: sum(n for (path, _), n in calls.items() if path.startswith(floor)) for floor in ("zeromesh", "trainer")}
     print(json.dumps({"Python calls of a prompt": calls.total(), **floors}))
 
 

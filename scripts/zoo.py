@@ -61,9 +61,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if known:
         sys.exit(f"no such type or column: {', '.join(sorted(known))}; columns are {', '.join(COLUMNS)}")
     done = set() if arguments.again else {(line["type"], line["column"]) for line in read_results(arguments.results)}
-    named = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False
-    )
+    named = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True, check=False)
     import_once()
     begun = time.monotonic()
     with arguments.results.open("a") as output:

@@ -76,11 +76,10 @@ class ModelOnMesh(ABC):
     def stream_weights(self, part_of: Callable[[str], Part | None] = lambda name: None) -> Iterator[tuple[str, Tensor]]:
         """Yield `(name, tensor)` of weights in the compute dtype, as `save_pretrained` writes them; all ranks iterate to the end.
 
-        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and one more
-        bucket at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)` to get a part
-        of a tensor only. A tensor may change with the next step: copy it to keep it. Raises `ConfigError` for a part that a
-        tensor does not have, and for adapters that cannot be merged.
-        """
+        Names and shapes are those of files on the Hub, and adapters are merged. A rank has its shards in memory and one more bucket
+        at a time, or the inputs of one conversion or merge. `part_of(name)` returns `(dim, index, parts)` to get a part of a tensor
+        only. A tensor may change with the next step: copy it to keep it. Raises `ConfigError` for a part that a tensor does not
+        have, and for adapters that cannot be merged."""
         placed = self.placed
         compute: torch.dtype = getattr(torch, placed.config.precision.compute)
         weights = _named(placed, "stream_weights", form=lambda found: placed.hub_form.convert(found, compute))

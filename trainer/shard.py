@@ -369,17 +369,13 @@ def save(
     return saver.store.path(made.step)
 
 
-def load(
-    directory: str | PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None = None
-) -> dict[str, Any] | None:
+def load(directory: str | PathLike[str], model: nn.Module, optimizer: ShardedOptimizer | None = None) -> dict[str, Any] | None:
     """Load a checkpoint into a partitioned model: the newest complete one in `directory`, or `directory` itself if it is one.
 
-    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and
-    the values of its `param_groups` are loaded too; without one, only weights are. Returns the `state` passed to `save`; None
-    if there is no checkpoint, and nothing was loaded. Raises `CheckpointError` if there are checkpoints, and none of them can
-    be read, or a model in transformers' form instead, and `LayoutError` if the checkpoint is of another model or another kind
-    of optimizer.
-    """
+    All ranks call it. The number of ranks and the layout may differ from those of `save`. With an optimizer, its moments and the
+    values of its `param_groups` are loaded too; without one, only weights are. Returns the `state` passed to `save`; None if there
+    is no checkpoint, and nothing was loaded. Raises `CheckpointError` if there are checkpoints, and none of them can be read, or a
+    model in transformers' form instead, and `LayoutError` if the checkpoint is of another model or another kind of optimizer."""
     engine, path = engine_of(model), Path(directory).expanduser()
     store = CheckpointStore(path)
     found = [path] if store.step_of(path) is not None else [store.path(step) for step in candidates(engine.mesh, store)]

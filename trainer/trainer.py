@@ -1,7 +1,6 @@
 """`Trainer`: the main entry point.
 
-report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()
-"""
+report = Trainer(model, "configs/zero3.yaml", train_dataset=dataset).fit()"""
 
 from __future__ import annotations
 

@@ -231,8 +231,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             f"zero.gathered_budget is {budget!r}; it must be 0 or more bytes, or auto, as is None": wrong_budget,
             f"offload.parameters is {parameters.tier} at stage {self.stage}: only stage 3 gathers parameters around their use; "
             "set zero.stage to 3, or offload.parameters to none": parameters.uses_tier and self.stage != 3,
-            "zero.replicas is divided, and zero.stage 0 divides nothing; set that to 1, 2 or 3": divided
-            and not self.stage,
+            "zero.replicas is divided, and zero.stage 0 divides nothing; set that to 1, 2 or 3": divided and not self.stage,
             "zero.replicas divided cannot run with an optimizer that needs whole tensors": divided and whole,
             f"{key} cannot run with zero.replicas divided, which updates after a step": divided and inside,
             f"{key} needs run.clip_norm 0: the norm is known only after backward": inside and self.clip_norm,
@@ -242,8 +241,7 @@ class ZeroOptions(keys.ZeroKeys, keys.StepKeys, keys.TransportKeys):
             "ema.decay averages weights, and so does the optimizer itself; set it to 0, or take another optimizer": twice,
             f"{narrow} is for optimizers that work element by element, and this one needs whole tensors": narrowed,
             "precision.master none or kahan does not go with averaged weights, which bfloat16 would round": rounded,
-            "parallel.sync_every above 1 is for the optimizers adamw, adam, adagrad and sgd": self.outer
-            and own is not None,
+            "parallel.sync_every above 1 is for the optimizers adamw, adam, adagrad and sgd": self.outer and own is not None,
             "optimizer.states has to be float32 for an optimizer whose states are weights that it evaluates": narrow_average,
         }
         if found := [problem for problem, holds in problems.items() if holds]:

@@ -75,9 +75,7 @@ def divide(model: nn.Module, mesh: Mesh, options: ParallelOptions, example: Exam
         here = [name for stage, name in held.items() if stage in own]
         if here and len(holders) > 1:
             copies[here[0]] = StageCopies(name=names[0], aliases=names[1:], ranks=holders)
-    cuts = ModelCuts(
-        parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name))
-    )
+    cuts = ModelCuts(parts=parts, copies=copies, chunks=options.chunks, chunk_of=lambda name: own.index(stages.stage_of(name)))
     pipeline = Pipeline(mesh, stages, options.schedule, blocks)
     undo.callback(pipeline.restore)
     notes = (*notes, f"pipeline: stages of {' + '.join(map(str, cut))} blocks")

@@ -129,9 +129,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
                 count -= len(pieces.pop(0))
             pieces[0] = pieces[0][count:]
 
-    def read_rows(
-        self, data: torch.Tensor, offset: int, *, rows: int, columns: Sequence[tuple[int, int]], stride: int
-    ) -> int:
+    def read_rows(self, data: torch.Tensor, offset: int, *, rows: int, columns: Sequence[tuple[int, int]], stride: int) -> int:
         """Fill the start of `data`, 1-D uint8 on CPU, with some columns of `rows` rows, row after row, through the page cache;
         returns the bytes filled. Rows begin every `stride` bytes of the file from `offset` on. `columns` are pairs of a column's
         first byte in the row and its length in bytes, ascending."""

@@ -32,9 +32,7 @@ class Case:
 
     def __str__(self) -> str:
         recomputed = ", blocks recomputed" if self.recomputed else ""
-        return (
-            f"{self.dtype}, {self.transport}, stage {self.stage}, {self.layers} layers, width x{self.width}{recomputed}"
-        )
+        return f"{self.dtype}, {self.transport}, stage {self.stage}, {self.layers} layers, width x{self.width}{recomputed}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,13 +18,7 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.planning.auto import plan_config
 from zeromesh.trainer.planning.layouts import Layout
 
-CONFIGS = {
-    "quickstart.yaml": 2,
-    "tensor.yaml": 2,
-    "pipeline.yaml": 2,
-    "zero2-bf16.yaml": 2,
-    "hybrid.yaml": 4,
-}
+CONFIGS = {"quickstart.yaml": 2, "tensor.yaml": 2, "pipeline.yaml": 2, "zero2-bf16.yaml": 2, "hybrid.yaml": 4}
 """Files of `configs/`, and the ranks that run them."""
 _MICROS, _OTHERS = 3, 5
 _STEPS = WARM + 12

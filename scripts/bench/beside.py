@@ -42,10 +42,7 @@ def measure(base: Workload, dtype: Dtype) -> list[Beside]:
     workload = replace(base, dtype=dtype, in_backward=False)
     systems = [system for system, kind in LIMITS if kind == dtype and installed(system)]
     ours = run_system("zeromesh-3", workload).peak_bytes if systems else 0
-    return [
-        Beside(system=system, dtype=dtype, ours=ours, theirs=run_system(system, workload).peak_bytes)
-        for system in systems
-    ]
+    return [Beside(system=system, dtype=dtype, ours=ours, theirs=run_system(system, workload).peak_bytes) for system in systems]
 
 
 def table(found: Sequence[Beside]) -> str:

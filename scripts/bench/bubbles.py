@@ -13,10 +13,7 @@ _NAMES = {"F": "forward", "B": "backward", "I": "backward: inputs", "W": "backwa
 
 def table(rounds: Mapping[str, Sequence[Run]], unit: Mapping[str, float]) -> str:
     """Markdown. `unit`: the bubble where a forward takes 1 and a backward 2, on all ranks alike."""
-    rows = [
-        "| schedule | in units of forward, % | simulated from its own times, % | measured, % |",
-        "|---|---|---|---|",
-    ]
+    rows = ["| schedule | in units of forward, % | simulated from its own times, % | measured, % |", "|---|---|---|---|"]
     for system, runs in rounds.items():
         pairs = [pair for run in runs for pair in (run.ranks[0]["notes"] or {}).get("bubbles", [])]
         if pairs:
@@ -52,9 +49,7 @@ def draw(rounds: Mapping[str, Sequence[Run]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("seconds")
     marks = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS[kind]) for kind in ("F", "B", "W")]
-    figure.legend(
-        marks, [_NAMES[kind] for kind in ("F", "B", "W")], ncols=3, frameon=False, loc="upper right", fontsize=9
-    )
+    figure.legend(marks, [_NAMES[kind] for kind in ("F", "B", "W")], ncols=3, frameon=False, loc="upper right", fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -75,9 +75,7 @@ def _round(system: System, folder: Path) -> Transfer:
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
     dist.barrier()
-    return Transfer(
-        save_seconds=save_seconds, load_seconds=load_seconds, save_memory=save_memory, load_memory=load_memory
-    )
+    return Transfer(save_seconds=save_seconds, load_seconds=load_seconds, save_memory=save_memory, load_memory=load_memory)
 
 
 def _timed(action: Callable[[], None]) -> tuple[float, int]:
@@ -90,9 +88,7 @@ def _timed(action: Callable[[], None]) -> tuple[float, int]:
     dist.barrier()
     seconds = time.perf_counter() - began
     status = Path("/proc/self/status").read_text().splitlines()
-    peak, now = (
-        next(int(line.split()[1]) * 1024 for line in status if line.startswith(field)) for field in ("VmHWM:", "VmRSS:")
-    )
+    peak, now = (next(int(line.split()[1]) * 1024 for line in status if line.startswith(field)) for field in ("VmHWM:", "VmRSS:"))
     return seconds, memory_now(dist.get_world_size()).total - before + peak - now
 
 
@@ -156,11 +152,7 @@ def _zeromesh(workload: Workload, tensor: int = 1) -> System:
     def save(folder: Path) -> None:
         saver, holdings = Saver(CheckpointStore(folder), mesh), engine.checkpoint_state
         content = SaveContent(
-            tensors=holdings.tensors(),
-            shards=holdings.shards_to_write(),
-            order={},
-            documents=lambda directory: None,
-            keep=set,
+            tensors=holdings.tensors(), shards=holdings.shards_to_write(), order={}, documents=lambda directory: None, keep=set
         )
         saver.begin(1, content)
         saved = saver.finish()

@@ -96,9 +96,7 @@ class Training:
         self.engine.begin_step(number)
         streams = [Streams(self.engine.options.seed, number, place * micro) for place in range(len(parts))]
         total = torch.zeros(1, dtype=torch.float64)
-        work = [
-            MicrobatchWork(batch=part, streams=drawn, seed=seed) for part, drawn in zip(parts, streams, strict=True)
-        ]
+        work = [MicrobatchWork(batch=part, streams=drawn, seed=seed) for part, drawn in zip(parts, streams, strict=True)]
         driver = self.divided.pipeline or StepDriver(self.mesh)
         total += torch.stack(driver.train(self.engine, work, self._sum)).double().sum()
         self.mesh.pipeline.all_reduce(total, "loss")

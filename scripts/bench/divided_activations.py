@@ -93,9 +93,7 @@ def _stages(model: Any, workload: Workload, form: Form, rank: int) -> Callable[[
     loss = make_loss(model)
     _prepare(model, workload)
     stages = cut_stages(model, form, rank)
-    schedule = make_schedule(
-        form.schedule, ranks=form.pipeline, microbatches=workload.microbatches, chunks=len(stages.own)
-    )
+    schedule = make_schedule(form.schedule, ranks=form.pipeline, microbatches=workload.microbatches, chunks=len(stages.own))
     queue = WeightQueue() if form.schedule == "zero_bubble" else None
     if queue is not None:
         defer_weights(model, list(model.model.layers), queue)

@@ -124,11 +124,7 @@ class _Update:
         self._whole = list(parameters)
         self._local = [nn.Parameter(_local(each.detach())) for each in self._whole]
         self._optimizer = torch.optim.AdamW(
-            self._local,
-            lr=workload.learning_rate,
-            betas=workload.betas,
-            weight_decay=workload.weight_decay,
-            fused=True,
+            self._local, lr=workload.learning_rate, betas=workload.betas, weight_decay=workload.weight_decay, fused=True
         )
 
     def __call__(self) -> None:

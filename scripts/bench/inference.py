@@ -59,9 +59,7 @@ def make_model(folder: Path, layers: int, **sizes: int) -> None:
         "large": {**_LARGE, "num_hidden_layers": layers, **sizes},
     }.items():
         path = folder / name
-        config = tf.LlamaConfig(
-            **fields, max_position_embeddings=_LONGEST, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16
-        )
+        config = tf.LlamaConfig(**fields, max_position_embeddings=_LONGEST, pad_token_id=0, eos_token_id=None, dtype=torch.bfloat16)
         config.architectures = ["LlamaForCausalLM"]
         config.save_pretrained(path)
         with torch.device("meta"):
@@ -71,9 +69,7 @@ def make_model(folder: Path, layers: int, **sizes: int) -> None:
             values, file = dict[str, torch.Tensor](), f"model-{len(set(index.values())):05d}.safetensors"
             while shapes and sum(each.nbytes for each in values.values()) < _WEIGHT_FILE:
                 key, shape = shapes.pop(0)
-                values[key] = (
-                    torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(config.initializer_range)
-                )
+                values[key] = torch.ones(shape) if len(shape) == 1 else torch.randn(shape).mul_(config.initializer_range)
                 values[key] = values[key].bfloat16()
             save_file(values, path / file, metadata={"format": "pt"})
             with (path / file).open("rb") as written:
@@ -124,9 +120,7 @@ def plain_direct_read(paths: list[Path]) -> float:
     with ThreadPoolExecutor(_READERS) as threads:
         files = [PositionalFile(path) for path in paths]
         works = [
-            threads.submit(piece, file, at, min(_PIECE, file.size() - at))
-            for file in files
-            for at in range(0, file.size(), _PIECE)
+            threads.submit(piece, file, at, min(_PIECE, file.size() - at)) for file in files for at in range(0, file.size(), _PIECE)
         ]
         for work in works:
             work.result()
@@ -228,9 +222,7 @@ def measure_start(folder: Path, sections: dict[str, Any], rounds: int, *, cold: 
     with _open(folder, "tiny", sections) as tiny:
         engine, barrier = tiny.engine, partial(tiny.mesh.world.barrier, "the measurement")
         parts = 1 if tiny.config.zero.stage == 0 else ranks
-        shared = engine.groups[0].transport.name == "shared" and not engine.options.offload.parameters.leaves_device(
-            _CPU
-        )
+        shared = engine.groups[0].transport.name == "shared" and not engine.options.offload.parameters.leaves_device(_CPU)
 
         part = sum(path.stat().st_size // parts for path in paths)
         cached = sum(path.stat().st_size // ranks for path in paths) if cold else 0

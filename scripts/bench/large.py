@@ -39,10 +39,7 @@ def main() -> None:
             json.dumps(
                 {
                     "parameters": sum(
-                        slot.spec.numel
-                        for unit in engine.units
-                        for bucket in unit.buckets
-                        for slot in bucket.layout.slots
+                        slot.spec.numel for unit in engine.units for bucket in unit.buckets for slot in bucket.layout.slots
                     ),
                     "swap_bytes": engine.ledger.total(Tier.FILE),
                     "ledger_peak_bytes": engine.ledger.peak(),

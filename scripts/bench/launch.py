@@ -44,9 +44,7 @@ def installed(system: str) -> bool:
     return not system.startswith("deepspeed-") or importlib.util.find_spec("deepspeed") is not None
 
 
-def measure_activations(
-    workload: Workload, *, timeout: float = 900.0, part: tuple[str, int] | None = None
-) -> Activations:
+def measure_activations(workload: Workload, *, timeout: float = 900.0, part: tuple[str, int] | None = None) -> Activations:
     """Measure the memory that forward and backward of `workload` allocate by themselves, in one fresh process. `part`: a system
     that divides the model, and the rank whose part alone runs.
 

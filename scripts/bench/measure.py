@@ -34,9 +34,7 @@ class Measurements:
     def growth(self, dtype: Dtype) -> Growth:
         """The same with few and with many layers."""
         cases = [Case(dtype=dtype, layers=layers, **_GROWN) for layers in (FEW_LAYERS, MANY_LAYERS)]
-        few, many = (
-            Line(case=case, predicted=self.predicted(case), measured=self.measured(case), constant=0) for case in cases
-        )
+        few, many = (Line(case=case, predicted=self.predicted(case), measured=self.measured(case), constant=0) for case in cases)
         return Growth(few=few, many=many)
 
     def constant(self, dtype: Dtype) -> int:
@@ -73,9 +71,7 @@ class Measurements:
         return self._activations[alone]
 
     def _workload(self, case: Case) -> Workload:
-        same = replace(
-            self._base, dtype=case.dtype, layers=case.layers, transport=case.transport, checkpointing=case.recomputed
-        )
+        same = replace(self._base, dtype=case.dtype, layers=case.layers, transport=case.transport, checkpointing=case.recomputed)
         return same.wider(case.width)
 
 

@@ -90,9 +90,7 @@ def draw(groups: Mapping[str, Sequence[Line]], path: Path) -> None:
 
     columns = min(2, len(groups))
     rows = -(-len(groups) // columns)
-    figure, axes = pyplot.subplots(
-        rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False
-    )
+    figure, axes = pyplot.subplots(rows, columns, figsize=(7 * columns, 4.5 * rows), layout="constrained", squeeze=False)
     for axis in axes.flat[len(groups) :]:
         axis.set_axis_off()
     for axis, (title, lines) in zip(axes.flat, groups.items(), strict=False):

@@ -11,9 +11,7 @@ def list_of(allowed: tuple[str, ...]) -> Callable[[str], list[str]]:
         values = text.split(",")
         wrong = [value for value in values if value not in allowed]
         if wrong:
-            raise argparse.ArgumentTypeError(
-                f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas"
-            )
+            raise argparse.ArgumentTypeError(f"{', '.join(wrong)}: allowed are {', '.join(allowed)}, separated by commas")
         return values
 
     return parse

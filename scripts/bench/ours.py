@@ -63,10 +63,7 @@ class Watcher(Callback):
 def configuration(workload: Workload, stage: int, output_dir: str) -> dict[str, Any]:
     """Return the configuration of a workload; what is not here is zeromesh's default."""
     return {
-        "model": {
-            "activation_checkpointing": "block" if workload.checkpointing else "none",
-            "loss": workload.loss,
-        },
+        "model": {"activation_checkpointing": "block" if workload.checkpointing else "none", "loss": workload.loss},
         "data": {"shuffle": False},
         "parallel": {"transport": workload.transport},
         "zero": {"stage": stage, "prefetch": workload.prefetch},

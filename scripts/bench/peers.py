@@ -83,11 +83,7 @@ def initialise(model: nn.Module, workload: Workload) -> None:
 def plain_step(net: Any, workload: Workload) -> Step:
     """One step of torch's fused AdamW."""
     optimizer = torch.optim.AdamW(
-        net.parameters(),
-        lr=workload.learning_rate,
-        betas=workload.betas,
-        weight_decay=workload.weight_decay,
-        fused=True,
+        net.parameters(), lr=workload.learning_rate, betas=workload.betas, weight_decay=workload.weight_decay, fused=True
     )
 
     def step(tokens: Tensor) -> Tensor:
@@ -141,12 +137,7 @@ def deepspeed_engine(model: Any, workload: Workload, stage: int) -> Any:
     settings = {
         "train_micro_batch_size_per_gpu": workload.micro,
         "gradient_accumulation_steps": 1,
-        "zero_optimization": {
-            "stage": stage,
-            "overlap_comm": False,
-            "contiguous_gradients": True,
-            **_tiers(workload),
-        },
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True, **_tiers(workload)},
         "gradient_clipping": workload.clip,
         "bf16": {"enabled": workload.dtype == "bf16"},
         "optimizer": {

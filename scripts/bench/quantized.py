@@ -59,9 +59,7 @@ class _Sequences(Tokens):
         return {name: row[:length] for name, row in super().__getitem__(index).items()}
 
 
-def ours(
-    folder: str, model: str, sections: dict[str, Any], steps: int, ranks: int, tokens: list[int]
-) -> dict[str, Any]:
+def ours(folder: str, model: str, sections: dict[str, Any], steps: int, ranks: int, tokens: list[int]) -> dict[str, Any]:
     """Train adapters by this project's trainer."""
 
     def run(name: str, source: str, count: int, watching: Callback | None) -> None:
@@ -81,9 +79,7 @@ def ours(
             "checkpoint": {"every_steps": 0},
             **{key: value for key, value in sections.items() if key != "model"},
         }
-        data = (
-            _Sequences(tokens, ranks) if watching else [{name: row % 512 for name, row in Tokens()[0].items()}] * ranks
-        )
+        data = _Sequences(tokens, ranks) if watching else [{name: row % 512 for name, row in Tokens()[0].items()}] * ranks
         with Trainer(None, config, data, callbacks=[watching] if watching else []) as trainer:
             trainer.fit()
 
@@ -100,19 +96,11 @@ def ours(
     }
 
 
-def _measured(
-    sampler: Sampler, base: Memory, seconds: list[float], losses: list[float], began: float
-) -> dict[str, Any]:
+def _measured(sampler: Sampler, base: Memory, seconds: list[float], losses: list[float], began: float) -> dict[str, Any]:
     sampler.stop()
     start = time.perf_counter() - began - sum(seconds)
     growth = sampler.peak - base
-    return {
-        "peak_bytes": growth.total,
-        "growth": asdict(growth),
-        "step_seconds": seconds,
-        "losses": losses,
-        "start_seconds": start,
-    }
+    return {"peak_bytes": growth.total, "growth": asdict(growth), "step_seconds": seconds, "losses": losses, "start_seconds": start}
 
 
 def peft(model: str, steps: int, tokens: list[int], *, four_bits: bool) -> dict[str, Any]:
@@ -123,9 +111,7 @@ def peft(model: str, steps: int, tokens: list[int], *, four_bits: bool) -> dict[
         how: dict[str, Any] = {"dtype": torch.bfloat16}
         if four_bits:
             kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-            how["quantization_config"] = tf.BitsAndBytesConfig(
-                load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **kind
-            )
+            how["quantization_config"] = tf.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, **kind)
         base = tf.AutoModelForCausalLM.from_pretrained(path, device_map="cpu", **how)
         base.gradient_checkpointing_enable({"use_reentrant": False})
         base.enable_input_require_grads()
@@ -201,10 +187,7 @@ def encode(count: int) -> dict[str, Any]:
 def main() -> None:
     what, given = sys.argv[1], json.loads(sys.argv[2])
     torch.set_num_threads(given.pop("threads", 1))
-    print(
-        RESULT + json.dumps({"ours": ours, "peft": peft, "generate": generate, "encode": encode}[what](**given)),
-        flush=True,
-    )
+    print(RESULT + json.dumps({"ours": ours, "peft": peft, "generate": generate, "encode": encode}[what](**given)), flush=True)
 
 
 if __name__ == "__main__":

@@ -67,9 +67,7 @@ def summarise(rounds: Rounds) -> list[Summary]:
                 mebibytes=Spread.of(run.peak_bytes / MEBIBYTE for run in runs),
                 first_loss=losses[0],
                 last_loss=losses[-1],
-                difference=max((abs(a - b) / b for a, b in zip(losses, ours, strict=True)), default=0.0)
-                if ours
-                else 0.0,
+                difference=max((abs(a - b) / b for a, b in zip(losses, ours, strict=True)), default=0.0) if ours else 0.0,
             )
         )
     return found
@@ -130,9 +128,7 @@ def draw(groups: Mapping[str, Rounds], path: Path) -> None:
     summaries = {name: summarise(rounds) for name, rounds in groups.items()}
     systems = list(dict.fromkeys(each.system for found in summaries.values() for each in found))
     figure, axes = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for axis, (field, label) in zip(
-        axes, (("milliseconds", "ms a step"), ("mebibytes", "peak MiB a rank")), strict=True
-    ):
+    for axis, (field, label) in zip(axes, (("milliseconds", "ms a step"), ("mebibytes", "peak MiB a rank")), strict=True):
         width = 0.85 / len(systems)
         for number, system in enumerate(systems):
             for place, found in enumerate(summaries.values()):

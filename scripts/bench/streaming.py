@@ -125,11 +125,7 @@ class Bench:
 
     @staticmethod
     def _start(
-        pool: StagingPool,
-        move: Callable[[int, torch.Tensor], Transfer],
-        start: int,
-        count: int,
-        flying: deque[Transfer],
+        pool: StagingPool, move: Callable[[int, torch.Tensor], Transfer], start: int, count: int, flying: deque[Transfer]
     ) -> None:
         buffer = pool.get()
         transfer = move(start, buffer[: 4 * count].view(torch.float32))

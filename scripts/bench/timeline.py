@@ -54,8 +54,7 @@ class Recorder:
             (FileTier, "write", "write", False),
         )
         patches = [
-            patch.object(owner, name, self._timed(getattr(owner, name), what, own=own))
-            for owner, name, what, own in wrapped
+            patch.object(owner, name, self._timed(getattr(owner, name), what, own=own)) for owner, name, what, own in wrapped
         ]
         for each in patches:
             each.start()

@@ -29,10 +29,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "flat": {},
     "whole": {"parallel": {"replicate": 2}},
     "sums16": {**DIVIDED, "precision": {"reduce": "bfloat16"}},
-    **{
-        name: {**DIVIDED, "parallel": {"replicate": 2, "wire": name}}
-        for name in ("exact", "bfloat16", "int8", "int4", "auto")
-    },
+    **{name: {**DIVIDED, "parallel": {"replicate": 2, "wire": name}} for name in ("exact", "bfloat16", "int8", "int4", "auto")},
 }
 """Stage 3 over all ranks, replicas with all states, and those that divide them: with sums that travel in bfloat16, and by codec."""
 
@@ -63,9 +60,7 @@ def main() -> None:
                 **WAYS[name],
             }
             watch = Watch()
-            with Trainer(
-                lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)), config, data, callbacks=[watch]
-            ) as trainer:
+            with Trainer(lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**SIZES)), config, data, callbacks=[watch]) as trainer:
                 trainer.fit()
         pairs = list(zip(watch.ends, watch.ends[1:], strict=False))
         found = {

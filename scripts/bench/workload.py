@@ -88,10 +88,7 @@ class Workload:
     def wider(self, factor: int) -> Workload:
         """The same with `factor` times the width of every layer."""
         return replace(
-            self,
-            hidden=self.hidden * factor,
-            intermediate=self.intermediate * factor,
-            heads=self.hidden * factor // _HEAD_SIZE,
+            self, hidden=self.hidden * factor, intermediate=self.intermediate * factor, heads=self.hidden * factor // _HEAD_SIZE
         )
 
     def model_config(self) -> LlamaConfig:

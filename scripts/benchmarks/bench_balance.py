@@ -38,11 +38,7 @@ class Slow(nn.Module):
 
     def __init__(self, model: nn.Module, seconds: float, copies: list[Any]) -> None:
         super().__init__()
-        self.model, self.seconds, self.copies = (
-            model,
-            seconds,
-            copies,
-        )  # A list, whose modules the trainer does not see.
+        self.model, self.seconds, self.copies = (model, seconds, copies)  # A list, whose modules the trainer does not see.
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
         """The mean loss of a batch."""
@@ -76,11 +72,7 @@ def worker(options: argparse.Namespace, folder: Path) -> None:
     round_size = options.micro * options.ranks
     config: dict[str, Any] = {
         "run": {"max_steps": options.steps, "output_dir": str(folder), "seed": 3, "eval_every": 0},
-        "batch": {
-            "global_size": round_size * options.rounds_of_a_step,
-            "micro_size": options.micro,
-            "balance": balance,
-        },
+        "batch": {"global_size": round_size * options.rounds_of_a_step, "micro_size": options.micro, "balance": balance},
         "checkpoint": {"every_steps": 0},
         "zero": {"stage": options.stage},
         "precision": {"compute": "float32"},
@@ -134,9 +126,7 @@ def main() -> int:
             found[way].append(run(options, way))
     # All ranks together do ranks - 1 + 1 / times samples in the time in which a fast one does one.
     ideal = options.ranks / (options.ranks - 1 + 1 / options.times) / options.times
-    print(
-        f"{options.ranks} ranks, one takes {options.times:g} times as long ({options.way}); ideal {ideal:.2f} of even"
-    )
+    print(f"{options.ranks} ranks, one takes {options.times:g} times as long ({options.way}); ideal {ideal:.2f} of even")
     print("| shares | ms a step | of even | of ideal | last shares |\n|---|---:|---:|---:|---|")
     for way in ways:
         steps = [each["step"] for each in found[way]]

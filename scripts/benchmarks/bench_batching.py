@@ -73,9 +73,7 @@ def run_paged(model: Any, requests: Requests, batch: int) -> None:
     """Continue requests by transformers' own continuous batching, with pages for a batch of the longest ones."""
     pages = -(-640 * batch // 32)
     settings = tf.GenerationConfig(max_new_tokens=512, eos_token_id=-1, do_sample=False)
-    paging = tf.ContinuousBatchingConfig(
-        page_size=32, num_blocks=pages, max_batch_tokens=256, max_requests_per_batch=batch
-    )
+    paging = tf.ContinuousBatchingConfig(page_size=32, num_blocks=pages, max_batch_tokens=256, max_requests_per_batch=batch)
     manager = model.init_continuous_batching(generation_config=settings, continuous_batching_config=paging)
     manager.start()
     for number, (prompt, new) in enumerate(requests):

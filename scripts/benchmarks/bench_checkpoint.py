@@ -37,9 +37,7 @@ _STEPS, _EVERY = 100, 20
 def main() -> int:
     """Run what the command line asks for; the exit code is 1 where a system failed."""
     options = _arguments()
-    workload = Workload(
-        dtype="fp32", hidden=1024, intermediate=2816, heads=16, layers=options.layers, ranks=options.ranks
-    )
+    workload = Workload(dtype="fp32", hidden=1024, intermediate=2816, heads=16, layers=options.layers, ranks=options.ranks)
     found: dict[str, list[dict[str, dict[str, float]]]] = {}
     failures = []
     with tempfile.TemporaryDirectory(prefix="zeromesh-bench-", dir=options.directory) as folder:
@@ -50,18 +48,14 @@ def main() -> int:
             began = time.perf_counter()
             target = Path(folder, system)
             try:
-                ranks = run_ranks(
-                    "bench.checkpointing", workload, [system, workload.to_json(), str(target), str(options.rounds)]
-                )
+                ranks = run_ranks("bench.checkpointing", workload, [system, workload.to_json(), str(target), str(options.rounds)])
                 found[system] = [_slowest(rounds) for rounds in zip(*ranks, strict=True)]
             except RunError as error:
                 failures.append(f"{system}: {error}")
             shutil.rmtree(target, ignore_errors=True)
             print(f"{system} ({time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True)
     nbytes = _state_bytes(workload)
-    print(
-        f"{nbytes / 1e9:.2f} GB of states, {options.ranks} ranks; medians of {options.rounds} rounds (lowest, highest)\n"
-    )
+    print(f"{nbytes / 1e9:.2f} GB of states, {options.ranks} ranks; medians of {options.rounds} rounds (lowest, highest)\n")
     print("\n".join(_table(found, nbytes)), flush=True)
     training = [_train(number, options, failures) for number in range(options.training)]
     if any(training):
@@ -81,9 +75,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--training", type=int, default=3)
-    parser.add_argument(
-        "--directory", type=Path, default=None, help="where to write (default: the system's for temporary files)"
-    )
+    parser.add_argument("--directory", type=Path, default=None, help="where to write (default: the system's for temporary files)")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_checkpoint"), help="directory of the JSON file")
     return parser.parse_args()
 
@@ -103,9 +95,7 @@ def _train(number: int, options: argparse.Namespace, failures: list[str]) -> dic
             found["with" if every else "without"] = sum(run.step_seconds)
             if every:
                 found["commits"] = _commits(Path(folder, "bench", "checkpoints"))
-        print(
-            f"100 steps, checkpoints every {every} ({time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True
-        )
+        print(f"100 steps, checkpoints every {every} ({time.perf_counter() - began:.0f} s)", file=sys.stderr, flush=True)
     return found
 
 
@@ -162,9 +152,7 @@ def _table(found: dict[str, list[dict[str, dict[str, float]]]], nbytes: int) -> 
             plain = [each["plain"][f"{action}_seconds"] for each in rounds]
             cells.append(_spread([nbytes / 1e9 / value for value in seconds]))
             cells.append(_spread([theirs / ours for ours, theirs in zip(seconds, plain, strict=True)]))
-        memory = [
-            statistics.median(each["system"][f"{action}_memory"] for each in rounds) for action in ("save", "load")
-        ]
+        memory = [statistics.median(each["system"][f"{action}_memory"] for each in rounds) for action in ("save", "load")]
         lines.append(f"| {' | '.join([*cells, *(f'{value / _MEBIBYTE:.0f}' for value in memory)])} |")
     return lines
 

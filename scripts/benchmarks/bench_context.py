@@ -179,15 +179,7 @@ def _run(ranks: int, given: Mapping[str, Any]) -> dict[str, Any]:
     """Run `bench/contexts.py` on so many ranks; returns what rank 0 has found."""
     scripts = Path(__file__).resolve().parents[1]
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "zeromesh",
-            "run",
-            "--nproc",
-            str(ranks),
-            str(scripts / "bench" / "contexts.py"),
-        ]
+        command = [sys.executable, "-m", "zeromesh", "run", "--nproc", str(ranks), str(scripts / "bench" / "contexts.py")]
         environment = {**os.environ, "PYTHONPATH": f"{scripts}:{os.environ.get('PYTHONPATH', '')}"}
         told = json.dumps({**given, "folder": folder})
         done = subprocess.run([*command, told], env=environment, capture_output=True, text=True, check=False)
@@ -204,11 +196,7 @@ def context() -> None:
     model, first = {**sizes, "num_key_value_heads": 2}, (0.0, 0.0)
     print("ranks     MiB  of one  CPU seconds  of one  loss")
     for ranks in (1, 2, 4):
-        sections = {
-            "parallel": {"context": ranks},
-            "precision": {"compute": "float32"},
-            "checkpoint": {"every_steps": 0},
-        }
+        sections = {"parallel": {"context": ranks}, "precision": {"compute": "float32"}, "checkpoint": {"every_steps": 0}}
         found = _run(ranks, {"tokens": 8192, "steps": 3, "model": model, "sections": sections})
         peak, seconds = found["peak"] / MEBIBYTE, found["seconds"][0]
         first = first if ranks > 1 else (peak, seconds)

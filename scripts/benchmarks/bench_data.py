@@ -99,9 +99,7 @@ def seconds_per_step(work: Work, collating: Callable[[], None], workers: int) ->
             "profile": {"step_figures": False},
         }
         dataset: Any = list(torch.randn(64, 64))
-        with Trainer(
-            Computes(work), config, dataset, data_collator=collate, compute_loss=loss_of, callbacks=[steps]
-        ) as trainer:
+        with Trainer(Computes(work), config, dataset, data_collator=collate, compute_loss=loss_of, callbacks=[steps]) as trainer:
             trainer.fit()
     return steps.median()
 
@@ -110,11 +108,7 @@ def main() -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     compute, burn = Work.of(COMPUTE), Work.of(COLLATE)
-    kinds: dict[str, Callable[[], None]] = {
-        "none": lambda: None,
-        "waits": lambda: time.sleep(COLLATE),
-        "computes": burn,
-    }
+    kinds: dict[str, Callable[[], None]] = {"none": lambda: None, "waits": lambda: time.sleep(COLLATE), "computes": burn}
     cases = [("none", 0), *((kind, workers) for kind in ("waits", "computes") for workers in (0, 1, 2))]
     found: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
     for _ in range(ROUNDS):

@@ -75,9 +75,7 @@ def _train(folder: str, options: argparse.Namespace, *, durable: bool) -> tuple[
         _MOVED.clear()
         trainer.fit()
     lines = read_metrics(Path(folder) / f"durable-{durable}" / "metrics.jsonl")
-    return [line["step_seconds"] for line in lines[3:]], Counter(
-        {kind: nbytes // options.steps for kind, nbytes in _MOVED.items()}
-    )
+    return [line["step_seconds"] for line in lines[3:]], Counter({kind: nbytes // options.steps for kind, nbytes in _MOVED.items()})
 
 
 def main() -> int:

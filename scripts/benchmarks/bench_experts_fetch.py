@@ -84,14 +84,7 @@ def main() -> int:
 
 
 def _run(options: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any] | None:
-    command = [
-        sys.executable,
-        __file__,
-        "--folder",
-        str(options.folder),
-        "--steps",
-        str(row.pop("steps", options.steps)),
-    ]
+    command = [sys.executable, __file__, "--folder", str(options.folder), "--steps", str(row.pop("steps", options.steps))]
     variables = {"PYTHONPATH": python_path(), "PATH": "/usr/bin:/bin", **ONE_THREAD}
     done = subprocess.run([*command, "--row", json.dumps(row)], env=variables, capture_output=True, text=True)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -158,9 +151,7 @@ def _counted() -> Iterator[dict[str, float]]:
         yield found
 
 
-def _measure(
-    folder: Path, steps: int, tokens: int, *, generates: bool = False, gathered: bool = False
-) -> dict[str, Any]:
+def _measure(folder: Path, steps: int, tokens: int, *, generates: bool = False, gathered: bool = False) -> dict[str, Any]:
     """Train adapters over the model, or generate with it; `gathered`: with all experts of a layer at a time."""
     from bench.probe import Sampler, memory_now
 
@@ -183,10 +174,7 @@ def _measure(
 
 def _sections(folder: Path, name: str) -> dict[str, Any]:
     return {
-        "model": {
-            "source": str(folder / name),
-            "weights": {"codec": "nf4", "cache": str(folder / "cache")},
-        },
+        "model": {"source": str(folder / name), "weights": {"codec": "nf4", "cache": str(folder / "cache")}},
         "precision": {"compute": "bfloat16"},
         "zero": {"stage": 3},
         "offload": {"parameters": "file"},

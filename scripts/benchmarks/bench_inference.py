@@ -56,9 +56,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", choices=[*_PARTS, []], help="what to measure; all if nothing is named")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="where the model and swap files lie")
     parser.add_argument("--layers", type=int, default=18, help="of the model; 18 are 1.06 billion parameters")
-    parser.add_argument(
-        "--checkpoint", type=Path, default=None, help="a run's checkpoint to start from in place of the model"
-    )
+    parser.add_argument("--checkpoint", type=Path, default=None, help="a run's checkpoint to start from in place of the model")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each row")
     parser.add_argument("--steps", type=int, default=12, help="decode steps that are timed")
     parser.add_argument("--only", default="", help="measure rows whose name contains this")
@@ -75,9 +73,7 @@ def _python(what: str, arguments: dict[str, Any]) -> None:
 def _ranks(name: str, what: str, ranks: int, arguments: dict[str, Any], failures: _Failures, folder: Path) -> list[Any]:
     began = time.perf_counter()
     try:
-        return run_ranks(
-            "bench.inference", Workload(ranks=ranks), [what, json.dumps({"folder": str(folder), **arguments})]
-        )
+        return run_ranks("bench.inference", Workload(ranks=ranks), [what, json.dumps({"folder": str(folder), **arguments})])
     except RunError as error:
         failures.append(f"{name}: {error}")
         return []
@@ -87,18 +83,11 @@ def _ranks(name: str, what: str, ranks: int, arguments: dict[str, Any], failures
 
 def _memory(folder: Path, options: argparse.Namespace, failures: _Failures) -> dict[str, Any]:
     swap = {"parameters": "file", "directory": str(folder / "swap")}
-    rows = {
-        "in memory": _NONE,
-        "host": _HOST,
-        "file": _FILE,
-        "file, copied into `offload.directory`": {"offload": swap},
-    }
+    rows = {"in memory": _NONE, "host": _HOST, "file": _FILE, "file, copied into `offload.directory`": {"offload": swap}}
     print(
         f"\n16 prompts on one rank; medians of {options.steps} steps, after each of which the weights are read (lowest, highest)\n"
     )
-    print(
-        "| parameters | start, peak MiB | generating, peak MiB | s a step | s to read the weights once | step / read |"
-    )
+    print("| parameters | start, peak MiB | generating, peak MiB | s a step | s to read the weights once | step / read |")
     print("|---|---|---|---|---|---|", flush=True)
     found: dict[str, Any] = {}
     for name, sections in rows.items():
@@ -131,9 +120,7 @@ def _start(folder: Path, options: argparse.Namespace, failures: _Failures) -> di
         "file, 1 rank, copied into `offload.directory`": (1, {"offload": swap}),
     }
     print(f"\nfrom the call of Generator to ready; the rank that took longest, medians of {options.rounds} starts\n")
-    print(
-        "| parameters | files | part, MiB | peak, MiB | start, s | of it reading, s | plain reading, s | plain / reading |"
-    )
+    print("| parameters | files | part, MiB | peak, MiB | start, s | of it reading, s | plain reading, s | plain / reading |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     found: dict[str, Any] = {}
     for name, (ranks, sections) in table.items():
@@ -158,10 +145,7 @@ def _start_row(ranks: list[Any]) -> str:
     return f"{sizes} | {times} | {ratio.text(2)}"
 
 
-_PARTS: dict[str, Callable[[Path, argparse.Namespace, _Failures], dict[str, Any]]] = {
-    "memory": _memory,
-    "start": _start,
-}
+_PARTS: dict[str, Callable[[Path, argparse.Namespace, _Failures], dict[str, Any]]] = {"memory": _memory, "start": _start}
 
 
 if __name__ == "__main__":

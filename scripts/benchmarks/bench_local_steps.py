@@ -152,9 +152,7 @@ def quality(options: argparse.Namespace) -> None:
                 train(folder, own, [*zeromesh, "--nproc", str(replicas)])
                 losses[way].append(lines_of(folder / "run" / "evaluations.jsonl")[-1]["eval_loss"])
                 print(f"{way}: {losses[way][-1]:.4f}", file=sys.stderr, flush=True)
-    print(
-        f"{options.first} steps, then {options.more} more of 8 samples for each replica, learning rate {options.lr:g}"
-    )
+    print(f"{options.first} steps, then {options.more} more of 8 samples for each replica, learning rate {options.lr:g}")
     print("| replicas | evaluation loss | less than one replica's |\n|---|---:|---:|")
     for way in ways:
         less = Spread.of(one - own for one, own in zip(losses["one"], losses[way], strict=True))

@@ -57,10 +57,7 @@ def measure(row: str, options: argparse.Namespace, out: Path) -> dict[str, float
     log_probs, entropy = score(hidden, weight, targets)
     (log_probs.sum() + 0.1 * entropy.sum()).backward()
     seconds, peak = time.perf_counter() - begun, _resident() - before
-    torch.save(
-        {"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad},
-        out,
-    )
+    torch.save({"log_probs": log_probs.detach(), "entropy": entropy.detach(), "hidden": hidden.grad, "weight": weight.grad}, out)
     return {"peak": peak, "seconds": seconds}
 
 

@@ -130,9 +130,7 @@ def _table(rounds: dict[str, list[Run]]) -> str:
         times, memory = _spread(runs, "ms"), _spread(runs, "MiB")
         other = rounds[reference]
         ratios = [
-            report.Spread.of(
-                _figure(run, what) / _figure(theirs, what) for run, theirs in zip(runs, other, strict=False)
-            )
+            report.Spread.of(_figure(run, what) / _figure(theirs, what) for run, theirs in zip(runs, other, strict=False))
             for what in ("ms", "MiB")
         ]
         lines.append(f"| {name} | {times.text(0)} | {memory.text(0)} | {ratios[0].text(2)} | {ratios[1].text(2)} |")

@@ -68,9 +68,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each run")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/bench_parallel"), help="directory of the JSON file and picture"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_parallel"), help="directory of the JSON file and picture")
     return parser.parse_args()
 
 
@@ -164,9 +162,7 @@ def _check_exchanged(rounds: Mapping[str, Sequence[Run]], workload: Workload, fa
         if largest:
             print(f"\n{system}: the largest exchanged tensor has {largest:,} bytes, a hidden state {hidden:,}")
         if largest > hidden:
-            failures.append(
-                f"{system}: ranks exchanged {largest:,} bytes at once, more than a hidden state of {hidden:,}"
-            )
+            failures.append(f"{system}: ranks exchanged {largest:,} bytes at once, more than a hidden state of {hidden:,}")
 
 
 def _tell(what: str) -> None:

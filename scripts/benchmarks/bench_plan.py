@@ -44,15 +44,7 @@ _LLAMA = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }
-_GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 384,
-    "n_layer": 8,
-    "n_head": 6,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
+_GPT2 = {"model_type": "gpt2", "n_embd": 384, "n_layer": 8, "n_head": 6, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _QWEN = {
     "model_type": "qwen3",
     "hidden_size": 512,
@@ -169,9 +161,7 @@ def measure(model: str, layout: Layout) -> dict[str, Any]:
         "peak": rank["peak"],
         "base": rank["base"],
         "seconds": statistics.median(max(step) for step in zip(*(each["seconds"] for each in found), strict=True)),
-        "phases": {
-            name: statistics.median(each.get(name, 0.0) for each in rank["phases"]) for name in rank["phases"][0]
-        },
+        "phases": {name: statistics.median(each.get(name, 0.0) for each in rank["phases"]) for name in rank["phases"][0]},
         "ledger": rank["ledger"],
     }
 
@@ -186,12 +176,7 @@ def cases(measured: Sequence[Mapping[str, Any]], machine: Machine) -> Iterator[C
                 layout = known[line["layout"]]
                 estimate = Estimator(subject, machine, layout.ranks).estimate(layout)
                 yield Case(
-                    model=model,
-                    layout=layout,
-                    estimate=estimate,
-                    base=line["base"],
-                    peak=line["peak"],
-                    seconds=line["seconds"],
+                    model=model, layout=layout, estimate=estimate, base=line["base"], peak=line["peak"], seconds=line["seconds"]
                 )
 
 
@@ -246,10 +231,7 @@ def measure_all(rounds: int) -> Iterator[list[dict[str, Any]]]:
             before = lowest.setdefault(key, found)
             peak = min(before["peak"], found["peak"])
             lowest[key] = {**min(before, found, key=lambda each: each["seconds"]), "peak": peak}
-            print(
-                f"{number + 1}: {model}, {layout}: {found['peak'] / MEBIBYTE:.0f} MiB, {found['seconds']:.3f} s",
-                file=sys.stderr,
-            )
+            print(f"{number + 1}: {model}, {layout}: {found['peak'] / MEBIBYTE:.0f} MiB, {found['seconds']:.3f} s", file=sys.stderr)
             yield list(lowest.values())
 
 

@@ -61,9 +61,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=_SHAPES, default="1b", help="of the model, by its parameters")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each row, in turn")
     parser.add_argument("--steps", type=int, default=6, help="of each run; the first two are not timed")
-    parser.add_argument(
-        "--tokens", default="512", help="of each sequence; with commas, of the first ones in turn: 16,512"
-    )
+    parser.add_argument("--tokens", default="512", help="of each sequence; with commas, of the first ones in turn: 16,512")
     parser.add_argument("--only", default="", help="measure the row of this name, or those that contain it")
     parser.add_argument("--out", type=Path, default=None, help="a file for JSON")
     options = parser.parse_args()
@@ -99,9 +97,7 @@ def _run(name: str, what: str, ranks: int, arguments: dict[str, Any], failures: 
 def _encode(_folder: Path, _options: argparse.Namespace, failures: list[str]) -> list[dict[str, Any]]:
     rows = _run("encode", "encode", 1, {"count": 1 << 25}, failures)
     for row in rows:
-        print(
-            f"\nnf4 on one core: {row['encoded'] / 1e6:.0f}M elements a second encoded, {row['decoded'] / 1e6:.0f}M decoded"
-        )
+        print(f"\nnf4 on one core: {row['encoded'] / 1e6:.0f}M elements a second encoded, {row['decoded'] / 1e6:.0f}M decoded")
     return rows
 
 
@@ -133,12 +129,7 @@ def _generate(folder: Path, options: argparse.Namespace, failures: list[str]) ->
     found: dict[str, list[dict[str, Any]]] = {}
     for _ in range(options.rounds):
         for name, sections in {"nf4, file": _FILE | _NF4, "bfloat16, file": _FILE}.items():
-            arguments = {
-                "folder": str(folder / "runs"),
-                "model": str(folder / "large"),
-                "sections": sections,
-                "steps": 4,
-            }
+            arguments = {"folder": str(folder / "runs"), "model": str(folder / "large"), "sections": sections, "steps": 4}
             found.setdefault(name, []).extend(_run(name, "generate", 1, arguments, failures))
     print("\n| | s a step | peak above imports, MiB | start, s |\n|---|---|---|---|")
     for name, rows in found.items():
@@ -156,9 +147,7 @@ def _plan(folder: Path, options: argparse.Namespace, failures: list[str]) -> dic
     print("\n| card | the fastest layout that fits | memory, GiB | step, s |\n|---|---|---|---|")
     for card in ("8GB", "12GB", "16GB", "24GB"):
         command = [sys.executable, "-m", "zeromesh", "plan", str(path), "--ranks", "1", "--device", card, "--json"]
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, check=False
-        )
+        done = subprocess.run(command, env={**os.environ, "PYTHONPATH": python_path()}, capture_output=True, check=False)
         if done.returncode:
             failures.append(f"plan for {card}: {done.stderr.decode()[-500:]}")
             continue
@@ -166,9 +155,7 @@ def _plan(folder: Path, options: argparse.Namespace, failures: list[str]) -> dic
         made = row["layout"]
         rest = {name: made[f"offload.{name}"] for name in ("optimizer", "parameters", "activations")}
         tiers = [
-            f"{each.get('fraction', 1):.0%} of the {name} on {each['tier']}"
-            if isinstance(each, dict)
-            else f"{name} on {each}"
+            f"{each.get('fraction', 1):.0%} of the {name} on {each['tier']}" if isinstance(each, dict) else f"{name} on {each}"
             for name, each in rest.items()
             if each != "none"
         ]

@@ -82,9 +82,7 @@ def main() -> None:
                 found[way].append(_grow(Path(folder), options) if way == "grown" else _lose(Path(folder), options, way))
             load = os.getloadavg()[0]
             print(f"round {number + 1}, {way}, load {load:.1f}: {found[way][-1]}", file=sys.stderr, flush=True)
-    print(
-        f"{options.ranks} ranks, {len(os.sched_getaffinity(0))} cores; medians of {options.rounds} rounds (lowest, highest)"
-    )
+    print(f"{options.ranks} ranks, {len(os.sched_getaffinity(0))} cores; medians of {options.rounds} rounds (lowest, highest)")
     grown = {way: found.pop(way) for way in ("grown",) if way in found}
     _print_table("ranks | start, s | memory, MiB | recovery, s | steps", found)
     for way, other in (("kept", "fresh"), ("forked", "fresh"), ("kept", "nvrx")):

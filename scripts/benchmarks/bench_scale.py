@@ -64,10 +64,7 @@ def _units(shape: MeshShape, stage: int) -> Iterator[tuple[str, list[ParameterSp
     sizes = {"q": HIDDEN, "k": KEYS, "v": KEYS, "o": HIDDEN, "gate": WIDE, "up": WIDE, "down": WIDE}
     for block in range(stage * BLOCKS // shape.pipeline, (stage + 1) * BLOCKS // shape.pipeline):
         norms = [_spec(f"{block}.{name}_norm", HIDDEN) for name in ("input", "post")]
-        yield (
-            f"layers.{block}",
-            [_spec(f"{block}.{n}", size // shape.tensor, HIDDEN) for n, size in sizes.items()] + norms,
-        )
+        yield (f"layers.{block}", [_spec(f"{block}.{n}", size // shape.tensor, HIDDEN) for n, size in sizes.items()] + norms)
     if stage in ends:
         yield ends[stage], [_spec(ends[stage], VOCABULARY // shape.tensor, HIDDEN)]
 
@@ -125,9 +122,7 @@ def print_ranks(counts: Sequence[int]) -> None:
 
 def print_schedules() -> None:
     """The table of schedules."""
-    print(
-        "| schedule | ranks x chunks | microbatches | actions | made, s | proven, s | simulated, s | us an action | peak MiB |"
-    )
+    print("| schedule | ranks x chunks | microbatches | actions | made, s | proven, s | simulated, s | us an action | peak MiB |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, ranks, chunks, microbatches in SCHEDULES:
         made, schedule = timed(partial(make_schedule, name, ranks=ranks, chunks=chunks, microbatches=microbatches))
@@ -149,12 +144,7 @@ def print_plans(counts: Sequence[int]) -> None:
     machine = find_machine("h100")
     model = f"{{model_type: llama, hidden_size: {HIDDEN}, intermediate_size: {WIDE}, num_hidden_layers: {BLOCKS}, "
     model += f"num_attention_heads: 64, num_key_value_heads: 8, vocab_size: {VOCABULARY}}}"
-    keys = [
-        f"model.config={model}",
-        "data.sequence_length=4096",
-        "batch.global_size=2048",
-        "precision.compute=bfloat16",
-    ]
+    keys = [f"model.config={model}", "data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
 
     def plan(ranks: int) -> Plan:
         return Planner(subject_of(load_config(None, keys), device=machine.device.kind), machine).plan(ranks)

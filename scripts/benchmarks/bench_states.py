@@ -39,9 +39,7 @@ _LAST, _ALLOWED = 50, 0.005
 def main() -> int:
     """Train the rows that the command line names, and print them; the exit code is 1 where a loss is too high."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--folder", type=Path, default=Path("runs"), help="where runs lie; one that is finished is read again"
-    )
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs lie; one that is finished is read again")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0, help="the run's seed")
     parser.add_argument("--only", nargs="*", default=list(_ROWS), help="rows to train, each after the one beside it")
@@ -54,12 +52,8 @@ def main() -> int:
         found[name] = _trained(options.folder, name, (f"run.seed={options.seed}", *settings), options.steps)
         loss, evaluated, seconds = found[name]
         ratios = [each / other for each, other in zip(found[name][:2], found[default][:2], strict=True)]
-        print(
-            f"| {name} | {loss:.4f} | {ratios[0]:.4f} | {evaluated:.4f} | {ratios[1]:.4f} | {seconds:.2f} |", flush=True
-        )
-    too_high = [
-        name for name, (loss, *_) in found.items() if loss > (1 + _ALLOWED) * found.get(_ROWS[name][0], (loss,))[0]
-    ]
+        print(f"| {name} | {loss:.4f} | {ratios[0]:.4f} | {evaluated:.4f} | {ratios[1]:.4f} | {seconds:.2f} |", flush=True)
+    too_high = [name for name, (loss, *_) in found.items() if loss > (1 + _ALLOWED) * found.get(_ROWS[name][0], (loss,))[0]]
     print(*(f"{name}: the loss is too high" for name in too_high), sep="\n", file=sys.stderr)
     return 1 if too_high else 0
 
@@ -75,11 +69,7 @@ def _trained(folder: Path, name: str, settings: tuple[str, ...], steps: int) -> 
     rows = [json.loads(line) for line in (folder / run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     (*_, evaluated) = (folder / run / "evaluations.jsonl").read_text(encoding="utf-8").splitlines()
     last = [row["loss"] for row in rows if row["step"] > steps - _LAST]
-    return (
-        statistics.fmean(last),
-        json.loads(evaluated)["eval_loss"],
-        statistics.median(row["step_seconds"] for row in rows),
-    )
+    return (statistics.fmean(last), json.loads(evaluated)["eval_loss"], statistics.median(row["step_seconds"] for row in rows))
 
 
 if __name__ == "__main__":

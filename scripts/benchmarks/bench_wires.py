@@ -47,26 +47,18 @@ def between_hosts(rates: list[str], rounds: int, ways: list[str]) -> None:
                     seconds[way] += found["seconds"]  # type: ignore[arg-type]
                     nbytes[way] += found["bytes"]  # type: ignore[arg-type]
                     chosen = str(found["chosen"]) if way == "auto" else chosen
-            print(
-                f"\n{rate}\n\n| way | MB | of flat | seconds | of flat | of exact |\n|---|---|---|---|---|---|",
-                flush=True,
-            )
+            print(f"\n{rate}\n\n| way | MB | of flat | seconds | of flat | of exact |\n|---|---|---|---|---|---|", flush=True)
             for way in ways:
                 size, time = (statistics.median(each[way]) for each in (nbytes, seconds))
                 parts = [size / statistics.median(nbytes[ways[0]]), time / statistics.median(seconds[ways[0]])]
                 beside = time / statistics.median(seconds["exact"]) if "exact" in ways else float("nan")
-                print(
-                    f"| {way} | {size / 1e6:.1f} | {parts[0]:.3f} | {time:.2f} | {parts[1]:.2f} | {beside:.2f} |",
-                    flush=True,
-                )
+                print(f"| {way} | {size / 1e6:.1f} | {parts[0]:.3f} | {time:.2f} | {parts[1]:.2f} | {beside:.2f} |", flush=True)
             print(chosen, flush=True)
 
 
 def losses(seed: int, codecs: list[str]) -> None:
     found = {}
-    print(
-        f"\nseed {seed}\n\n| codec | mean loss of 20 steps | evaluation loss | apart |\n|---|---|---|---|", flush=True
-    )
+    print(f"\nseed {seed}\n\n| codec | mean loss of 20 steps | evaluation loss | apart |\n|---|---|---|---|", flush=True)
     for name in codecs:
         with tempfile.TemporaryDirectory() as folder:
             keys = {

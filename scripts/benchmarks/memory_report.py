@@ -103,9 +103,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="do not run other systems")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/memory_report"), help="directory of the JSON file and picture"
-    )
+    parser.add_argument("--out", type=Path, default=Path("runs/memory_report"), help="directory of the JSON file and picture")
     options = parser.parse_args()
     if options.ranks < 2:
         parser.error("--ranks must be 2 or more: one rank shares nothing")
@@ -125,9 +123,7 @@ def _sizes(text: str) -> list[tuple[int, int]]:
 
 def _workload(options: argparse.Namespace) -> Workload:
     """Memory is watched in every step."""
-    return Workload(
-        ranks=options.ranks, in_backward=options.update == "inside", warmup=options.steps, timed=0, sampled=0
-    )
+    return Workload(ranks=options.ranks, in_backward=options.update == "inside", warmup=options.steps, timed=0, sampled=0)
 
 
 def _cases(options: argparse.Namespace, dtype: Dtype) -> Iterator[Case]:
@@ -144,9 +140,7 @@ def _groups(lines: Iterable[Line]) -> dict[str, list[Line]]:
     return found
 
 
-def _write(
-    folder: Path, workload: Workload, lines: Sequence[Line], grown: Sequence[Growth], peers: Sequence[Beside]
-) -> None:
+def _write(folder: Path, workload: Workload, lines: Sequence[Line], grown: Sequence[Growth], peers: Sequence[Beside]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     everything = {
         "workload": asdict(workload),

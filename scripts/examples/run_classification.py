@@ -75,9 +75,7 @@ def parse_arguments():
 
 def set_up_logging(training_args):
     logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", handlers=[logging.StreamHandler(sys.stdout)]
     )
     level = training_args.get_process_log_level()
     logger.setLevel(level)

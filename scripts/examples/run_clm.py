@@ -80,9 +80,7 @@ def parse_arguments():
 
 def set_up_logging(training_args):
     logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", handlers=[logging.StreamHandler(sys.stdout)]
     )
     level = training_args.get_process_log_level()
     logger.setLevel(level)
@@ -145,10 +143,7 @@ def main():
         # One long text of them all, cut into blocks; what fills no block is left out.
         joined = {name: list(chain(*rows)) for name, rows in examples.items()}
         length = len(joined["input_ids"]) // block_size * block_size
-        blocks = {
-            name: [row[start : start + block_size] for start in range(0, length, block_size)]
-            for name, row in joined.items()
-        }
+        blocks = {name: [row[start : start + block_size] for start in range(0, length, block_size)] for name, row in joined.items()}
         blocks["labels"] = blocks["input_ids"].copy()
         return blocks
 

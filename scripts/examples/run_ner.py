@@ -56,9 +56,7 @@ class DataTrainingArguments:
     label_column_name: str | None = field(default=None, metadata={"help": "The column with a label for each."})
     max_seq_length: int | None = field(default=None, metadata={"help": "Tokens of a text; longer ones are cut."})
     pad_to_max_length: bool = field(default=False, metadata={"help": "Pad to it, and not to the longest of a batch."})
-    label_all_tokens: bool = field(
-        default=False, metadata={"help": "Label all tokens of a word, and not its first one alone."}
-    )
+    label_all_tokens: bool = field(default=False, metadata={"help": "Label all tokens of a word, and not its first one alone."})
     max_train_samples: int | None = field(default=None, metadata={"help": "Records to train on at most."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Records to evaluate on at most."})
     max_predict_samples: int | None = field(default=None, metadata={"help": "Records to predict at most."})
@@ -75,9 +73,7 @@ def parse_arguments():
 
 def set_up_logging(training_args):
     logging.basicConfig(
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", handlers=[logging.StreamHandler(sys.stdout)]
     )
     level = training_args.get_process_log_level()
     logger.setLevel(level)
@@ -163,8 +159,7 @@ def main():
             is_split_into_words=True,
         )
         tokenized["labels"] = [
-            labels_of(words, tokenized.word_ids(batch_index=number))
-            for number, words in enumerate(examples[label_column])
+            labels_of(words, tokenized.word_ids(batch_index=number)) for number, words in enumerate(examples[label_column])
         ]
         return tokenized
 

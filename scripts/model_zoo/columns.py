@@ -131,9 +131,7 @@ class _Beginning(Callback):
     def on_train_begin(self, trainer: Trainer) -> None:
         names = [name for name, _ in trainer.model.named_parameters() if ".lora_" in name]
         with trainer.gathered(names):
-            self.values = {
-                name: each.detach().cpu().clone() for name, each in trainer.model.named_parameters() if name in names
-            }
+            self.values = {name: each.detach().cpu().clone() for name, each in trainer.model.named_parameters() if name in names}
         self.values[""] = torch.empty(0)  # The run has begun: what is raised now is no refusal.
 
 
@@ -180,11 +178,7 @@ def _loss(model: nn.Module, rows: Samples) -> torch.Tensor:
 
 
 def _difference(
-    trained: nn.Module,
-    reference: nn.Module,
-    initial: Mapping[str, torch.Tensor],
-    losses: Sequence[float],
-    wanted: Sequence[float],
+    trained: nn.Module, reference: nn.Module, initial: Mapping[str, torch.Tensor], losses: Sequence[float], wanted: Sequence[float]
 ) -> tuple[float, str]:
     """The largest relative difference and what has it: of losses, and of the way that each parameter went."""
     found, right = dict(trained.named_parameters()), dict(reference.named_parameters())
@@ -209,9 +203,7 @@ def _loaded(small: SmallModel, directory: Path, reference: Any) -> Outcome:
     if (own.outcome, own.reason) != (found.outcome, found.reason):
         return found
     what = own.reason if own.outcome == CRASHED else f"{own.reason} is read with other values"
-    return Outcome(
-        outcome=PLAIN, reason=f"the same with plain transformers' save_pretrained: {what}", difference=own.difference
-    )
+    return Outcome(outcome=PLAIN, reason=f"the same with plain transformers' save_pretrained: {what}", difference=own.difference)
 
 
 def _read_again(small: SmallModel, directory: Path, reference: nn.Module) -> Outcome:

@@ -85,10 +85,7 @@ _KINDS = (
     (r".*there is no tensor-parallel plan.*", "no tensor-parallel plan"),
     (r"\w+ cannot be cut into pipeline stages: ", ""),
     (r".*something else for a document .*?first in (.*?), an? (\w+),.*", r"documents are mixed by \1 (\2)"),
-    (
-        r".*something else on shares of sequences, first in (.*?), an? (\w+),.*",
-        r"tokens of shares are mixed by \1 (\2)",
-    ),
+    (r".*something else on shares of sequences, first in (.*?), an? (\w+),.*", r"tokens of shares are mixed by \1 (\2)"),
     (r"parallel\.context: \w+ (.*); set parallel\.context: 1.*", r"\1"),
     (r"could not be run for a trial \((.*?)\)?$", r"could not be run for a trial (\1)"),
     (r"\.\d+(?=\.|\b)", ".*"),
@@ -108,17 +105,10 @@ def _general(reason: str) -> str:
 
 
 def _totals(found: Mapping[tuple[str, str], Line], built: Sequence[str]) -> str:
-    rows = [
-        "| column | equal | refused | as plain transformers | differs | fails |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = ["| column | equal | refused | as plain transformers | differs | fails |", "|---|---|---|---|---|---|"]
     for column in COLUMNS:
         counts = Counter(found[kind, column]["outcome"] for kind in built)
-        rows.append(
-            f"| {column} | "
-            + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED))
-            + " |"
-        )
+        rows.append(f"| {column} | " + " | ".join(str(counts[each]) for each in (EQUAL, REFUSED, PLAIN, DIFFERENT, CRASHED)) + " |")
     return "\n".join(rows)
 
 

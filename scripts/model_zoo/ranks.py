@@ -68,18 +68,10 @@ def _one_launch(kind: str, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
             if not block:
                 log = (folder / "rank0.log").read_text(errors="replace").strip().splitlines()
                 if not built:
-                    yield {
-                        "column": "",
-                        "outcome": training.ABSENT,
-                        "reason": f"no small model after {_SECONDS:g} seconds",
-                    }
+                    yield {"column": "", "outcome": training.ABSENT, "reason": f"no small model after {_SECONDS:g} seconds"}
                     return
                 what = "the processes died" if ready else f"no end after {_SECONDS:g} seconds"
-                yield {
-                    "column": waiting[0],
-                    "outcome": training.CRASHED,
-                    "reason": f"{what}: {' '.join(log[-3:])}"[:600],
-                }
+                yield {"column": waiting[0], "outcome": training.CRASHED, "reason": f"{what}: {' '.join(log[-3:])}"[:600]}
                 return
             *lines, text = (text + block).split(b"\n")
             for line in map(json.loads, filter(None, lines)):

@@ -169,11 +169,7 @@ def with_picture_tokens(config: Any, samples: Samples, count: int) -> Samples:
     found = []
     for sample in samples:
         ids = torch.cat([torch.full((count,), token), sample["input_ids"][sample["input_ids"] != token]])
-        mine = {
-            "input_ids": ids,
-            "attention_mask": torch.ones_like(ids),
-            "labels": ids.masked_fill(ids == token, IGNORED),
-        }
+        mine = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.masked_fill(ids == token, IGNORED)}
         more = {"token_type_ids": (ids == token).long()} if "gemma3" in config.model_type else {}
         found.append({**sample, **mine, **more})
     return found

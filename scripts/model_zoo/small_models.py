@@ -44,33 +44,12 @@ _MAPPINGS: Mapping[Head, str] = {
 """The tasks, the first that a type has is that in which it is trained."""
 _FIRST: Mapping[str, Head] = (
     dict.fromkeys(
-        (
-            "bart",
-            "mbart",
-            "pegasus",
-            "marian",
-            "blenderbot",
-            "blenderbot-small",
-            "plbart",
-            "mvp",
-            "bigbird_pegasus",
-            "prophetnet",
-        ),
+        ("bart", "mbart", "pegasus", "marian", "blenderbot", "blenderbot-small", "plbart", "mvp", "bigbird_pegasus", "prophetnet"),
         "seq2seq_lm",
     )
     | dict.fromkeys(
         (
-            *(
-                "bert",
-                "roberta",
-                "camembert",
-                "electra",
-                "megatron-bert",
-                "data2vec-text",
-                "rembert",
-                "roformer",
-                "xlm-roberta",
-            ),
+            *("bert", "roberta", "camembert", "electra", "megatron-bert", "data2vec-text", "rembert", "roformer", "xlm-roberta"),
             *("xlm-roberta-xl", "xmod", "ernie", "big_bird", "roberta-prelayernorm", "xlm", "xlnet", "modernbert"),
         ),
         "masked_lm",
@@ -101,10 +80,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"(\w+_)?head_dim d_kv kv_channels key_length \w*(key|value)_head_dim rotary_dim \w*lora_rank", 8),
     (r"n_layers? \w*num_hidden_layers num_layers num_(encoder|decoder|hidden)_layers depth num_blocks", 4),
     (r"n_encoder_layers (encoder|decoder)_(num_)?layers", 4),
-    (
-        r"\w*hidden_(size|dim) d_model n_embd (\w+_)?embed_dim embedding_size word_embed_proj_dim dim d_embed emb_dim d_text",
-        32,
-    ),
+    (r"\w*hidden_(size|dim) d_model n_embd (\w+_)?embed_dim embedding_size word_embed_proj_dim dim d_embed emb_dim d_text", 32),
     (r"embedding_dim projection_dim width conv_dim_out lru_width output_dim model_dim", 32),
     (r"\w*intermediate_size(_mlp)? ffn_dim (encoder|decoder)_ffn_dim d_ff n_inner ffn_hidden_size d_inner", 48),
     (r"intermediate_dim feedforward_size mlp_dim inner_dim dim_feedforward", 48),

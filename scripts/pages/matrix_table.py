@@ -95,10 +95,7 @@ def main() -> int:
         found.update(outcomes(report))
     missing = _TABLES.keys() - found.keys()
     if missing:
-        print(
-            f"no report has {', '.join(sorted(missing))}: run pytest with --junitxml and without -m 'not full'",
-            file=sys.stderr,
-        )
+        print(f"no report has {', '.join(sorted(missing))}: run pytest with --junitxml and without -m 'not full'", file=sys.stderr)
         return 1
     parts = [f"{text}\n{table(found[test])}\n" for test, text in _TABLES.items()]
     out.write_text("\n".join([_HEAD, *parts]), encoding="utf-8")

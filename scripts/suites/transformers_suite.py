@@ -98,12 +98,8 @@ def main() -> int:
     """Run both and compare them; 1 when fewer pass than should."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path)
-    parser.add_argument(
-        "file", nargs="*", help="files of tests, from the checkout's root; by default, all of tests/trainer"
-    )
-    parser.add_argument(
-        "--keep", type=Path, help="a directory for the results of the original, which are taken from there again"
-    )
+    parser.add_argument("file", nargs="*", help="files of tests, from the checkout's root; by default, all of tests/trainer")
+    parser.add_argument("--keep", type=Path, help="a directory for the results of the original, which are taken from there again")
     options = parser.parse_args()
     found = sorted((options.checkout / "tests/trainer").glob("test_*.py"))
     files = options.file or [str(path.relative_to(options.checkout)) for path in found]
@@ -123,9 +119,7 @@ def main() -> int:
     for name in lost:
         print(f"{name}\n    {mine.get(name, {}).get('reason') or 'it did not run'}")
     share = 1 - len(lost) / max(1, len(passing))
-    print(
-        f"{len(passing)} tests that make a trainer pass with the original, {len(passing) - len(lost)} of them over zeromesh"
-    )
+    print(f"{len(passing)} tests that make a trainer pass with the original, {len(passing) - len(lost)} of them over zeromesh")
     return 0 if share >= _WANTED else 1
 
 

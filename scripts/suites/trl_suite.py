@@ -23,12 +23,7 @@ def _save_base(folder: Path, kind: str) -> None:
     """A model with random weights, and a tokenizer of words."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        PreTrainedTokenizerFast,
-    )
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 
     words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{number}" for number in range(60))]
     tokenizer = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>"))

@@ -106,10 +106,7 @@ class Run:
         self.engine.begin_step(number)
         seed, first = self.engine.options.seed, number * self.problem.samples
         streams = [Streams(seed, number, first + start) for start, _ in parts]
-        work = [
-            MicrobatchWork(batch=m, streams=drawn, seed=1.0 / count)
-            for (_, m), drawn in zip(parts, streams, strict=True)
-        ]
+        work = [MicrobatchWork(batch=m, streams=drawn, seed=1.0 / count) for (_, m), drawn in zip(parts, streams, strict=True)]
         with self.problem.arithmetic() if self.divided.pipeline is not None else nullcontext():
             losses = self._driver.train(self.engine, work, lambda m, _: self.loss_of(m, factor))
         total += torch.stack(losses).double().sum().cpu()
@@ -161,9 +158,7 @@ class Run:
         self.divided.close()
 
 
-def train(
-    mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any], out: str = ""
-) -> dict[str, Any]:
+def train(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any], out: str = "") -> dict[str, Any]:
     more, gradients, digests = Extra(**extra), {}, []
     run = Run.start(mesh, Problem(**problem), Layout(**layout))
 

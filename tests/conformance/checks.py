@@ -47,11 +47,7 @@ def pairwise(factors: Mapping[str, Sequence[Any]], idle: Callable[[Row], set[str
 
 
 def _complete(
-    row: Row,
-    factors: Mapping[str, Sequence[Any]],
-    wanted: Mapping[Pair, None],
-    idle: Callable[[Row], set[str]],
-    turn: int,
+    row: Row, factors: Mapping[str, Sequence[Any]], wanted: Mapping[Pair, None], idle: Callable[[Row], set[str]], turn: int
 ) -> Row:
     for name, values in factors.items():
         if name in row:

@@ -370,9 +370,7 @@ def _values(build: Callable[[], Any], *shape: int) -> Subject:
 SUBJECTS: dict[str, Subject] = {
     "llama": _text(llama, no_decay=("*norm*",)),
     "gpt2": _text(gpt2, no_decay=("*ln_*", "*.bias")),
-    "bert": Subject(
-        build=bert, batch=_sentence_batch, loss_sum=_sentence_loss, count=_samples, no_decay=("*LayerNorm*", "*.bias")
-    ),
+    "bert": Subject(build=bert, batch=_sentence_batch, loss_sum=_sentence_loss, count=_samples, no_decay=("*LayerNorm*", "*.bias")),
     "moe": _text(moe, no_decay=("*norm*",)),
     "frozen": _text(frozen, no_decay=("*norm*", "unused_head.*")),
     "conv": _values(Convolutional, 3, 9, 9),
@@ -406,9 +404,7 @@ def _divided() -> dict[str, Subject]:
 
     found = {f"{name}-deep": _text(partial(build, _DEPTH), no_decay=plain(name)) for name, build in builds.items()}
     found["llama-odd"] = _text(lambda: llama(vocab_size=VOCABULARY + 3, tie_word_embeddings=True), no_decay=("*norm*",))
-    return found | {
-        name: _text(partial(builds[name], 2), no_decay=("*norm*",)) for name in ("llama-1kv", "qwen3", "gemma")
-    }
+    return found | {name: _text(partial(builds[name], 2), no_decay=("*norm*",)) for name in ("llama-1kv", "qwen3", "gemma")}
 
 
 MATRIX = tuple(SUBJECTS)

@@ -96,9 +96,7 @@ class Layout:
         compute, wide = DTYPES[problem.precision]
         reduce = getattr(torch, self.reduce) if self.reduce else wide
         scale = ScalerSettings(initial_scale=self.scale, growth_interval=4) if self.scale else None
-        transport: Any = (
-            self.transport if current_accelerator() is None else "auto"
-        )  # The others move the host's memory.
+        transport: Any = self.transport if current_accelerator() is None else "auto"  # The others move the host's memory.
         narrow: Any = self.states
         masterless = {"master": torch.bfloat16, "compensated": self.master == "kahan"} if self.master else {}
         replicas: Any = self.replicas

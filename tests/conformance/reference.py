@@ -58,13 +58,7 @@ def train_plainly(problem: Problem) -> Trained:
     with torch.no_grad():
         final = float(mean(model, batches[0]))
     gradients = plain.gradients[GRADIENT_STEP] if problem.steps > GRADIENT_STEP else {}
-    return Trained(
-        losses=plain.losses,
-        norms=plain.norms,
-        final_loss=final,
-        gradients=gradients,
-        parameters=plain.states[-1],
-    )
+    return Trained(losses=plain.losses, norms=plain.norms, final_loss=final, gradients=gradients, parameters=plain.states[-1])
 
 
 def _optimizer(problem: Problem, model: nn.Module) -> torch.optim.Optimizer:

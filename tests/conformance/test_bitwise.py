@@ -69,9 +69,7 @@ def test_stages_0_and_1_equal_stage_2_without_accumulation(laboratory: Laborator
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_reducing_once_a_step_is_what_stage_1_does(
-    laboratory: Laboratory, kept: dict[object, Result], stage: int
-) -> None:
+def test_reducing_once_a_step_is_what_stage_1_does(laboratory: Laboratory, kept: dict[object, Result], stage: int) -> None:
     problem = Problem(model="llama", steps=4, samples=24)
     base = run_once(laboratory, kept, 2, problem, Layout(stage=1, accumulation=3))
     found = laboratory.train(2, problem, Layout(stage=stage, accumulation=3, reduce_once=True), QUIET)
@@ -87,8 +85,7 @@ def test_one_rank_has_no_stages(laboratory: Laboratory, kept: dict[object, Resul
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device sums over ranks in an order of its own")
 @pytest.mark.parametrize(
-    ("precision", "subject"),
-    whole_product(3, ["float64", "float32", "bfloat16"], [(2, 2, 2), (2, 2, 3), (4, 1, 3), (4, 1, 1)]),
+    ("precision", "subject"), whole_product(3, ["float64", "float32", "bfloat16"], [(2, 2, 2), (2, 2, 3), (4, 1, 3), (4, 1, 1)])
 )
 def test_ranks_are_microbatches(
     laboratory: Laboratory, kept: dict[object, Result], precision: str, subject: tuple[int, int, int]
@@ -103,9 +100,7 @@ def test_ranks_are_microbatches(
 
 
 @pytest.mark.parametrize(("stage", "ranks"), whole_product(3, [0, 1, 2, 3], [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1)]))
-def test_the_optimizer_inside_backward_changes_no_bit(
-    laboratory: Laboratory, stage: int, ranks: tuple[int, int]
-) -> None:
+def test_the_optimizer_inside_backward_changes_no_bit(laboratory: Laboratory, stage: int, ranks: tuple[int, int]) -> None:
     """The norm alone is summed in another order."""
     size, accumulation = ranks
     problem = Problem(model="odd", steps=3, samples=12)

@@ -92,15 +92,10 @@ def test_any_layout_loads_what_any_other_has_stored(
         ("gemma-deep", (INTERLEAVED, DATA_TENSOR)),
         pytest.param("gemma-deep", (INTERLEAVED, TENSOR_4, DATA_TENSOR), marks=FULL),
         pytest.param("llama-1kv", (TENSOR_4, TENSOR_PIPELINE), marks=FULL),
-        *(
-            pytest.param(f"{model}-deep", LONG, marks=FULL)
-            for model in ("llama", "llama-1kv", "gpt2", "gemma", "moe", "qwen3")
-        ),
+        *(pytest.param(f"{model}-deep", LONG, marks=FULL) for model in ("llama", "llama-1kv", "gpt2", "gemma", "moe", "qwen3")),
     ],
 )
-def test_what_is_stored_is_what_one_process_has(
-    workers: Workers, tmp_path: Path, model: str, stops: tuple[Stop, ...]
-) -> None:
+def test_what_is_stored_is_what_one_process_has(workers: Workers, tmp_path: Path, model: str, stops: tuple[Stop, ...]) -> None:
     """Parameters and moments: who trains in turns by many layouts, and who never stops."""
     problem = Problem(model=model, samples=8, wide=True)
     found = stored(check_relay(workers, tmp_path / "turns", problem, stops, 2))
@@ -114,9 +109,7 @@ def test_what_is_stored_is_what_one_process_has(
         assert float((found[kind, name] - value).norm()) <= 1e-9 * scale, (kind, name)
 
 
-def test_what_one_rank_cannot_read_ends_the_save_of_all_before_it_is_a_checkpoint(
-    workers: Workers, tmp_path: Path
-) -> None:
+def test_what_one_rank_cannot_read_ends_the_save_of_all_before_it_is_a_checkpoint(workers: Workers, tmp_path: Path) -> None:
     for found in workers.run(2, "tests.conformance.stores:unread", tensor=2, folder=str(tmp_path)):
         assert "rank 1: the disk is gone" in found["failure"]
         assert found["left"] == []

@@ -83,11 +83,7 @@ def test_the_cover_holds_every_pair() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(row, marks=pytest.mark.full if number % 5 else (), id=name_of(row))
-        for number, row in enumerate(COVER)
-    ],
+    "row", [pytest.param(row, marks=pytest.mark.full if number % 5 else (), id=name_of(row)) for number, row in enumerate(COVER)]
 )
 def test_pairwise(laboratory: Laboratory, row: Row) -> None:
     run_row(laboratory, row)
@@ -104,9 +100,7 @@ def test_whole_matrix(laboratory: Laboratory, row: Row, record_property: Callabl
 # Shards inside a group, copies of the group: reduce-scatter inside, then a sum over the copies.
 
 
-@pytest.mark.parametrize(
-    ("stage", "transport", "accumulation"), whole_product(5, [0, 1, 2, 3], ["shared", "gloo"], [1, 4])
-)
+@pytest.mark.parametrize(("stage", "transport", "accumulation"), whole_product(5, [0, 1, 2, 3], ["shared", "gloo"], [1, 4]))
 def test_two_copies_of_two_shards(laboratory: Laboratory, stage: int, transport: str, accumulation: int) -> None:
     problem = Problem(model="odd", clip=0.3)
     layout = Layout(stage=stage, transport=transport, accumulation=accumulation)

@@ -19,9 +19,7 @@ from .recipe import Extra, Layout, Problem, as_arguments
 BAD = 2
 
 
-def stop_on_infinity(
-    mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any]
-) -> dict[str, Any]:
+def stop_on_infinity(mesh: Mesh, problem: dict[str, Any], layout: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     more = Extra(**extra)
     run = Run.start(mesh, Problem(**problem), Layout(**layout))
     for step in range(run.problem.steps):

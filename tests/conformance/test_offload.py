@@ -103,10 +103,7 @@ ACCUMULATED = Layout(accumulation=2)
 @pytest.mark.parametrize(
     ("choice", "size", "problem", "layout", "axes"),
     [
-        *(
-            (ALL, 2, small("odd", 4, optimizer=name, **BF16), Layout(transport="auto"), {})
-            for name in ("adam", "sgd", "adagrad")
-        ),
+        *((ALL, 2, small("odd", 4, optimizer=name, **BF16), Layout(transport="auto"), {}) for name in ("adam", "sgd", "adagrad")),
         *(  # Optimizers inside backward.
             pytest.param(
                 *(choice, size, small("llama", 4, **BF16), Layout(accumulation=accumulation, in_backward=True), {}),
@@ -131,9 +128,7 @@ def test_every_kind_of_update_streams(
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_a_device_with_room_for_a_part_of_the_states_trains_when_they_rest_elsewhere(
-    workers: Workers, accumulation: int
-) -> None:
+def test_a_device_with_room_for_a_part_of_the_states_trains_when_they_rest_elsewhere(workers: Workers, accumulation: int) -> None:
     problem = Problem(model="llama", clip=0.3, steps=2, samples=12, precision="bfloat16")
     layouts = [Layout(transport="gloo", accumulation=accumulation, offload=choice, budget=0) for choice in ("", ALL)]
     given = {"problem": asdict(problem), "layouts": [asdict(layout) for layout in layouts]}

@@ -100,9 +100,7 @@ def reductions(mesh: Mesh, transport: str, stage: int, overlap: bool) -> list[En
                 return
             time.sleep(1e-4)
 
-    run.model.blocks[1].register_forward_hook(
-        lambda _module, _args, output: output.register_hook(wait_for_peers) and None
-    )
+    run.model.blocks[1].register_forward_hook(lambda _module, _args, output: output.register_hook(wait_for_peers) and None)
     run.step(0)
     run.close()
     return timeline.entries
@@ -221,12 +219,8 @@ def test_without_overlap_reductions_wait_for_the_end_of_backward(workers: Worker
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a device waits where the host does not")
-@pytest.mark.parametrize(
-    ("way", "slots"), whole_product(3, [("shared", 2), ("gloo", 2), ("shared", 3), ("shared", 0)], [1, 2])
-)
-def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(
-    workers: Workers, way: tuple[str, int], slots: int
-) -> None:
+@pytest.mark.parametrize(("way", "slots"), whole_product(3, [("shared", 2), ("gloo", 2), ("shared", 3), ("shared", 0)], [1, 2]))
+def test_a_delayed_peer_blocks_backward_when_it_holds_the_slots(workers: Workers, way: tuple[str, int], slots: int) -> None:
     """The gradients of one more unit stay where autograd put them; a rank that went on would end with all of them in memory."""
     arguments = {"transport": way[0], "stage": way[1], "slots": slots}
     delayed = workers.run(2, "test_overlap:delayed_peer", **arguments, seconds=0.5)
@@ -280,22 +274,14 @@ def test_a_prefetch_does_not_wait_for_a_delayed_peer(workers: Workers, transport
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize(("model", "checkpointing"), [("stack", ""), ("stack", "call"), ("lora", ""), ("lora", "hf")])
-def test_at_most_one_unit_and_the_prefetched_are_live(
-    workers: Workers, model: str, checkpointing: str, prefetch: int
-) -> None:
+def test_at_most_one_unit_and_the_prefetched_are_live(workers: Workers, model: str, checkpointing: str, prefetch: int) -> None:
     for found in workers.run(2, "test_overlap:live_units", model=model, prefetch=prefetch, checkpointing=checkpointing):
         assert found["live"] == 1 + prefetch
 
 
 @pytest.mark.parametrize(
     ("stage", "transport", "budget", "in_backward"),
-    [
-        (2, "shared", None, True),
-        (3, "shared", None, True),
-        (3, "shared", 0, True),
-        (3, "gloo", 0, True),
-        (3, "shared", 0, False),
-    ],
+    [(2, "shared", None, True), (3, "shared", None, True), (3, "shared", 0, True), (3, "gloo", 0, True), (3, "shared", 0, False)],
 )
 def test_nobody_writes_what_a_delayed_peer_still_reads(
     workers: Workers, stage: int, transport: str, budget: int | None, in_backward: bool

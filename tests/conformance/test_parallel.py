@@ -40,8 +40,7 @@ def test_a_divided_model_trains_as_one_process(
 
 
 @pytest.mark.parametrize(
-    ("axes", "schedule", "model", "stage", "accumulation"),
-    whole_product(251, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS),
+    ("axes", "schedule", "model", "stage", "accumulation"), whole_product(251, PIPELINES, SCHEDULES, MODELS, STAGES, ACCUMULATIONS)
 )
 def test_a_model_in_stages_trains_as_one_process(
     laboratory: Laboratory, axes: str, schedule: str, model: str, stage: int, accumulation: int, record_property: Record

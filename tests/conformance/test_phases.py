@@ -26,11 +26,7 @@ from .cases import Run
 from .models import SUBJECTS, VOCABULARY, Stack, stack, text_batch
 from .recipe import SMALL, Layout, Problem
 
-LEGAL = {
-    (Phase.RESTING, Phase.GATHERING),
-    (Phase.GATHERING, Phase.LIVE),
-    (Phase.LIVE, Phase.RESTING),
-}
+LEGAL = {(Phase.RESTING, Phase.GATHERING), (Phase.GATHERING, Phase.LIVE), (Phase.LIVE, Phase.RESTING)}
 
 
 refusal = partial(error_of, kind=PhaseError)
@@ -47,9 +43,7 @@ def resting_parameters(mesh: Mesh, transport: str, budget: int | None) -> dict[s
         states.append(
             {
                 "shapes": {name: list(p.shape) for name, p in parameters.items()} == shapes,
-                "silent": [
-                    name for name, p in parameters.items() for use in uses if name not in refusal(partial(use, p))
-                ],
+                "silent": [name for name, p in parameters.items() for use in uses if name not in refusal(partial(use, p))],
                 "model": "trainer.state_dict()" in refusal(lambda: copy.deepcopy(run.model)),
                 "saved": "trainer.state_dict()" in refusal(lambda: torch.save(run.model.state_dict(), os.devnull)),
                 "gradients": [name for name, p in parameters.items() if p.grad is not None],
@@ -143,9 +137,7 @@ def misuse_of_backward(mesh: Mesh) -> dict[str, str]:
 
     engine = start(old)
     engine.begin_step(0)
-    found["reentrant"] = refusal(
-        lambda: _train(engine, lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum())
-    )
+    found["reentrant"] = refusal(lambda: _train(engine, lambda: old.head(twice(old.embedding(ids))).logsumexp(-1).sum()))
     engine.close()
     return found
 
@@ -156,9 +148,7 @@ def interrupted_call(mesh: Mesh) -> dict[str, Any]:
     bad = torch.full((1, 4), VOCABULARY + 5, device=mesh.device)
     with torch.no_grad():
         error = refusal(lambda: run.model(input_ids=bad), kind=Exception)
-        again = (
-            run.model(input_ids=torch.ones(1, 4, dtype=torch.long, device=mesh.device)).logits.isfinite().all().item()
-        )
+        again = run.model(input_ids=torch.ones(1, 4, dtype=torch.long, device=mesh.device)).logits.isfinite().all().item()
         refusal(lambda: run.model(input_ids=bad), kind=Exception)
     norm = run.step(1).grad_norm
     run.close()

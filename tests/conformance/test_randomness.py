@@ -87,19 +87,14 @@ def test_dropout_does_something_and_changes_from_step_to_step(laboratory: Labora
 @pytest.mark.parametrize(("size", "budget"), [(1, None), (2, None), (2, 0)])
 def test_recomputation_draws_the_same_dropout(laboratory: Laboratory, size: int, budget: int | None, kind: str) -> None:
     """`checkpoint(block, x)` runs the block's hooks again in backward, a checkpointed `forward` does not."""
-    for result in laboratory.workers.run(
-        size, "tests.conformance.test_randomness:recomputed_dropout", budget=budget, kind=kind
-    ):
+    for result in laboratory.workers.run(size, "tests.conformance.test_randomness:recomputed_dropout", budget=budget, kind=kind):
         assert result["plain"] == result["recomputed"]
 
 
 @pytest.mark.parametrize(
-    ("model", "stage", "transport"),
-    whole_product(5, ["llama", "gpt2", "bert", "moe", "lora"], [1, 2, 3], ["shared", "gloo"]),
+    ("model", "stage", "transport"), whole_product(5, ["llama", "gpt2", "bert", "moe", "lora"], [1, 2, 3], ["shared", "gloo"])
 )
-def test_checkpointing_of_a_library_changes_no_bit(
-    laboratory: Laboratory, model: str, stage: int, transport: str
-) -> None:
+def test_checkpointing_of_a_library_changes_no_bit(laboratory: Laboratory, model: str, stage: int, transport: str) -> None:
     problem = Problem(model=model, steps=3, samples=12)
     base = laboratory.train(2, problem, Layout(stage=stage, transport=transport), QUIET)
     found = laboratory.train(2, problem, Layout(stage=stage, transport=transport, checkpointing="hf"), QUIET)
@@ -118,9 +113,7 @@ def test_checkpointed_calls_change_no_bit(laboratory: Laboratory, subject: tuple
     check_same_bits(found, base, "losses", "norms", "digests", "parameters")
 
 
-@pytest.mark.parametrize(
-    ("stage", "budget"), [(3, 0), *(pytest.param(stage, None, marks=pytest.mark.full) for stage in (2, 3))]
-)
+@pytest.mark.parametrize(("stage", "budget"), [(3, 0), *(pytest.param(stage, None, marks=pytest.mark.full) for stage in (2, 3))])
 def test_compiled_blocks(laboratory: Laboratory, stage: int, budget: int | None) -> None:
     problem = Problem(model="stack", clip=0.3, steps=3, samples=12)
     layout = Layout(stage=stage, budget=budget, compile=True)

@@ -123,9 +123,7 @@ CASES = [
         refused=Refusal(error="LayoutError", match="blocks.0.filters is torch.complex64, .*view_as_complex"),
     ),
     *(
-        Case(
-            name=f"{name} in {dtype}", build=partial(Stack, partial(normed, norm, norm)), config=config, refused=refused
-        )
+        Case(name=f"{name} in {dtype}", build=partial(Stack, partial(normed, norm, norm)), config=config, refused=refused)
         for name, norm in (
             ("spectral norm", nn.utils.spectral_norm),
             ("parametrized spectral norm", nn.utils.parametrizations.spectral_norm),

@@ -156,10 +156,5 @@ CASES = [
     Case(name="a block in a loop", build=partial(Recurrent, layers=2)),
     Case(name="evaluations in callbacks", build=Stack, callbacks=lambda: [after_steps(busy)]),
     Case(name="errors caught in callbacks", build=Stack, callbacks=lambda: [after_steps(failing)]),
-    Case(
-        name="a dataset that forks",
-        build=Stack,
-        dataset=Forking,
-        plain=lambda case: plain_loop(replace(case, dataset=samples)),
-    ),  # type: ignore[arg-type]
+    Case(name="a dataset that forks", build=Stack, dataset=Forking, plain=lambda case: plain_loop(replace(case, dataset=samples))),  # type: ignore[arg-type]
 ]

@@ -71,12 +71,7 @@ STAGES: dict[str, Any] = {
 def deberta() -> Any:
     """Its decoder of masks reads the last layer's attention again."""
     sizes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
-    relative = {
-        "relative_attention": True,
-        "pos_att_type": ["c2p", "p2c"],
-        "position_biased_input": False,
-        "legacy": False,
-    }
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False, "legacy": False}
     return tf.DebertaV2ForMaskedLM(tf.DebertaV2Config(**TEXT, **sizes, **relative, **NO_DROPOUT))
 
 

@@ -241,8 +241,7 @@ def by_functional_call(block: Any, x: torch.Tensor) -> Any:
 class Ensemble(Stack):
     def through(self, x: torch.Tensor) -> torch.Tensor:
         stacked = {
-            name: torch.stack([block.get_parameter(name) for block in self.blocks])
-            for name, _ in self.blocks[0].named_parameters()
+            name: torch.stack([block.get_parameter(name) for block in self.blocks]) for name, _ in self.blocks[0].named_parameters()
         }
 
         def one(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -517,10 +516,7 @@ _UNWRAPPED: Sequence[tuple[str, Callable[[torch.Tensor], Any], Callable[[Any], t
 CASES = [
     Case(name="plain stack", build=Stack),
     *(
-        Case(
-            name=f"{'frozen ' * frozen}blocks return a {name}",
-            build=partial(returning, wrap, unwrap, frozen=frozen),
-        )
+        Case(name=f"{'frozen ' * frozen}blocks return a {name}", build=partial(returning, wrap, unwrap, frozen=frozen))
         for frozen in (False, True)
         for name, wrap, unwrap in _UNWRAPPED
         if not frozen or name in ("dataclass", "object with slots")
@@ -528,16 +524,11 @@ CASES = [
     Case(name="auxiliary loss on self", build=WithAuxiliary, loss=auxiliary_loss, config={"batch": {"micro_size": 8}}),
     Case(name="auxiliary loss alone", build=partial(WithAuxiliary, OnlyAuxiliary), loss=auxiliary_loss),
     Case(name="hidden in a list of the class", build=partial(Stack, Hidden, call=by_closure)),
-    Case(
-        name="vmap over a block",
-        build=partial(Stack, call=lambda block, x: torch.vmap(block, randomness="different")(x)),
-    ),
+    Case(name="vmap over a block", build=partial(Stack, call=lambda block, x: torch.vmap(block, randomness="different")(x))),
     Case(
         name="blocks return a view of a weight",
         build=partial(
-            Stack,
-            lambda: Around(after=lambda block, x: (x, block.up.weight.t())),
-            call=lambda block, x: with_view(*block(x)),
+            Stack, lambda: Around(after=lambda block, x: (x, block.up.weight.t())), call=lambda block, x: with_view(*block(x))
         ),
     ),
     Case(
@@ -566,10 +557,7 @@ CASES = [
     Case(name="functional head", build=FunctionalHead, loss=by_method),
     Case(name="codebooks", build=partial(Quantized, Codebook)),
     Case(name="weight read in backward", build=ReadsInBackward),
-    *(
-        Case(name=f"{name} in a list", build=partial(Stack, layer, call=part_by_part))
-        for name, layer in CONTAINERS.items()
-    ),
+    *(Case(name=f"{name} in a list", build=partial(Stack, layer, call=part_by_part)) for name, layer in CONTAINERS.items()),
     Case(name="namespaces", build=partial(Stack, Namespace, call=lambda block, x: block.first(x) * block.gain)),
     Case(name="a container with its own forward", build=OwnForward),
     Case(name="blocks recomputed", build=partial(Stack, call=partial(checkpoint, use_reentrant=False))),
@@ -581,21 +569,13 @@ CASES = [
     Case(name="parameters multiplied directly", build=partial(Stack, Gated)),
     Case(name="a shared weight", build=sharing),
     Case(name="a block in two places", build=same_block),
-    Case(
-        name="parametrized weights",
-        build=partial(Stack, parametrized),
-    ),
+    Case(name="parametrized weights", build=partial(Stack, parametrized)),
     Case(name="an own class of parameters", build=partial(Stack, OwnParameters)),
     Case(name="lstm blocks", build=partial(Stack, recurrent)),
     Case(name="attention blocks", build=partial(Stack, attention)),
     *(
         # A plain loop calls the model once a step.
-        Case(
-            name=f"weights {name} in forward",
-            build=partial(writing, write),
-            refused=CHANGED,
-            config={"batch": {"micro_size": 8}},
-        )
+        Case(name=f"weights {name} in forward", build=partial(writing, write), refused=CHANGED, config={"batch": {"micro_size": 8}})
         for name, write in WRITES.items()
     ),
     *(
@@ -612,10 +592,7 @@ CASES = [
         build=Stack,
         callbacks=lambda: [after_steps(lambda trainer, step: clip_weights(trainer.model, step))],
         after_step=clip_weights,
-        refused=(
-            AT_REST,
-            Refusal(error="PhaseError", match="changed in place between steps", stages=(1, 2), ranks=(2,)),
-        ),
+        refused=(AT_REST, Refusal(error="PhaseError", match="changed in place between steps", stages=(1, 2), ranks=(2,))),
     ),
     Case(name="embedding with max_norm", build=partial(Tokens, max_norm=1.0), refused=CHANGED),
 ]

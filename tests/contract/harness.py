@@ -100,10 +100,7 @@ class Refusal:
 def samples(count: int = 23) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(9)
     return [
-        {
-            "values": torch.randn(FEATURES, generator=generator, dtype=torch.float64),
-            "classes": torch.tensor(index % CLASSES),
-        }
+        {"values": torch.randn(FEATURES, generator=generator, dtype=torch.float64), "classes": torch.tensor(index % CLASSES)}
         for index in range(count)
     ]
 

@@ -9,13 +9,7 @@ from tests.contract.harness import LAYOUTS, Layout, cases, check, short
 from tests.support.workers import Workers
 
 ALIKE = {
-    *(
-        "DeBERTa",
-        "Pvt",
-        "spectral norm in bfloat16",
-        "spectral norm in float64",
-        "a scripted part of a block",
-    ),
+    *("DeBERTa", "Pvt", "spectral norm in bfloat16", "spectral norm in float64", "a scripted part of a block"),
     *("blocks return a object", "frozen blocks return a dataclass", "lists in a list", "sparse embedding bag"),
     *("blocks recomputed together", "weights clamped in forward"),
 }

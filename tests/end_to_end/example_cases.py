@@ -41,10 +41,7 @@ def prepare(mesh: Mesh, folder: str) -> None:
     (root / "train.txt").write_text("\n".join(" ".join(words) for words in sentences[:150]) + "\n")
     (root / "validation.txt").write_text("\n".join(" ".join(words) for words in sentences[150:]) + "\n")
     for split, part in cuts.items():
-        lines = [
-            "sentence,label",
-            *(f"{' '.join(words)},{'place' if _named(words, 'LOC') else 'none'}" for words in part),
-        ]
+        lines = ["sentence,label", *(f"{' '.join(words)},{'place' if _named(words, 'LOC') else 'none'}" for words in part)]
         (root / f"{split}.csv").write_text("\n".join(lines) + "\n")
         records = [{"tokens": words, "ner_tags": [_tag(word) for word in words]} for words in part]
         (root / f"{split}.json").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -55,9 +52,7 @@ def _tokenizer(texts: list[str]) -> Any:
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False)
-    )
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=60, special_tokens=special, show_progress=False))
     ends = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends

@@ -86,9 +86,7 @@ def goes_on(base: Path, folder: Path, name: str, since: int, more: Any = None) -
     return True
 
 
-@pytest.mark.parametrize(
-    "when", ["update 5", *(pytest.param(f"{each} commit 5", marks=FULL) for each in ("before", "after"))]
-)
+@pytest.mark.parametrize("when", ["update 5", *(pytest.param(f"{each} commit 5", marks=FULL) for each in ("before", "after"))])
 @pytest.mark.parametrize(
     "name", [name if name in ("plain", "int8", "average") else pytest.param(name, marks=FULL) for name in SETTINGS]
 )
@@ -137,9 +135,7 @@ def test_a_torn_record_does_not_count(base: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["damaged", "missing", "no record"])
-def test_states_that_are_not_whole_are_named(
-    base: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_states_that_are_not_whole_are_named(base: Path, tmp_path: Path, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The checkpoint is used, and without one nothing is begun anew."""
     for saved in (False, True):
         folder, saves = tmp_path / str(saved), {"checkpoint": {"every_steps": 2 * saved, "asynchronous": False}}
@@ -159,9 +155,7 @@ def test_states_that_are_not_whole_are_named(
             continue  # As a new run, of which nothing was committed.
         capsys.readouterr()
         if not saved:
-            with pytest.raises(
-                CheckpointError, match=r"master weights of .* not the bytes of step 4 .*remove the files"
-            ):
+            with pytest.raises(CheckpointError, match=r"master weights of .* not the bytes of step 4 .*remove the files"):
                 runs.train(folder, saves)
             continue
         assert goes_on(base, folder, "plain", 4, saves)
@@ -207,9 +201,7 @@ def test_settings_that_have_changed_are_refused(tmp_path: Path) -> None:
     interrupted(tmp_path, "update 5", {})
     with pytest.raises(ConfigError, match=r"optimizer\.lr: 0\.01 then, 0\.02 now"):
         runs.train(tmp_path, {"optimizer": {"lr": 0.02}})
-    with pytest.raises(
-        ConfigError, match=r"files hold states of an earlier run, up to step 4, and checkpoint\.resume is never"
-    ):
+    with pytest.raises(ConfigError, match=r"files hold states of an earlier run, up to step 4, and checkpoint\.resume is never"):
         runs.train(tmp_path, {"checkpoint": {"every_steps": 0, "resume": "never"}})
 
 
@@ -286,9 +278,7 @@ def test_buffers_that_are_saved_are_refused(tmp_path: Path) -> None:
 RANKS = 2
 
 
-def ranks(
-    folder: Path, *, killed_at: tuple[int, float] | None = None, **asked: Any
-) -> "subprocess.CompletedProcess[str]":
+def ranks(folder: Path, *, killed_at: tuple[int, float] | None = None, **asked: Any) -> "subprocess.CompletedProcess[str]":
     """Run two ranks by a launcher, and kill it, and with it all, where that is asked for and an instant has come: `when`, or
     so many seconds after a step."""
     folder.mkdir(exist_ok=True)
@@ -342,9 +332,7 @@ LAYOUTS: dict[str, Any] = {
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("layout", ["plain", *(pytest.param(each, marks=FULL) for each in LAYOUTS if each != "plain")])
-@pytest.mark.parametrize(
-    "when", ["update 5", *(pytest.param(each, marks=FULL) for each in ("before commit 4", "after commit 5"))]
-)
+@pytest.mark.parametrize("when", ["update 5", *(pytest.param(each, marks=FULL) for each in ("before commit 4", "after commit 5"))])
 def test_all_processes_are_killed(base: Path, tmp_path: Path, layout: str, when: str) -> None:
     """The launcher too. The next start goes on from what all ranks have committed."""
     found = ranks(tmp_path, settings=LAYOUTS[layout], when=when, rank=1)

@@ -133,9 +133,7 @@ def test_ranks_stay_when_hosts_come_and_go(start: Start, tmp_path: Path) -> None
 
 
 @pytest.mark.full
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="hosts with names need root and unshare"
-)
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="hosts with names need root and unshare")
 @pytest.mark.parametrize(("names", "victim"), [("abc", "b"), ("abc", "c"), ("ab", "b")])
 def test_a_lost_host_has_left_copies_on_another(start: Start, tmp_path: Path, names: str, victim: str) -> None:
     """Of hosts with 1, 1 and 2 ranks one is lost, and there is no checkpoint: the others, or the one, have all images, and other
@@ -320,9 +318,7 @@ def listens(endpoint: str) -> bool:
 
 def logs(folder: Path) -> str:
     """What all launchers' ranks have said; who is rank 0 changes."""
-    return "".join(
-        log.read_text(errors="replace") for log in sorted(folder.glob("log-*"), key=lambda log: log.stat().st_mtime)
-    )
+    return "".join(log.read_text(errors="replace") for log in sorted(folder.glob("log-*"), key=lambda log: log.stat().st_mtime))
 
 
 def sizes(folder: Path) -> list[str]:
@@ -341,9 +337,7 @@ def test_a_terminated_command_saves_and_goes_on(start: Start, tmp_path: Path, ev
     wait_for(lambda: logged_steps(folder) >= 12, 120, lambda: logs(tmp_path))
     os.kill(command.pid, signal.SIGTERM)
     if everyone:
-        ranks = [
-            psutil.Process(each["pid"]) for each in json.loads((folder / "run" / "ranks.json").read_text())["ranks"]
-        ]
+        ranks = [psutil.Process(each["pid"]) for each in json.loads((folder / "run" / "ranks.json").read_text())["ranks"]]
         for each in (ranks[0].parent(), *ranks):  # The first is what they are forked from.
             each.terminate()
     assert command.wait(timeout=60) == 128 + signal.SIGTERM

@@ -21,9 +21,7 @@ COMMON = {
     "train_sampling_strategy": "sequential", "logging_steps": 1, "eval_strategy": "epoch", "save_strategy": "epoch",
     "per_device_eval_batch_size": 16, "report_to": "none", "cache_dir": "cache",
 }  # fmt: skip
-CSV, JSON = (
-    {f"{split}_file": f"{split}.{kind}" for split in ("train", "validation", "test")} for kind in ("csv", "json")
-)
+CSV, JSON = ({f"{split}_file": f"{split}.{kind}" for split in ("train", "validation", "test")} for kind in ("csv", "json"))
 
 DO = ["--do_train", "--do_eval", "--do_predict"]
 RUNS: dict[str, tuple[str, dict[str, Any], int, list[str]]] = {
@@ -121,11 +119,7 @@ def same_values(mine: dict[str, Any], theirs: dict[str, Any], where: str) -> Non
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [
-        pytest.param(name, ranks, marks=() if (name, ranks) in SHORT else pytest.mark.full)
-        for name in RUNS
-        for ranks in (1, 2)
-    ],
+    [pytest.param(name, ranks, marks=() if (name, ranks) in SHORT else pytest.mark.full) for name in RUNS for ranks in (1, 2)],
 )
 def test_only_the_import_is_changed(pools: dict[int, Pool], folder: Path, name: str, ranks: int) -> None:
     output = f"{name}-{ranks}"

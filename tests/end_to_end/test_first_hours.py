@@ -111,7 +111,5 @@ def test_other_settings_and_a_lock_come_before_the_data(tmp_path: Path, request:
 
 
 def test_a_path_to_go_on_from_that_is_not_there_is_a_mistake_of_the_configuration() -> None:
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.resume: 'gone/step-1' does not exist in .*; give auto, never, or"
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoint\.resume: 'gone/step-1' does not exist in .*; give auto, never, or"):
         load_config({"checkpoint": {"resume": "gone/step-1"}})

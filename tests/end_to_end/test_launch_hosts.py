@@ -104,9 +104,7 @@ def plugged(two: Hosts) -> Iterator[None]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("noticed_first", [True, False])
-def test_a_host_that_is_lost_is_named(
-    two: Hosts, start: Start, tmp_path: Path, plugged: None, noticed_first: bool
-) -> None:
+def test_a_host_that_is_lost_is_named(two: Hosts, start: Start, tmp_path: Path, plugged: None, noticed_first: bool) -> None:
     """Whether the ranks that are left notice it before the launcher does, or after."""
     ranks, line = (3, 8) if noticed_first else (30, 3)
     process = start("--host-timeout", str(line), f"parallel.timeout_seconds={ranks}", *FOREVER)
@@ -128,15 +126,9 @@ def test_a_run_goes_on_with_the_other_host(two: Hosts, start: Start, tmp_path: P
     process = start("--min-hosts", "1", "--host-timeout", "3", "parallel.timeout_seconds=5", *FOREVER)
     wait_for(lambda: logged_steps(tmp_path) >= 25, 120, lambda: heard(tmp_path))
     for name in two.names:
-        assert two.listening(name) == {two.address(name)}, (
-            "a run listens where the other hosts find it, and nowhere else"
-        )
+        assert two.listening(name) == {two.address(name)}, "a run listens where the other hosts find it, and nowhere else"
     two.pull(lost)
-    wait_for(
-        lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(),
-        120,
-        lambda: heard(tmp_path),
-    )
+    wait_for(lambda: f"[{left}] run: ZeRO stage 3 on 1 CPU rank" in (tmp_path / "out").read_text(), 120, lambda: heard(tmp_path))
     assert not two.processes(lost)
     at = logged_steps(tmp_path)
     wait_for(lambda: logged_steps(tmp_path) >= at + 10, 120, lambda: heard(tmp_path))

@@ -43,9 +43,7 @@ def launch(folder: Path, body: str, restarts: int = 0) -> tuple[WorkersFailed | 
     """Run two ranks; returns the outcome, and the lines about restarts."""
     told: list[str] = []
     arguments = [str(script(folder, body)), str(folder)]
-    return launch_workers(
-        arguments, processes=2, nodes=Nodes(max_restarts=restarts), notify=told.append, modules=()
-    ), told
+    return launch_workers(arguments, processes=2, nodes=Nodes(max_restarts=restarts), notify=told.append, modules=()), told
 
 
 def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,9 +58,7 @@ def test_workers_get_their_place_and_a_share_of_the_cores(tmp_path: Path, monkey
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_the_rank_that_failed_first_is_named_not_those_that_noticed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_rank_that_failed_first_is_named_not_those_that_noticed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     body = """
 if rank == 0:
     raise CollectiveError("rank 1 is gone")
@@ -103,35 +99,21 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("body", "restarts", "ranks", "code", "words"),
     [
-        pytest.param(
-            ALL_AT_ONCE, 3, None, 2, r"no text\Z", id="a user's mistake on all ranks is told once, and not tried again"
-        ),
-        pytest.param(
-            KILLED_AFTER, 0, (0,), 1, "rank 1 does not go on", marks=FULL, id="who had to be killed is not the cause"
-        ),
-        pytest.param(
-            CANNOT_END, 0, (1,), 1, "rank 0 does not go on", id="who has failed and cannot end is not waited for"
-        ),
+        pytest.param(ALL_AT_ONCE, 3, None, 2, r"no text\Z", id="a user's mistake on all ranks is told once, and not tried again"),
+        pytest.param(KILLED_AFTER, 0, (0,), 1, "rank 1 does not go on", marks=FULL, id="who had to be killed is not the cause"),
+        pytest.param(CANNOT_END, 0, (1,), 1, "rank 0 does not go on", id="who has failed and cannot end is not waited for"),
         ("time.sleep(60) if rank == 0 else {}['weights']", 0, (1,), 1, "KeyError\nTraceback .*script.py"),
         (
             "time.sleep(60) if rank == 0 else os.kill(os.getpid(), signal.SIGKILL)",
             *(2, (1,), 137, "was killed by SIGKILL; the kernel kills like this"),
         ),
         pytest.param(
-            "time.sleep(60) if rank == 0 else os._exit(7)",
-            *(0, (1,), 7, "ended with exit code 7 and no Python error"),
-            marks=FULL,
+            "time.sleep(60) if rank == 0 else os._exit(7)", *(0, (1,), 7, "ended with exit code 7 and no Python error"), marks=FULL
         ),
     ],
 )
 def test_a_failure_names_its_rank_and_what_became_of_it(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    body: str,
-    restarts: int,
-    ranks: tuple[int, ...] | None,
-    code: int,
-    words: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, restarts: int, ranks: tuple[int, ...] | None, code: int, words: str
 ) -> None:
     """Also in the line about each restart."""
     monkeypatch.setattr(rank_processes, "_STOP_SECONDS", 0.3)

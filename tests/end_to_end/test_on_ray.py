@@ -71,9 +71,7 @@ def cluster() -> Iterator[Any]:
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
     before, folder = dict(os.environ), tempfile.mkdtemp(prefix="zm-ray-")
     os.environ |= variables
-    made = tools.Cluster(
-        initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder}
-    )
+    made = tools.Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, "temp_dir": folder})
     os.environ["RAY_ADDRESS"] = made.address
     yield made
     made.shutdown()

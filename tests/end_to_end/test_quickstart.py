@@ -134,7 +134,7 @@ def test_a_command_with_two_processes(here: Path) -> None:
     assert check_start(here / "two", done.stdout.splitlines()) == pytest.approx(first["time"] - began, rel=0.1, abs=0.5)
     assert done.stdout.splitlines()[0] == "two: ZeRO stage 3 on 2 CPU ranks: shard 2"
     assert [line.split("  ")[0] for line in done.stdout.splitlines() if line.startswith("step ")][:3] == [
-        *("step 1/3", "step 2/3", "step 3/3"),
+        *("step 1/3", "step 2/3", "step 3/3")
     ]
 
 
@@ -257,16 +257,9 @@ def test_an_interruption_ends_the_command_and_leaves_whole_lines(here: Path) -> 
     words += ["run.max_steps=100000", "schedule.name=constant"]
     metrics = here / "stopped/metrics.jsonl"
     with subprocess.Popen(
-        words,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **OFFLINE},
-        start_new_session=True,
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **OFFLINE}, start_new_session=True
     ) as process:
-        wait_for(
-            lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2), 120
-        )
+        wait_for(lambda: process.poll() is not None or (metrics.exists() and metrics.read_bytes().count(b"\n") >= 2), 120)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err

@@ -282,16 +282,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "shares": {"batch": {"global_size": 14, "micro_size": 2, "balance": [1, 3, 2]}},
 }
 GIVEN: dict[str, dict[str, Any]] = {"given": {"given": True}, "unfreezes": {"given": True, "unfreezes": 3}}
-LOCAL: dict[str, Any] = {
-    "parallel": {"replicate": 3, "sync_every": 4, "outer": {"lr": 0.7, "momentum": 0.9}},
-    "zero": {"stage": 1},
-}
+LOCAL: dict[str, Any] = {"parallel": {"replicate": 3, "sync_every": 4, "outer": {"lr": 0.7, "momentum": 0.9}}, "zero": {"stage": 1}}
 
 
 @pytest.fixture(scope="module")
-def undisturbed_runs(
-    programs: Any, undisturbed_run: Run, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Run]:
+def undisturbed_runs(programs: Any, undisturbed_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     found = {"plain": undisturbed_run}
 
     def of(layout: str) -> Run:
@@ -348,9 +343,7 @@ def test_a_stopped_rank_is_named_soon_once_usual_waits_are_known(tmp_path: Path)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    "when", ["record of 5", "position 1 of 5", pytest.param("position 2 of 5", marks=FULL), "position 3 of 5"]
-)
+@pytest.mark.parametrize("when", ["record of 5", "position 1 of 5", pytest.param("position 2 of 5", marks=FULL), "position 3 of 5"])
 @pytest.mark.parametrize("layout", ["plain", *(pytest.param(each, marks=FULL) for each in LAYOUTS if each != "plain")])
 def test_an_update_is_finished_for_a_rank_that_is_killed_in_it(
     undisturbed_runs: Callable[[str], Run], tmp_path: Path, layout: str, when: str
@@ -368,8 +361,7 @@ def test_ranks_are_lost_again_while_the_others_recover(undisturbed_run: Run, tmp
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("when", "layout"),
-    [("begin of 1", "given"), pytest.param(2, "given", marks=FULL), (5, "given"), (6, "unfreezes")],
+    ("when", "layout"), [("begin of 1", "given"), pytest.param(2, "given", marks=FULL), (5, "given"), (6, "unfreezes")]
 )
 def test_the_model_of_the_user_is_the_one_that_is_trained(
     undisturbed_runs: Callable[[str], Run], tmp_path: Path, when: Any, layout: str
@@ -382,9 +374,7 @@ def test_the_model_of_the_user_is_the_one_that_is_trained(
     assert (found.pids(0)[0] == found.pids(0)[-1]) is (when != "begin of 1")
 
 
-def test_ranks_that_hold_states_have_no_memory_and_new_ones_neither(
-    undisturbed_runs: Callable[[str], Run], tmp_path: Path
-) -> None:
+def test_ranks_that_hold_states_have_no_memory_and_new_ones_neither(undisturbed_runs: Callable[[str], Run], tmp_path: Path) -> None:
     """A callback keeps states of the mesh that is gone, so that all ranks go on without memory, also those that come later."""
     found = run(tmp_path, (6, 1, "SIGKILL"), (7, 1, "SIGKILL"), **GIVEN["unfreezes"], holds=True)
     assert found.went_well(undisturbed_runs("unfreezes"))
@@ -404,9 +394,7 @@ def test_ranks_that_hold_states_have_no_memory_and_new_ones_neither(
         pytest.param({"settings": {"recovery": {"memory": "off"}, "checkpoint": {"resume": "never"}}}, 1, marks=FULL),
     ],
 )
-def test_a_run_goes_on_from_a_checkpoint(
-    undisturbed_run: Run, tmp_path: Path, asked: dict[str, Any], pids: int
-) -> None:
+def test_a_run_goes_on_from_a_checkpoint(undisturbed_run: Run, tmp_path: Path, asked: dict[str, Any], pids: int) -> None:
     """Where all ranks start again, where memory is off; also of a run that resumes from nothing else."""
     found = run(tmp_path, (6, 1, "SIGKILL"), **asked)
     assert found.process.returncode == 0, found.process.stderr
@@ -484,9 +472,7 @@ REPOSITORY = str(Path(__file__).parents[2])
         pytest.param(6, {"recovery": {"memory": "auto"}}, {"simulated": REPOSITORY}, marks=[FULL, NEEDS_COMPILER]),
     ],
 )
-def test_a_run_goes_on_from_a_snapshot(
-    tmp_path: Path, when: Any, settings: dict[str, Any], asked: dict[str, Any]
-) -> None:
+def test_a_run_goes_on_from_a_snapshot(tmp_path: Path, when: Any, settings: dict[str, Any], asked: dict[str, Any]) -> None:
     """Every three steps there is one, and the others stay or start again. A rank that is lost in it leaves the one before."""
     alone = {"checkpoint": {"every_steps": 0}, **settings}
     undisturbed = run(tmp_path / "undisturbed", settings=alone, **asked)
@@ -496,10 +482,7 @@ def test_a_run_goes_on_from_a_snapshot(
     assert "went on after step 3, from a snapshot in memory" in found.process.stdout
 
 
-NARROW = {
-    "precision": {"compute": "bfloat16", "master": "float32", "reduce": "float32"},
-    "checkpoint": {"every_steps": 0},
-}
+NARROW = {"precision": {"compute": "bfloat16", "master": "float32", "reduce": "float32"}, "checkpoint": {"every_steps": 0}}
 ON_FILES: dict[str, Any] = {**NARROW, "offload": {"parameters": "file"}, "model": {"train": ["2.*"]}}
 
 
@@ -616,9 +599,7 @@ def test_a_run_ends(tmp_path: Path, faults: Any, asked: dict[str, Any], said: st
     assert found.process.stderr.count("the run goes on") == recoveries
 
 
-def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(
-    undisturbed_run: Run, tmp_path: Path
-) -> None:
+def test_a_run_that_began_with_a_checkpoint_of_another_goes_on_from_its_own(undisturbed_run: Run, tmp_path: Path) -> None:
     """Also before its first one."""
     begun = str(undisturbed_run.folder / "run" / "checkpoints" / "step-00000004")
     how = {"recovery": {"memory": "off"}, "checkpoint": {"every_steps": 2, "resume": begun}}
@@ -646,10 +627,7 @@ def test_a_rank_is_lost_before_the_others_have_formed_a_mesh_again(undisturbed_r
         (("start", 1, "wait"), True, {}),
         ((4, 0, "SIGSTOP"), False, {}),
         pytest.param((4, 1, "SIGSTOP"), True, {}, marks=FULL),
-        pytest.param(
-            *(("start", 1, "wait"), False, {"survivors": "restart", "memory": "snapshots", "every_steps": 1}),
-            marks=FULL,
-        ),
+        pytest.param(*(("start", 1, "wait"), False, {"survivors": "restart", "memory": "snapshots", "every_steps": 1}), marks=FULL),
     ],
 )
 def test_a_stop_waits_until_ranks_that_recover_can_save(
@@ -726,9 +704,7 @@ def test_what_follows_a_step_counts_once(undisturbed_stop: Run, tmp_path: Path, 
     assert "ended after step 7: a callback asked to stop" in found.process.stdout
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         assert rows(found, name)[-1]["step"] == (5 if name == "metrics.jsonl" else 7)
-        assert {row["step"]: row for row in rows(found, name)} == {
-            row["step"]: row for row in rows(undisturbed_stop, name)
-        }
+        assert {row["step"]: row for row in rows(found, name)} == {row["step"]: row for row in rows(undisturbed_stop, name)}
     expected = [undisturbed_stop.end(rank) for rank in range(RANKS)]
     assert all(found.end(rank)[what] == expected[rank][what] for rank in range(RANKS) for what in ("weights", "logged"))
 

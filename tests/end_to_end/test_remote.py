@@ -145,9 +145,7 @@ def test_a_connection_that_fails_is_told_with_its_words(launch: Launch) -> None:
     assert "exit code 255 before the host had said how its part ended: Connection refused" in str(failed)
 
 
-def test_hosts_that_were_started_are_cut_off_when_another_cannot_be(
-    launch: Launch, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_that_were_started_are_cut_off_when_another_cannot_be(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
     cut, start = list[bool](), subprocess.Popen
 
     def popen(arguments: list[str], **how: object) -> object:

@@ -48,9 +48,7 @@ def run(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_pages_of_the_api_name_what_there_is() -> None:
-    named = [
-        name for page in (ROOT / "docs").rglob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)
-    ]
+    named = [name for page in (ROOT / "docs").rglob("*.md") for name in re.findall(r"^::: (\S+)", page.read_text(), re.M)]
     assert len(named) > 20
     assert [name for name in named if not _is_there(name)] == []
     assert not _is_there("zeromesh.mesh.mesh_shape.Nothing")
@@ -106,9 +104,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.full) if page == LONGEST else page for page in WITH_BLOCKS]
-)
+@pytest.mark.parametrize("page", [pytest.param(page, marks=pytest.mark.full) if page == LONGEST else page for page in WITH_BLOCKS])
 def test_a_page_does_what_it_says(page: str, folder: Path, workers: Workers, run: Path) -> None:
     Page(page, folder, workers, run).go_through()
 
@@ -122,12 +118,7 @@ def test_a_reader_walks_through_a_page(page: str, tmp_path: Path, run: Path, pro
 
 def test_what_a_walk_leaves_out() -> None:
     """Each reason for that is one of some page, and what needs nothing but this machine is not left out."""
-    texts = [
-        block.text.replace("\\\n", " ")
-        for page in PAGES
-        for block in blocks_of(page)
-        if block.language in ("sh", "console")
-    ]
+    texts = [block.text.replace("\\\n", " ") for page in PAGES for block in blocks_of(page) if block.language in ("sh", "console")]
     lines = [line.removeprefix("$ ") for text in texts for line in text.splitlines()]
     assert [pattern for pattern in SKIPPED if not any(re.search(pattern, line) for line in lines)] == []
     for line in (
@@ -189,9 +180,7 @@ def test_tests_that_a_page_names_are_there() -> None:
 def test_pictures_are_current() -> None:
     pictures = runpy.run_path(str(ROOT / "scripts/pictures/pictures.py"))
     for name, draw in pictures["PICTURES"].items():
-        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), (
-            "run: python scripts/pictures/pictures.py"
-        )
+        assert (pictures["FOLDER"] / name).read_text(encoding="utf-8") == draw(), "run: python scripts/pictures/pictures.py"
 
 
 def test_every_page_is_in_the_site() -> None:
@@ -215,9 +204,7 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     for page in (tmp_path / "site").rglob("*.html"):
-        loaded = re.findall(
-            r'<(?:script|img|iframe)[^>]* src="([^"]+)|<link[^>]* href="([^"]+)', page.read_text(encoding="utf-8")
-        )
+        loaded = re.findall(r'<(?:script|img|iframe)[^>]* src="([^"]+)|<link[^>]* href="([^"]+)', page.read_text(encoding="utf-8"))
         assert not [each for pair in loaded for each in pair if each.startswith(("http:", "https:", "//"))], page
 
 
@@ -236,11 +223,7 @@ def test_the_guide_names_all_methods_of_callbacks_and_kinds_of_files() -> None:
 
 def test_the_table_of_stages_is_the_same_everywhere() -> None:
     tables = [
-        re.findall(
-            r"^\| (?:stage|[0-3]) .*sum, host.*|^\| [0-3] \| .*W.*|^\| 0 \| 2 .*",
-            (ROOT / page).read_text(),
-            re.MULTILINE,
-        )
+        re.findall(r"^\| (?:stage|[0-3]) .*sum, host.*|^\| [0-3] \| .*W.*|^\| 0 \| 2 .*", (ROOT / page).read_text(), re.MULTILINE)
         for page in ("README.md", "docs/concepts/stages.md")
     ]
     assert tables[0] == tables[1]
@@ -313,9 +296,7 @@ def test_a_command_that_is_wrong_is_found(line: str, tmp_path: Path) -> None:
 
 def test_commands_of_a_line() -> None:
     found = list(
-        commands(
-            "mkdir -p a && zeromesh completion zsh > a/_z  # for zsh\nA=1 zeromesh \\\n  config x.yaml  # exit code 2\n"
-        )
+        commands("mkdir -p a && zeromesh completion zsh > a/_z  # for zsh\nA=1 zeromesh \\\n  config x.yaml  # exit code 2\n")
     )
     assert [command.words for command in found] == [
         ("mkdir", "-p", "a"),

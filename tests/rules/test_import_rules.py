@@ -18,16 +18,7 @@ from pathlib import Path
 
 import pytest
 import structure_report
-from structure_report import (
-    DOORS,
-    Source,
-    circles,
-    crowded,
-    duplicate_classes,
-    folder_circles,
-    long_functions,
-    short_modules,
-)
+from structure_report import DOORS, Source, circles, crowded, duplicate_classes, folder_circles, long_functions, short_modules
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -97,12 +88,7 @@ def outside(*allowed: str) -> list[Source]:
 
 def test_the_walk_found_the_house() -> None:
     paths = {source.path for source in HOUSE}
-    some = (
-        "zeromesh/errors.py",
-        "zeromesh/mesh/mesh_shape.py",
-        "trainer/config/trainer_config.py",
-        "trainer/cli/main.py",
-    )
+    some = ("zeromesh/errors.py", "zeromesh/mesh/mesh_shape.py", "trainer/config/trainer_config.py", "trainer/cli/main.py")
     assert {*some} <= paths
     assert len(paths) == len(HOUSE) > 20
     for floor in FLOORS:
@@ -122,8 +108,7 @@ def test_a_floor_imports_what_it_may(floor: str) -> None:
         for source in HOUSE
         if source.floor == floor
         for name, line in imports(nodes(source))
-        if name.partition(".")[0] not in sys.stdlib_module_names
-        and not any(is_below(name, package) for package in FLOORS[floor])
+        if name.partition(".")[0] not in sys.stdlib_module_names and not any(is_below(name, package) for package in FLOORS[floor])
     ]
     assert not found
 
@@ -221,15 +206,9 @@ def _asks(node: ast.AST) -> bool:
 PATTERNS: dict[str, tuple[tuple[str, ...], Callable[[ast.AST], bool]]] = {
     "hooks are registered in one file": (("zeromesh/zero/hooks.py",), _hooks),
     "one file knows what kinds of devices there are": (("offload/accelerator.py",), _device),
-    "files are written in one file": (
-        ("zeromesh/files.py", "offload/io/file_tier.py", "trainer/monitoring/profiler.py"),
-        _writes,
-    ),
+    "files are written in one file": (("zeromesh/files.py", "offload/io/file_tier.py", "trainer/monitoring/profiler.py"), _writes),
     # As calls only: `eval` is also a split of the data and a mode of a model.
-    "no text is run": (
-        (),
-        lambda node: isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"eval", "exec", "compile"},
-    ),
+    "no text is run": ((), lambda node: isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"eval", "exec", "compile"}),
     "nothing is unpickled": ((), lambda node: _trusts(node, "allow_pickle", "weights_only")),
     # Code that a model brings along is run where `model.trust_remote_code` is true, which these two files are told.
     "code of a model runs where it may": (

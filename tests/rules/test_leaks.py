@@ -5,9 +5,7 @@ import pytest
 from tests.support.workers import Workers
 
 
-@pytest.mark.parametrize(
-    ("stage", "transport"), [(3, "shared"), (2, "gloo"), pytest.param(0, "shared", marks=pytest.mark.full)]
-)
+@pytest.mark.parametrize(("stage", "transport"), [(3, "shared"), (2, "gloo"), pytest.param(0, "shared", marks=pytest.mark.full)])
 def test_engines_leave_nothing_behind(workers: Workers, stage: int, transport: str) -> None:
     """Neither files nor mappings nor memory, after several engines on one mesh."""
     for found in workers.run(2, "tests.conformance.cases:leaks", stage=stage, transport=transport, runs=12):

@@ -53,7 +53,7 @@ CHANGES = {
             "trainer/config/sections/outputs.py",
             '    """The name, length, logging, evaluation and seeds of a run."""\n',
             '\n    colour: keys.Text = "grey"\n    """The colour."""\n',
-        ),
+        )
     ],
     "a key that the engine reads": [
         ("zeromesh/settings/keys.py", "    overlap: bool = True\n", "    warmth: Count = 3\n"),
@@ -74,11 +74,7 @@ CHANGES = {
         ),
     ],
     "a data type of files, of which a byte is the number of sixteenths": [
-        (
-            "zeromesh/checkpoint/io/format.py",
-            "DTYPES = (\n",
-            '    {"F8_E5M2FNUZ": torch.float8_e5m2fnuz} |\n',
-        ),
+        ("zeromesh/checkpoint/io/format.py", "DTYPES = (\n", '    {"F8_E5M2FNUZ": torch.float8_e5m2fnuz} |\n'),
         (
             "zeromesh/checkpoint/io/file_slices.py",
             'here, as all bytes pass through that are not read into memory of the file\'s dtype directly."""\n',
@@ -90,7 +86,7 @@ CHANGES = {
             "zeromesh/environment.py",
             "_LAUNCHERS = {\n",
             '    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_LOCAL_SIZE"),\n',
-        ),
+        )
     ],
     "a tracker": [
         (
@@ -98,11 +94,7 @@ CHANGES = {
             '    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}\n\n\n',
             TRACKED,
         ),
-        (
-            "trainer/trackers/backends.py",
-            "TRACKERS = {\n",
-            '    "dummy": TrackerKind(make=DummyTracker, modules=("json",)),\n',
-        ),
+        ("trainer/trackers/backends.py", "TRACKERS = {\n", '    "dummy": TrackerKind(make=DummyTracker, modules=("json",)),\n'),
     ],
 }
 PLACES = {
@@ -152,12 +144,8 @@ def coded(folder: Path) -> dict[str, torch.Tensor]:
     sizes = {"vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
     model.save_pretrained(folder)
-    sixteenths = {
-        name: torch.randint(-16, 17, value.shape, dtype=torch.int8) for name, value in model.state_dict().items()
-    }
-    save_file(
-        {name: value.view(torch.float8_e5m2fnuz) for name, value in sixteenths.items()}, folder / "model.safetensors"
-    )
+    sixteenths = {name: torch.randint(-16, 17, value.shape, dtype=torch.int8) for name, value in model.state_dict().items()}
+    save_file({name: value.view(torch.float8_e5m2fnuz) for name, value in sixteenths.items()}, folder / "model.safetensors")
     return {name: value.float() / 16 for name, value in sixteenths.items()}
 
 

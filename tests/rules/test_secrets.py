@@ -41,17 +41,7 @@ def test_no_secret_of_an_error_is_in_any_file(workers: Workers, tmp_path: Path, 
 
 def test_what_is_a_secret() -> None:
     assert not [path for path in known_paths() if is_secret(path.rpartition(".")[2])]
-    secret = [
-        "api_key",
-        "apiKey",
-        "hf_token",
-        "hub_token",
-        "SECRET",
-        "password",
-        "db_pass",
-        "aws_secret_access_key",
-        "key",
-    ]
+    secret = ["api_key", "apiKey", "hf_token", "hub_token", "SECRET", "password", "db_pass", "aws_secret_access_key", "key"]
     for key in (*secret, "github_token", "signing-key", "credentials", "Authorization"):
         assert is_secret(key, "x"), key
     for key in ("tokenizer", "pad_token_id", "num_key_value_heads", "tokenizer_class", "keys", "compass", "bypass"):

@@ -124,8 +124,7 @@ def parts_from_the_others(mesh: Mesh) -> None:
         dist.all_reduce(values, group=group)
     order = groups if mesh.rank == 0 else groups[::-1]
     for work in [
-        dist.all_reduce(torch.ones(2 + groups.index(group), device=mesh.device), group=group, async_op=True)
-        for group in order
+        dist.all_reduce(torch.ones(2 + groups.index(group), device=mesh.device), group=group, async_op=True) for group in order
     ]:
         work.wait()
 

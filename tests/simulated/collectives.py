@@ -72,12 +72,8 @@ class SimulatedGroup(dist.ProcessGroup):
         self._own, self._count = options.group_rank, options.group_size
         self._ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         self._store, self._patience = options.store, options.timeout
-        self._gloo = dist.ProcessGroupGloo(
-            dist.PrefixStore("gloo", options.store), self._own, self._count, options.timeout
-        )
-        self._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo
-        )  # It keeps the name.
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", options.store), self._own, self._count, options.timeout)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)  # It keeps the name.
         self._number = next(_NUMBERS)
         self._name = ""
         self._stream: torch.Stream | None = None

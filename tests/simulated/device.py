@@ -57,9 +57,7 @@ def load() -> torch.device:
         torch.ops.load_library(str(build()))
         torch._register_device_module("sim", _module())
         torch.utils.generate_methods_for_privateuse1_backend(unsupported_dtype=[])
-        torch.empty(
-            1, pin_memory=True
-        )  # torch asks a device about pinned memory only once it has been begun, as CUDA is.
+        torch.empty(1, pin_memory=True)  # torch asks a device about pinned memory only once it has been begun, as CUDA is.
         # `Module.to` keeps parameters the objects that they are, as it does between a CPU and a GPU.
         torch.__future__.set_swap_module_params_on_conversion(True)
         torch.Tensor.data = _data()  # type: ignore[method-assign, assignment]
@@ -116,9 +114,7 @@ def _module() -> ModuleType:
         set_rng_state=lambda state, *_a: ops.set_generator_state(state),
         get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
         get_device_name=lambda *_a: "simulated device",
-        get_device_properties=lambda where=None: SimpleNamespace(
-            uuid=f"simulated-{torch.device(where or 'sim').index or 0}"
-        ),
+        get_device_properties=lambda where=None: SimpleNamespace(uuid=f"simulated-{torch.device(where or 'sim').index or 0}"),
         get_device_capability=lambda *_a: (8, 0),
         can_device_access_peer=lambda *_a: True,
         Stream=torch.Stream,

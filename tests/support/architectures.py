@@ -107,10 +107,7 @@ def pictures(count: int) -> Samples:
 def recordings(count: int) -> Samples:
     generator = torch.Generator().manual_seed(5)
     return [
-        {
-            "input_features": torch.randn(8, 24, generator=generator, dtype=torch.float64),
-            "labels": _transcript(generator, index),
-        }
+        {"input_features": torch.randn(8, 24, generator=generator, dtype=torch.float64), "labels": _transcript(generator, index)}
         for index in range(count)
     ]
 
@@ -161,9 +158,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         samples=gaps,
     ),
     "modernbert": Architecture(
-        config={"model_type": "modernbert", **_MASKED, "num_hidden_layers": 3, "local_attention": 4},
-        head="masked_lm",
-        samples=gaps,
+        config={"model_type": "modernbert", **_MASKED, "num_hidden_layers": 3, "local_attention": 4}, head="masked_lm", samples=gaps
     ),
     "t5": Architecture(config=_SMALL_T5, head="seq2seq_lm", samples=pairs),
     "vit": Architecture(
@@ -220,10 +215,7 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-9-3": (tf.LlamaForCausalLM, {**_TINY, **_NINE_HEADS, "tie_word_embeddings": True}),
     "qwen3": (tf.Qwen3ForCausalLM, _TINY),
     "gemma": (tf.GemmaForCausalLM, _TINY),
-    "gemma2": (
-        tf.Gemma2ForCausalLM,
-        {**_TINY, "sliding_window": 4, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5},
-    ),
+    "gemma2": (tf.Gemma2ForCausalLM, {**_TINY, "sliding_window": 4, "final_logit_softcapping": 0.5, "attn_logit_softcapping": 0.5}),
     "gemma3": (tf.Gemma3ForCausalLM, {**_PADDED, "sliding_window": 4}),
     "gpt2": (tf.GPT2LMHeadModel, _BIGCODE),
     "opt": (tf.OPTForCausalLM, {**_OPT, "dropout": 0.0, "word_embed_proj_dim": 24}),
@@ -235,27 +227,15 @@ TINY: dict[str, tuple[Any, dict[str, Any]]] = {
         tf.FalconForCausalLM,
         {**_FALCON, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "alibi": False},
     ),
-    "falcon-alibi": (
-        tf.FalconForCausalLM,
-        {**_FALCON, "new_decoder_architecture": False, "multi_query": False, "alibi": True},
-    ),
+    "falcon-alibi": (tf.FalconForCausalLM, {**_FALCON, "new_decoder_architecture": False, "multi_query": False, "alibi": True}),
     "deepseek": (tf.DeepseekV3ForCausalLM, {**tiny_without("head_dim", "num_key_value_heads"), **_DEEPSEEK}),
     "apertus": (tf.ApertusForCausalLM, _PADDED),
-    "bloom": (
-        tf.BloomForCausalLM,
-        {**tiny_without("num_attention_heads", "num_hidden_layers"), "n_head": 4, "n_layer": 2},
-    ),
-    "bert": (
-        tf.BertForMaskedLM,
-        {**_PADDED, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": False},
-    ),
+    "bloom": (tf.BloomForCausalLM, {**tiny_without("num_attention_heads", "num_hidden_layers"), "n_head": 4, "n_layer": 2}),
+    "bert": (tf.BertForMaskedLM, {**_PADDED, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "is_decoder": False}),
     "openai-gpt": (tf.OpenAIGPTLMHeadModel, _BIGCODE),
     "bigcode": (tf.GPTBigCodeForCausalLM, {**_BIGCODE, "multi_query": True}),
     "bigcode-heads": (tf.GPTBigCodeForCausalLM, {**_BIGCODE, "multi_query": False}),
-    "mpt": (
-        tf.MptForCausalLM,
-        {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "vocab_size": TINY_VOCABULARY},
-    ),
+    "mpt": (tf.MptForCausalLM, {"d_model": 32, "n_heads": 4, "n_layers": 2, "expansion_ratio": 2, "vocab_size": TINY_VOCABULARY}),
     "gpt_neox_japanese": (
         tf.GPTNeoXJapaneseForCausalLM,
         {**tiny_without("intermediate_size"), "intermediate_multiple_size": 2, **_QUIET},

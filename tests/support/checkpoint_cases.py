@@ -157,9 +157,7 @@ def slowed(mesh: Mesh, *, folder: str, rank: int, seconds: float, evaluations: b
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        config = configured(
-            folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}}
-        )
+        config = configured(folder, 13, {"checkpoint": {"every_steps": 0}, "run": {"eval_every": 4 if evaluations else 0}})
         fitted(llama(), config, sentences(), sentences(), callbacks=[Late()])
     parts = [
         sum(row["seconds"] for rows in line["communication"].values() for row in rows.values()) / line["step_seconds"]
@@ -245,9 +243,7 @@ def removed_late(mesh: Mesh, *, folder: str) -> None:
     assert [path.name for path in (Path(folder) / "run" / "checkpoints").iterdir()] == ["step-00000005"]
 
 
-def slow_calls(
-    mesh: Mesh, *, folder: str, calls: list[str], seconds: float, patience: float, limit: float
-) -> dict[str, Any]:
+def slow_calls(mesh: Mesh, *, folder: str, calls: list[str], seconds: float, patience: float, limit: float) -> dict[str, Any]:
     """A run of 3 steps in which each of these calls of the system takes so long once on rank 0, longer than ranks may be without
     progress: the calls that did, and how the run ended."""
     struck: list[str] = []

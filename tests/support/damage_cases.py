@@ -38,11 +38,7 @@ MB = 1 << 20
 
 def made(root: Path, step: int, seed: int) -> Path:
     """A checkpoint of two ranks, a few KB large, of pieces of two blocks."""
-    documents = {
-        "config.json": b'{"seed": %d}' % seed,
-        STATE: b'{"step": 7, "seed": %d}' % seed,
-        "tokenizer.json": b"",
-    }
+    documents = {"config.json": b'{"seed": %d}' % seed, STATE: b'{"step": 7, "seed": %d}' % seed, "tokenizer.json": b""}
     with small_units(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("zeromesh.checkpoint.io.format._LEAST_FILE", MB)
         return write(root, step, split(values_of(SPECS, seed), 2, random.Random(seed)), documents).directory

@@ -202,9 +202,7 @@ class Reader:
             if "NAME" in path:
                 continue
             place = self.place(path)
-            text = "\n".join(
-                each.read_text(encoding="utf-8") for each in ([place] if place.is_file() else place.rglob("*.py"))
-            )
+            text = "\n".join(each.read_text(encoding="utf-8") for each in ([place] if place.is_file() else place.rglob("*.py")))
             if name and f"def {name.partition('[')[0]}" not in text:
                 raise CommandError(f"{path} has no {name}")
             texts.append(text)

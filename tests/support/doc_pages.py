@@ -156,20 +156,11 @@ class Page:
 
     def _python(self, block: Block) -> None:
         script = self._scripts.get(block.line)
-        if (
-            script is None
-            or script.name in {*UNDER_TORCHRUN, *OF_A_SERVER}
-            or not find_spec(NEEDED.get(script.name, "zeromesh"))
-        ):
+        if script is None or script.name in {*UNDER_TORCHRUN, *OF_A_SERVER} or not find_spec(NEEDED.get(script.name, "zeromesh")):
             return
         for size in [1, 2] if script.ranks == 1 and self.name == "README.md" else [script.ranks]:
             found = self._workers.run(
-                size,
-                "doc_pages:printed",
-                code=script.code,
-                folder=str(self.folder),
-                name=script.name,
-                asked=ASKED.get(script.name),
+                size, "doc_pages:printed", code=script.code, folder=str(self.folder), name=script.name, asked=ASKED.get(script.name)
             )
             # Rank 0 prints what the page says, and others print it too where a program does not say that they do not.
             said = [line for each in found[: script.ranks] for line in each["said"].splitlines()]
@@ -225,9 +216,7 @@ class Page:
                 assert said.pop(0) == line
 
     def _text(self, block: Block) -> None:
-        wrong = re.search(
-            r"^(\$ |zeromesh \w+ |python |torchrun |make |import |from \w+ import )", block.text, re.MULTILINE
-        )
+        wrong = re.search(r"^(\$ |zeromesh \w+ |python |torchrun |make |import |from \w+ import )", block.text, re.MULTILINE)
         assert not wrong, f"{wrong[0] if wrong else ''!r}: this is a program or a command, and has a language"
         if block.name == "hosts":
             assert read_hosts(block.text, where=block.name)
@@ -243,9 +232,7 @@ class Page:
         places = {"STEP_DIR": str(steps[-1]), "OTHER": str(steps[0]), "OUT": "out", "CONFIG": "configs/quickstart.yaml"}
         found = [places.get(word, word) for word in words[1:]]
         if words[1] == "launch":
-            found = [
-                f"{word}=x" if before == "--env" else word for before, word in zip(["", *found], found, strict=False)
-            ]
+            found = [f"{word}=x" if before == "--env" else word for before, word in zip(["", *found], found, strict=False)]
             found.append("--dry-run")
         assert not [word for word in found if PLACEHOLDER.fullmatch(word)], f"{found}: what stands for these?"
         return found
@@ -263,9 +250,7 @@ class Page:
 # On workers
 
 
-def printed(
-    mesh: Mesh, code: str, folder: str, name: str = "<documentation>", asked: list[str] | None = None
-) -> dict[str, Any]:
+def printed(mesh: Mesh, code: str, folder: str, name: str = "<documentation>", asked: list[str] | None = None) -> dict[str, Any]:
     """Run the text of a program in a folder: what it prints, and the values of the expressions that are `asked` for at its end.
 
     The program may open a mesh of its own; one called `mesh` that it leaves open is closed.

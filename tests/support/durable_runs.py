@@ -55,9 +55,7 @@ def train(folder: Path, asked: Any, model: Any = build, callbacks: Sequence[Any]
     data: dict[str, Any] = {"train_dataset": points(), "eval_dataset": points()[:12]}
     with Trainer(model, settings(folder, asked), **data, callbacks=callbacks) as trainer:
         losses = trainer.fit().losses
-        end: dict[str, Any] = {
-            "weights": [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]
-        }
+        end: dict[str, Any] = {"weights": [each.double().flatten().tolist() for _, each in sorted(trainer.state_dict())]}
     end["losses"] = dict(zip(range(STEPS, 0, -1), reversed(losses), strict=False))
     return end
 

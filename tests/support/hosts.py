@@ -72,9 +72,7 @@ def hosts(folder: Path, *names: str) -> Iterator[Hosts]:
     """Such hosts, for a while, with files in `folder`; skips the test where they are not permitted."""
     missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        pytest.skip(
-            f"hosts as network namespaces need root, ip and unshare{'; missing: ' * bool(missing)}{', '.join(missing)}"
-        )
+        pytest.skip(f"hosts as network namespaces need root, ip and unshare{'; missing: ' * bool(missing)}{', '.join(missing)}")
     made = Hosts(prefix=f"zm{os.getpid()}", names=names, folder=folder)
     servers: list[subprocess.Popen[bytes]] = []
     try:

@@ -93,9 +93,7 @@ INPUTS: dict[str, Function[[dict[str, Any]], Trainer]] = {
     "tuples": lambda c: Trainer(llama(), c, torch.utils.data.TensorDataset(torch.ones(9, 2))),
     "ragged": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x[:7], labels=lambda x: x[:7]), 5)),
     "masked": lambda c: Trainer(llama(), c, altered(_set(labels=lambda x: torch.full_like(x, -100)))),
-    "masked evaluation": lambda c: Trainer(
-        llama(), c, sentences(), altered(_set(labels=lambda x: torch.full_like(x, -100)))
-    ),
+    "masked evaluation": lambda c: Trainer(llama(), c, sentences(), altered(_set(labels=lambda x: torch.full_like(x, -100)))),
     "vocabulary": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x + 60))),
     "negative": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x - 60))),
     "fractions": lambda c: Trainer(llama(), c, altered(_set(input_ids=lambda x: x.float()))),
@@ -129,9 +127,7 @@ def refused(mesh: Mesh, folder: str, name: str) -> dict[str, Any]:
     steps: list[int] = []
     trainer: Trainer | None = None
     try:
-        trainer = INPUTS[name](
-            settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"})
-        )
+        trainer = INPUTS[name](settings(folder, precision={"compute": "float32", "master": "float32", "reduce": "float32"}))
         trainer.events.add(after_steps(lambda _, step: steps.append(step)))
         trainer.fit()
     except Exception as error:  # noqa: BLE001 - what it is, is what the test asks

@@ -74,9 +74,7 @@ def cut(mesh: Mesh, model: Any, chunks: int) -> Stages:
     return cut_model(model, ranks=mesh.world.size, index=mesh.world.index, chunks=chunks)
 
 
-def trains(
-    mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, recompute: bool = False
-) -> dict[str, Any]:
+def trains(mesh: Mesh, model: str, schedule: Any, microbatches: int, chunks: int, recompute: bool = False) -> dict[str, Any]:
     """Two steps in stages and in one process. Largest relative difference, and what else there is to see."""
     whole = build(model, 4).to(mesh.device)
     staged = copy.deepcopy(whole)
@@ -156,9 +154,7 @@ def generates(mesh: Mesh, model: str, chunks: int, microbatches: int, cached: bo
     mask = torch.ones_like(prompts)
     mask[1, :2] = 0
     whole.config.output_router_logits = False
-    wanted = whole.generate(
-        prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True
-    )
+    wanted = whole.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=True)
     world = mesh.world_of_tensors()
     channels = Channels(world, mesh.device)
     schedule = make_schedule("forward", ranks=world.size, microbatches=microbatches, chunks=chunks)

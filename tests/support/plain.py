@@ -101,9 +101,7 @@ def plain_fit(
         numbers = [range(step * size, (step + 1) * size) for step in range(run["max_steps"])]
         rows = [[order.dataset_index(number) for number in each] for each in numbers]
     eps = config["optimizer"].get("eps", 1e-8)
-    optimizer = torch.optim.AdamW(
-        groups(model), lr=config["optimizer"]["lr"], betas=(0.9, 0.95), eps=eps, weight_decay=0.1
-    )
+    optimizer = torch.optim.AdamW(groups(model), lr=config["optimizer"]["lr"], betas=(0.9, 0.95), eps=eps, weight_decay=0.1)
 
     def mean(model: Any, batch: Any) -> torch.Tensor:
         total, count = loss_sum(model, batch)

@@ -12,14 +12,7 @@ from zeromesh.trainer.config.trainer_config import TrainerConfig
 HOSTILE = "</script><script>document.title = 'taken'</script><img src=x onerror=\"document.title = 'taken'\">"
 
 
-_PHASES = {
-    "data": 0.012,
-    "forward": 0.28,
-    "backward": 0.46,
-    "communication": 0.09,
-    "optimizer": 0.10,
-    "offload_wait": 0.02,
-}
+_PHASES = {"data": 0.012, "forward": 0.28, "backward": 0.46, "communication": 0.09, "optimizer": 0.10, "offload_wait": 0.02}
 
 
 def line_of(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
@@ -61,12 +54,7 @@ def line_of(step: int, steps: int, chance: random.Random) -> dict[str, Any]:
 
 
 def write_run(
-    path: Path,
-    *,
-    steps: int = 200,
-    seed: int = 0,
-    ranks: int = 8,
-    changes: Mapping[int, Mapping[str, Any]] | None = None,
+    path: Path, *, steps: int = 200, seed: int = 0, ranks: int = 8, changes: Mapping[int, Mapping[str, Any]] | None = None
 ) -> Path:
     """A run of so many steps; `changes` are further fields of lines, by step."""
     chance, changed = random.Random(seed), changes or {}

@@ -90,16 +90,12 @@ def plant(name: str) -> AbstractContextManager[Any]:
     return patch.object(bug.holder, bug.attribute, lambda *args, **kwargs: bug.call(original, *args, **kwargs))
 
 
-def seeded(
-    holder: Any, attribute: str, layout: Mapping[str, Any], named: str = "", *, ranks: int = 2, name: str = ""
-) -> Decorator:
+def seeded(holder: Any, attribute: str, layout: Mapping[str, Any], named: str = "", *, ranks: int = 2, name: str = "") -> Decorator:
     """Make a function a bug in the place of `holder.attribute`, which has the function's name."""
 
     def register(call: Callable[..., Any]) -> Callable[..., Any]:
         known = name or call.__name__.replace("_", "-")
-        BUGS[known] = SeededBug(
-            name=known, holder=holder, attribute=attribute, layout=layout, named=named, call=call, ranks=ranks
-        )
+        BUGS[known] = SeededBug(name=known, holder=holder, attribute=attribute, layout=layout, named=named, call=call, ranks=ranks)
         return call
 
     return register
@@ -280,9 +276,7 @@ def gradients_one_late(run: Any, self: ZeroRunner, action: Any, received: Any) -
     if action.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and not self.stages.is_last(action.chunk):
         late, vars(self)["late"] = vars(self).get("late", received), [each.clone() for each in received]
         # The last microbatch may have fewer samples.
-        received = (
-            late if all(one.shape == other.shape for one, other in zip(late, received, strict=False)) else received
-        )
+        received = late if all(one.shape == other.shape for one, other in zip(late, received, strict=False)) else received
     return run(self, action, received)
 
 
@@ -519,9 +513,7 @@ def input_of_another_block(unpack: Any, self: ActivationStore, saved: Any) -> to
     return unpack(self, before.alive_tensors()[0] if before is not None and before.alive_tensors() else saved)
 
 
-@seeded(
-    OptimizerStep, "_rows", {"zero.stage": 3, "offload.optimizer": "file", "offload.parameters": "file"}, r"layers\.1"
-)
+@seeded(OptimizerStep, "_rows", {"zero.stage": 3, "offload.optimizer": "file", "offload.parameters": "file"}, r"layers\.1")
 def masters_not_written(rows: Any, self: OptimizerStep, bucket: Bucket) -> Iterator[StreamRow]:
     """Master weights of a piece that rests on a file are updated, and not written back."""
     for row in rows(self, bucket):

@@ -63,12 +63,7 @@ def spec(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, 
     return TensorSpec(kind=kind, name=name, dtype=dtype, shape=shape)
 
 
-SOME = [
-    spec("embed", (300, 7)),
-    spec("norm", (300,), torch.bfloat16),
-    spec("scale", ()),
-    spec("embed", (300, 7), kind="exp_avg"),
-]
+SOME = [spec("embed", (300, 7)), spec("norm", (300,), torch.bfloat16), spec("scale", ()), spec("embed", (300, 7), kind="exp_avg")]
 
 
 @st.composite
@@ -126,9 +121,7 @@ def _regions(shape: tuple[int, ...], rng: random.Random) -> list[Region]:
     rng.shuffle(slices)
     ranks = rng.randrange(1, 4)
     whole = Region.whole(shape).dims
-    return [
-        Region(shape=shape, dims=(*whole[:dim], tuple(slices[rank::ranks]), *whole[dim + 1 :])) for rank in range(ranks)
-    ]
+    return [Region(shape=shape, dims=(*whole[:dim], tuple(slices[rank::ranks]), *whole[dim + 1 :])) for rank in range(ranks)]
 
 
 def _local(value: torch.Tensor, region: Region) -> torch.Tensor:

@@ -16,13 +16,7 @@ def row(ranks: int, case: str, *marks: pytest.MarkDecorator, **arguments: Any) -
 
 
 def tried(
-    module: str,
-    rows: Sequence[Any],
-    *,
-    folder: bool = True,
-    fresh: bool = False,
-    timeout: float = 60.0,
-    device: str = "",
+    module: str, rows: Sequence[Any], *, folder: bool = True, fresh: bool = False, timeout: float = 60.0, device: str = ""
 ) -> Callable[..., None]:
     """A test of each row, a number of ranks, a case of `module` and its arguments, on kept workers, or on `fresh` ones.
 

@@ -130,12 +130,8 @@ TASKS: dict[str, Task] = {
     "question": Task("question_answering", {**BERT, "num_labels": 2}, spans, "answers"),
     "choice": Task("multiple_choice", BERT, lambda: {"input_ids": ids(SAMPLES, 3, LENGTH), "labels": classes()}),
     "next": Task("next_sentence_prediction", BERT, lambda: labelled(classes(2))),
-    "image": Task(
-        "image_classification", VIT, lambda: {"pixel_values": noise(SAMPLES, 3, 16, 16), "labels": classes()}
-    ),
-    "video": Task(
-        "video_classification", VIDEO, lambda: {"pixel_values": noise(SAMPLES, 4, 3, 16, 16), "labels": classes()}
-    ),
+    "image": Task("image_classification", VIT, lambda: {"pixel_values": noise(SAMPLES, 3, 16, 16), "labels": classes()}),
+    "video": Task("video_classification", VIDEO, lambda: {"pixel_values": noise(SAMPLES, 4, 3, 16, 16), "labels": classes()}),
     "pixels": Task("semantic_segmentation", SEGFORMER, bounded),
     "picture and text": Task("image_text_to_text", _LLAVA, seen),
     "sound": Task("audio_classification", SPEECH, lambda: {"input_values": noise(SAMPLES, 240), "labels": classes()}),

@@ -16,12 +16,7 @@ _ESCAPE = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def on_terminal(
-    words: Sequence[str],
-    folder: Path,
-    *,
-    columns: int = 80,
-    answers: Sequence[tuple[bytes, bytes]] = (),
-    seconds: float = 120,
+    words: Sequence[str], folder: Path, *, columns: int = 80, answers: Sequence[tuple[bytes, bytes]] = (), seconds: float = 120
 ) -> bytes:
     """All bytes that a command writes to its terminal. Each answer is typed when its first part is written."""
     child, descriptor = pty.fork()

@@ -126,9 +126,7 @@ def tracked(
 
     watching: list[Callback] = [*([Slow(Path(marker), rest)] if marker else []), after_steps(after)]
     config = configured(
-        folder,
-        steps,
-        {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})},
+        folder, steps, {"tracking": {"backends": backends, "tags": ["small"], "name": "a small run"}, **(sections or {})}
     )
     config["run"] = {**config["run"], "eval_every": 3}
     torch.manual_seed(7)
@@ -171,18 +169,11 @@ def planted(
                 "store": {"credentials": {"user": "planted-user", "keys": ["planted-key-in-a-list"]}},
             }
         },
-        "data": {
-            "train": "https://someone:planted-password/of@an-address@example.org/text",
-            "eval": "redis://:planted@host",
-        },
+        "data": {"train": "https://someone:planted-password/of@an-address@example.org/text", "eval": "redis://:planted@host"},
         "parallel": {"timeout_seconds": 60},  # as by default: half of it is the time that trackers have to end
     }
     arguments = [*sys.argv, f"--token={IN_ARGUMENTS}", f"--key={ENVIRONMENT['HF_TOKEN']}"]
-    with (
-        patch.dict(os.environ, {**ENVIRONMENT, **(places or {})}),
-        patch.object(sys, "argv", arguments),
-        contextlib.chdir(folder),
-    ):
+    with patch.dict(os.environ, {**ENVIRONMENT, **(places or {})}), patch.object(sys, "argv", arguments), contextlib.chdir(folder):
         return tracked(mesh, folder=folder, steps=steps, backends=backends, sections=sections)
 
 

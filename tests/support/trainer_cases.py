@@ -149,9 +149,7 @@ class Witness(Gradients):
             like(trainer.model(input_ids=ids).logits, self.reference(input_ids=ids).logits, abs_=1e-9)
             found, wanted = (model.generate(ids[:, :4], **greedy) for model in (trainer.model, self.reference))
         assert found.tolist() == wanted.tolist()
-        assert (
-            distance({name: tensor.clone() for name, tensor in trainer.state_dict()}, self.plain.states[step]) <= 1e-9
-        )
+        assert distance({name: tensor.clone() for name, tensor in trainer.state_dict()}, self.plain.states[step]) <= 1e-9
         names = ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"]
         with trainer.gathered(names):
             whole = {name: trainer.model.get_parameter(name).detach().clone() for name in names}
@@ -180,9 +178,7 @@ def story(mesh: Mesh, folder: str, stage: int) -> None:
     assert figures == [4, report.losses[-1], 0, 4 * 8 * LENGTH]
     assert min(report.tokens_per_second, report.peak_memory_bytes) > 0
     assert model.training
-    assert not any(
-        each._forward_hooks or each._forward_pre_hooks or "forward" in vars(each) for each in model.modules()
-    )
+    assert not any(each._forward_hooks or each._forward_pre_hooks or "forward" in vars(each) for each in model.modules())
     if mesh.rank == 0:
         _check_files(Path(folder) / "run", config, plain.norms, mesh.world_size)
 
@@ -190,10 +186,7 @@ def story(mesh: Mesh, folder: str, stage: int) -> None:
 def _check_files(folder: Path, config: Any, norms: list[float], size: int) -> None:
     records = lines_of(folder)
     more = [*["communication"] * (size > 1), "mfu", "phases", "memory"]
-    assert [list(record) for record in records] == [
-        [*FIELDS, *more, "start", "time"],
-        *[[*FIELDS, *more, "time"]] * 3,
-    ]
+    assert [list(record) for record in records] == [[*FIELDS, *more, "start", "time"], *[[*FIELDS, *more, "time"]] * 3]
     assert records == read_metrics(folder / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert [record["tokens"] for record in records] == [96, 192, 288, 384]

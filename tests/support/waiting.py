@@ -41,9 +41,7 @@ def logged_steps(folder: Path) -> int:
 def ended(words: Sequence[str], *, seconds: float = 120, folder: Path | None = None, **variables: str) -> Any:
     """A command that has ended, with what it wrote; `variables` are on top of this process's."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    return subprocess.run(
-        words, capture_output=True, text=True, cwd=folder, env=environment, timeout=seconds, check=False
-    )
+    return subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment, timeout=seconds, check=False)
 
 
 @contextmanager

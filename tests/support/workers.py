@@ -154,9 +154,7 @@ class Pool:
             raise CaseError(f"{case} failed\n" + "\n".join(_report(outcome) for outcome in outcomes))
         return [outcome.result for outcome in outcomes]
 
-    def outcomes(
-        self, case: str, *, timeout: float = 60.0, stuck: Sequence[int] = (), **arguments: Any
-    ) -> list[Outcome]:
+    def outcomes(self, case: str, *, timeout: float = 60.0, stuck: Sequence[int] = (), **arguments: Any) -> list[Outcome]:
         """Run a case that may fail and say what became of it on each rank but those expected to be `stuck`.
 
         Raises:
@@ -184,9 +182,7 @@ class Pool:
             _signal(worker.pid, signal.SIGSTOP)
         return [found[rank] for rank in sorted(found)]
 
-    def _hung(
-        self, case: str, timeout: float, ranks: Sequence[int], found: Mapping[int, Outcome] | None = None
-    ) -> CaseError:
+    def _hung(self, case: str, timeout: float, ranks: Sequence[int], found: Mapping[int, Outcome] | None = None) -> CaseError:
         for rank in ranks:
             _signal(self._workers[rank].pid, signal.SIGUSR1)
         time.sleep(0.3)

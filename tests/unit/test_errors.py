@@ -5,22 +5,13 @@ from typing import Any
 
 import pytest
 
-from zeromesh.errors import (
-    ConfigError,
-    DataError,
-    StorageError,
-    library_errors,
-    ranks_text,
-    refused_path,
-    some,
-    summary,
-)
+from zeromesh.errors import ConfigError, DataError, StorageError, library_errors, ranks_text, refused_path, some, summary
 
 
 def test_the_first_names_and_the_number_of_the_others() -> None:
     names = ["a", "b", "c", "d"]
     assert [some(names[:3]), some(names), some(names, 1), some(names, 4)] == [
-        *("a, b, c", "a, b, c and 1 more", "a and 3 more", "a, b, c, d"),
+        *("a, b, c", "a, b, c and 1 more", "a and 3 more", "a, b, c, d")
     ]
     assert ranks_text(range(4), 2) == "ranks 0, 1 and 2 more"
     assert ranks_text(range(5)) == "ranks 0, 1, 2, 3, 4"
@@ -50,18 +41,13 @@ def test_one_problem_is_a_line_and_several_are_a_list() -> None:
         (OSError(errno.ENOENT, "why", b"/b"), ConfigError, "'/b': why"),
         (OSError(errno.ENOSPC, "why", "/a"), StorageError, "'/a': why"),
         (OSError(errno.ECONNRESET, "why", "/a"), StorageError, "'/a': why"),
-        *(
-            (OSError(getattr(errno, name), "why"), StorageError, "why")
-            for name in ("EIO", "ESTALE", "EROFS", "ENOSPC", "EDQUOT")
-        ),
+        *((OSError(getattr(errno, name), "why"), StorageError, "why") for name in ("EIO", "ESTALE", "EROFS", "ENOSPC", "EDQUOT")),
         (OSError(errno.ECONNRESET, "why"), None, ""),
         (OSError(errno.ENOENT, "why"), None, ""),
         (OSError("why"), None, ""),
     ],
 )
-def test_a_path_that_the_system_refuses_is_the_users_and_a_disk_that_fails_is_not(
-    error: OSError, kind: Any, text: str
-) -> None:
+def test_a_path_that_the_system_refuses_is_the_users_and_a_disk_that_fails_is_not(error: OSError, kind: Any, text: str) -> None:
     found = refused_path(error)
     assert (type(found), str(found)) == (kind, text) if kind else found is None
 
@@ -76,10 +62,7 @@ def test_errors_of_libraries_are_those_of_a_key() -> None:
             raise error
         assert str(caught.value) == f"data.train: unreadable: {type(error).__name__}: one two"
         assert caught.value.__cause__ is error
-    with (
-        pytest.raises(DataError, match=r"^unreadable: OSError: why$"),
-        library_errors("unused", "unreadable: ", DataError),
-    ):
+    with pytest.raises(DataError, match=r"^unreadable: OSError: why$"), library_errors("unused", "unreadable: ", DataError):
         raise OSError("why")
     for passed in (StorageError("full"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()):
         with pytest.raises(type(passed)) as same, library_errors("data.train"):

@@ -145,9 +145,7 @@ def test_each_request_for_traces_is_answered_once(watches: Watches, tmp_path: Pa
     assert [row["step"] for row in written["ranks"]] == [7, 0], "the state at the end is written"
 
 
-def test_a_ring_numbers_only_so_many_names_and_reads_only_its_own_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ring_numbers_only_so_many_names_and_reads_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ring, path = EventRing(), tmp_path / "rank-0.ring"
     monkeypatch.setattr(status_board, "_NAMES", 2)
     assert [ring.name(each) for each in "abcab"] == [1, 2, 0, 1, 2]
@@ -197,10 +195,7 @@ def test_the_time_of_a_collective_is_that_of_its_blocks(monkeypatch: pytest.Monk
     found = {"shard": account.take()}
     assert found == {"shard": {"broadcast": {"calls": 0, "bytes": 0, "seconds": 3.75}}}
     assert account.take() == {}
-    other: Any = {
-        "shard": {"all-gather": {"calls": 1, "bytes": 2, "seconds": 0.5}},
-        "data": {"broadcast": {"calls": 3}},
-    }
+    other: Any = {"shard": {"all-gather": {"calls": 1, "bytes": 2, "seconds": 0.5}}, "data": {"broadcast": {"calls": 3}}}
     both = added(found, other)
     assert both["shard"] == found["shard"] | other["shard"]
     assert added(both, other)["data"]["broadcast"] == {"calls": 6}

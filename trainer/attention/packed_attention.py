@@ -46,9 +46,7 @@ class DocumentMask(Tensor):
     whole: Callable[[], Any]
 
     @staticmethod
-    def __new__(
-        cls, documents: Documents, pattern: Any, make: Callable[[], Tensor], shares: Context | None, **kind: Any
-    ) -> Any:
+    def __new__(cls, documents: Documents, pattern: Any, make: Callable[[], Tensor], shares: Context | None, **kind: Any) -> Any:
         queries = documents.length // (1 if shares is None else shares.exchange.size)
         found = torch.Tensor._make_wrapper_subclass(cls, (documents.rows, 1, queries, documents.length), **kind)
         found.documents, found.pattern, found.make, found.shares = documents, pattern, cache(make), shares
@@ -152,9 +150,7 @@ class PackedAttention:
         return bool(real.all()) or real
 
     def _ids(self) -> Any:
-        return next(
-            self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None
-        )
+        return next(self._unpadded[key] for key in ("input_ids", "inputs_embeds") if self._unpadded.get(key) is not None)
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
@@ -273,9 +269,7 @@ def _install() -> None:
     setattr(AttentionInterface, "get_interface", get_interface)  # noqa: B010 - a type checker would refuse the assignment.
 
 
-def _attend(
-    own: _Function, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **named: Any
-) -> Any:
+def _attend(own: _Function, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **named: Any) -> Any:
     """Call `own`, an attention function of transformers, or ours for a `DocumentMask` where ours can; the result is `[rows, length,
     heads, width]`. A trial (`losses/trial.py`) has shown that they agree."""
     mask, sinks = attention_mask, named.get("s_aux")

@@ -45,9 +45,7 @@ class FrozenWeights:
     """The frozen weights of an engine that are unchanged from its model's source; all ranks build one and call it alike. `how` is
     `checkpoint.frozen`: auto, reference or whole. Raises `ConfigError` for references to a model's source that is no directory."""
 
-    def __init__(
-        self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, engine: ZeroEngine, how: Literal["auto", "reference", "whole"], note: Callable[[str], None]) -> None:
         self._engine, self._note, self._line = engine, note, ""
         self._directory = source_directory(engine.model)
         if how == "reference" and self._directory is None:

@@ -127,9 +127,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         engine, state = self._engine, self._engine.checkpoint_state
         frozen, named = state.frozen(), self._section.resume not in ("auto", "never")
         paths = [self.store.path(step) for step in candidates(self._mesh, self.store)]
-        for path in (
-            (*paths, *([newest_at(Path(self._section.resume).expanduser())] if named else ())) if frozen else ()
-        ):
+        for path in (*paths, *([newest_at(Path(self._section.resume).expanduser())] if named else ())) if frozen else ():
             try:
                 reader, _ = _open_checkpoint(path, engine)
                 known = [each for each in state.tensors(reading=True) if each.kind in WEIGHTS]

@@ -36,9 +36,7 @@ Goal = Literal["lowest", "highest"]
 
 
 _PAIRS = TypeAdapter(list[tuple[str | int | float | None, Any]])
-_MADE: dict[
-    str, Callable[[Any], Any]
-] = {  # what JSON does not have, by its only key; the first as in transformers' configurations
+_MADE: dict[str, Callable[[Any], Any]] = {  # what JSON does not have, by its only key; the first as in transformers' configurations
     "__float__": lambda text: float(str(text)),
     "__dict__": lambda pairs: dict(_PAIRS.validate_python(pairs)),
     "__Counter__": lambda pairs: Counter(dict(_PAIRS.validate_python(pairs))),
@@ -57,9 +55,7 @@ def _to_strict_json(value: Any, place: str) -> Any:
         if not counts and all(isinstance(key, str) and key not in _MADE for key in value):
             return found
         # Keys of JSON are text, and torch's schedulers keep milestones in a Counter by step.
-        return {
-            f"__{'Counter' if counts else 'dict'}__": [[_to_strict_json(k, place), each] for k, each in found.items()]
-        }
+        return {f"__{'Counter' if counts else 'dict'}__": [[_to_strict_json(k, place), each] for k, each in found.items()]}
     if isinstance(value, list | tuple):
         return [_to_strict_json(each, place) for each in value]
     if callable(getattr(value, "tolist", None)):
@@ -136,9 +132,7 @@ class TrainerState:
     """The position in a training stream, as `StreamedDataset` saves it; empty for a dataset with a length."""
     paces: Sequence[_Number] = ()  # seconds a sample of each data rank (`batch.balance`)
     tracker: Mapping[str, str] = field(default_factory=dict)
-    log_history: Sequence[
-        Mapping[str, _Value]
-    ] = ()  # in transformers' form; empty if a run uses nothing of transformers
+    log_history: Sequence[Mapping[str, _Value]] = ()  # in transformers' form; empty if a run uses nothing of transformers
     settings: Mapping[str, _Value] = field(default_factory=dict)
     written: Mapping[str, _Value] = field(default_factory=dict)  # the later values of settings that the model changed
 

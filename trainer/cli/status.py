@@ -92,9 +92,7 @@ def _snapshot(run: Path) -> RunSnapshot:
     code, verdict = _verdict(note, time.time() - written.stat().st_mtime, monitored=path.exists())
     step, loss, traffic = last.get("step", 0), last.get("loss", "not yet known"), last.get("communication")
     traffic = traffic if isinstance(traffic, dict) else {}
-    return RunSnapshot(
-        step=step, loss=loss, ranks=ranks, recoveries=recoveries, traffic=traffic, code=code, verdict=verdict
-    )
+    return RunSnapshot(step=step, loss=loss, ranks=ranks, recoveries=recoveries, traffic=traffic, code=code, verdict=verdict)
 
 
 def _lines(run: Path, now: RunSnapshot, width: int | None) -> list[str]:

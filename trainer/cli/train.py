@@ -229,9 +229,7 @@ class _Script(SourceFileLoader):
 def run_script(options: argparse.Namespace) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
     processes, starts = ranks_of(options)
-    with errors_as(
-        ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"
-    ):
+    with errors_as(ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"):
         environment.content_of(Path(options.script))
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         return report(_launch(options, processes))

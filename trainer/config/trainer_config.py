@@ -172,16 +172,11 @@ _FINDINGS: dict[str, Callable[[TrainerConfig], object]] = {
     "keys_of_lora": lambda c: (
         c.model.lora and sorted({"r", "lora_alpha", "lora_dropout", "target_modules"} & c.model.lora.options.keys())
     ),
-    "unfit_adapter_names": lambda c: (
-        [name for name in c.model.adapters or {} if not re.fullmatch(r"(?!__base__$)[\w-]+", name)]
-    ),
+    "unfit_adapter_names": lambda c: ([name for name in c.model.adapters or {} if not re.fullmatch(r"(?!__base__$)[\w-]+", name)]),
     "misplaced_default": lambda c: (
-        "default" in c.model.wanted_adapters
-        and (c.model.trained_adapter or next(iter(c.model.wanted_adapters))) != "default"
+        "default" in c.model.wanted_adapters and (c.model.trained_adapter or next(iter(c.model.wanted_adapters))) != "default"
     ),
-    "other_adapters": lambda c: (
-        c.model.trained_adapter not in (None, *c.model.wanted_adapters) and [*c.model.wanted_adapters]
-    ),
+    "other_adapters": lambda c: c.model.trained_adapter not in (None, *c.model.wanted_adapters) and [*c.model.wanted_adapters],
     "positions": _positions,
     "stages_given_and_wanted": lambda c: (
         c.parallel.stages
@@ -198,8 +193,7 @@ _FINDINGS: dict[str, Callable[[TrainerConfig], object]] = {
     ),
     "pictures_in_a_mixture": lambda c: c.data.mixture and any(each.holds == "pictures" for each in c.data.formats),
     "code_beside_files": lambda c: (
-        {isinstance(each, NamedFunction) for each in c.data.eval_sets().values()}
-        - {isinstance(c.data.train, NamedFunction)}
+        {isinstance(each, NamedFunction) for each in c.data.eval_sets().values()} - {isinstance(c.data.train, NamedFunction)}
     ),
     "endless_warmup": lambda c: c.run.most_steps and c.schedule.warmup_of(c.run.most_steps) > c.run.most_steps,
     "reversed_steps": lambda c: c.profile.steps and c.profile.steps[0] > c.profile.steps[1] and list(c.profile.steps),

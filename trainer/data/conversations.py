@@ -250,9 +250,7 @@ def _encode(batch: Sequence[RenderedRow], renderer: Renderer) -> Iterator[Encode
         yield EncodedRow(row.row.key, text_bytes, ids, targets, inside, row.label)
 
 
-def _targets(
-    row: RenderedRow, ids: TokenArray, offsets: TokenArray | None, tokenizer: Tokenizer
-) -> tuple[NDArray[np.bool_], bool]:
+def _targets(row: RenderedRow, ids: TokenArray, offsets: TokenArray | None, tokenizer: Tokenizer) -> tuple[NDArray[np.bool_], bool]:
     """Return the target mask, and True if an answer begins or ends within a token, by the tokens' offsets. Failing that, the text
     is cut at the answers' ends, if its pieces encoded one by one give the tokens of the whole text."""
     if row.answers in ((), ((0, len(row.text)),)):

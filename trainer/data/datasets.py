@@ -107,8 +107,7 @@ class _DatasetLoader:
     def load(self) -> RunData:
         section = self.section
         sources = {
-            where: find_text(paths_of(each), where=where, encoding=section.encoding)
-            for where, each in section.eval_sets().items()
+            where: find_text(paths_of(each), where=where, encoding=section.encoding) for where, each in section.eval_sets().items()
         }
         trained, held = dict[str, TokenDataset](), dict[str, TokenDataset]()
         entropy = None

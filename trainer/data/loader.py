@@ -2,8 +2,7 @@
 
 Workers are those of torch's `DataLoader`, whose sampler names microbatches: a worker makes a microbatch as this process would, with
 random numbers seeded by the microbatch, so their number changes no batch. They are forked, so that a dataset may hold objects that
-cannot be pickled (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends.
-"""
+cannot be pickled (docs/decisions/0023-data-workers-are-forked.md), and end with this process, however it ends."""
 
 import faulthandler
 import fcntl

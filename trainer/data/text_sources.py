@@ -90,9 +90,7 @@ class TextSource:
     files: tuple[SourceFile, ...]
     notes: tuple[str, ...] = ()
 
-    def rows(
-        self, required: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False
-    ) -> Iterator[Row]:
+    def rows(self, required: Sequence[str], optional: Sequence[str], skipped: list[str], *, whole: bool = False) -> Iterator[Row]:
         """Yield every row with the `required` columns and `optional` ones; files without rows are added to `skipped`. With `whole`,
         a text file is a row of the first column. Raises `DataError` for unreadable files and absent columns, and without rows."""
         read = found = False

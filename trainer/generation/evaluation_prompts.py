@@ -23,9 +23,7 @@ class BatchGeneration:
     seeded by `seed` and a batch's first index. Raises `ConfigError`, which begins with `where`, for a model that does not generate,
     and for `fields` of `GenerationConfig` that do not go with it, with evaluations or with the layout."""
 
-    def __init__(
-        self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, where: str = "predict_with_generate"
-    ) -> None:
+    def __init__(self, placed: PlacedModel, fields: Mapping[str, Any], *, seed: str, where: str = "predict_with_generate") -> None:
         model, tokenizer = placed.module, placed.processing_class
         if not isinstance(getattr(model, "generation_config", None), GenerationConfig):
             raise ConfigError(f"{where}: {type(model).__name__} does not generate; use a Hugging Face model that does")

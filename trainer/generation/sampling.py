@@ -11,9 +11,7 @@ from transformers import GenerationConfig
 class RowSampler:
     """Chooses the tokens of one row, with transformers' logits processors for its settings, and greedily or by drawing."""
 
-    def __init__(
-        self, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device
-    ) -> None:
+    def __init__(self, model: Any, settings: GenerationConfig, prompt: Sequence[int], seed: int, device: torch.device) -> None:
         ids, size = torch.tensor([prompt], device=device), len(prompt)
         model._prepare_special_tokens(settings, True, device=device)
         # Some processors count the length with the prompt.

@@ -125,9 +125,7 @@ class ModelSettings:
 _ORIGIN = " (the model's generation_config.json says so)"
 
 
-def _wrong_values(
-    settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int, beyond: Collection[str]
-) -> list[str]:
+def _wrong_values(settings: GenerationConfig, fields: Mapping[str, Any], vocabulary: int, beyond: Collection[str]) -> list[str]:
     """Return the reasons why values are wrong. An int becomes a float where the library expects one."""
     problems: dict[str, str] = {}
     counts, ratios, token_ids = (FIELDS[name] for name in ("counts", "ratios", "token_ids"))
@@ -220,9 +218,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
         raise ConfigError(f"generate: generation_config is a {type(settings).__name__}, not a GenerationConfig")
     rest = settings.update(**{name: value for name, value in arguments.items() if hasattr(settings, name)})
     mode = settings.get_generation_mode()
-    if mode.value in FIELDS["modes_on_the_hub"] and not (
-        arguments.get("trust_remote_code") or arguments.get("custom_generate")
-    ):
+    if mode.value in FIELDS["modes_on_the_hub"] and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
         cure = "use beams or sampling, or load it: trainer.generate(trust_remote_code=True)"
         raise ConfigError(f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; {cure}")
     if not shared:

@@ -2,8 +2,7 @@
 
 `results.jsonl.part`, beside the file of results, has a head line that identifies the generation, and one line for each result in
 the order of completion. Every line begins with a digest of its rest. After the last result `.results.jsonl.done` identifies the
-generation, so that the same command does nothing a second time.
-"""
+generation, so that the same command does nothing a second time."""
 
 import json
 import os

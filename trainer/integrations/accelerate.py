@@ -1,8 +1,7 @@
 """`Accelerator`: accelerate's class, with models and optimizers partitioned by the engine.
 
-accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"stage": 3}})
-model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-"""
+accelerator = Accelerator(gradient_accumulation_steps=4, zeromesh={"zero": {"stage": 3}}) model, optimizer, loader, scheduler =
+accelerator.prepare(model, optimizer, loader, scheduler)"""
 
 import sys
 import weakref
@@ -139,9 +138,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         pairs: list[tuple[nn.Module, Optimizer | None]] = []
         for model in (each for each in arguments if isinstance(each, nn.Module)):
             ids = {id(each) for each in model.parameters()}
-            updating = [
-                each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])
-            ]
+            updating = [each for each in optimizers if any(id(p) in ids for group in each.param_groups for p in group["params"])]
             if len(updating) > 1:
                 cure = "make one of them by zeromesh.ChainedOptimizer"
                 raise ConfigError(f"{type(model).__name__} has {len(updating)} optimizers; {cure}")
@@ -162,9 +159,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def _prepare_tp(self, *arguments: Any) -> tuple[Any, ...]:
         return arguments  # The engine divides layers, without accelerate's tensor parallelism.
 
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> nn.Module:
         """Partition a model, for evaluation unless `prepare` has its optimizer too."""
         if not is_sharded(model):
             self._partition(model, None)
@@ -284,9 +279,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         tied = canonical_names(model).items()  # A tied parameter has several names.
         return tensors | {name: tensors[first] for name, first in tied if first in tensors}
 
-    def save_state(
-        self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any
-    ) -> Any:
+    def save_state(self, output_dir: str | PathLike[str] | None = None, safe_serialization: bool = True, **named: Any) -> Any:
         """Write models and optimizers as checkpoints for any number of ranks, beside accelerate's files; returns the directory."""
         with self._without_models():
             location = super().save_state(output_dir, safe_serialization, **named)

@@ -2,8 +2,7 @@
 
 from zeromesh.transformers import Trainer
 
-trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"zero": {"stage": 3}})
-"""
+trainer = Trainer(model, TrainingArguments(...), train_dataset=data, zeromesh={"zero": {"stage": 3}})"""
 
 import sys
 from collections.abc import Callable

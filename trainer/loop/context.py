@@ -99,9 +99,7 @@ class RunProgress:
     """The counters of a run. Losses and seconds are those of this process's steps."""
 
     max_nonfinite: int  # The limit of consecutive skipped steps, after which the run ends; 0: none.
-    resumed: TrainerState = field(
-        default_factory=lambda: TrainerState(step=0, samples=0, tokens=0, updates=0, skipped=0)
-    )
+    resumed: TrainerState = field(default_factory=lambda: TrainerState(step=0, samples=0, tokens=0, updates=0, skipped=0))
     """The state from which this process goes on: that of the resumed checkpoint, or of step 0."""
     log: list[Line] = field(default_factory=list)
     """The logged lines in transformers' form, which callbacks know as `state.log_history`."""

@@ -59,9 +59,7 @@ def require_metric(run: RunContext) -> None:
         raise ConfigError(f"{metric} is {what}; give {known}, or a value of compute_metrics", where="run.metric")
 
 
-def generation_of(
-    run: RunContext, requested: bool | None, fields: Mapping[str, Any], *, metrics: bool
-) -> BatchGeneration | None:
+def generation_of(run: RunContext, requested: bool | None, fields: Mapping[str, Any], *, metrics: bool) -> BatchGeneration | None:
     """Return the generation of an evaluation, by `fields` of `GenerationConfig` on top of the configuration's; None without one.
     `requested` overrides the configuration. With `metrics`, only `compute_metrics` sees the tokens. Raises `ConfigError` for fields
     or a model that do not go with it, or that differ between ranks, and where nothing sees the tokens."""

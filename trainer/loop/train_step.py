@@ -1,8 +1,7 @@
 """One optimizer step: fetch all its microbatches, count their targets once over all ranks, then run them.
 
 Backward of every microbatch starts with 1 / the global count; that of a loss whose count is known only after forward starts with 1,
-and the update divides by the count.
-"""
+and the update divides by the count."""
 
 import math
 import signal
@@ -239,9 +238,7 @@ class Stepper:
                 with ExitStack() as undone:
                     undone.callback(override(self, "gradient_factor", factor / engine.optimizer_step.scaler.scale))
                     before_update()
-            outcome = engine.finish_step(
-                factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking)
-            )
+            outcome = engine.finish_step(factor, squares=None if had else squares, loss_finite=loss_finite, lacking=bool(lacking))
             if self.loads is not None and not outcome.skipped:
                 self.loads.update_biases(loads)
         else:

@@ -444,8 +444,7 @@ class TrainingLoop:
         run.events.request(
             log=config.run.log_every == "epoch",
             evaluate=config.run.eval_every == "epoch" and (config.run.eval_at_end or not self._is_over or whole),
-            save=every == "epoch"
-            or (config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, every)),
+            save=every == "epoch" or (config.run.eval_every == "epoch" and whole and comes_after(run.progress.step, every)),
         )
         run.events.call("on_epoch_end", epoch)
         run.events.agree(run.mesh)

@@ -20,9 +20,7 @@ from zeromesh.trainer.models.adapters import output_layer, pretrained_of
 _TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
 
 
-def require_divisible_sequences(
-    model: nn.Module, loss_of: Callable[[nn.Module], Loss], mesh: Mesh, context: Context
-) -> None:
+def require_divisible_sequences(model: nn.Module, loss_of: Callable[[nn.Module], Loss], mesh: Mesh, context: Context) -> None:
     """Try a small copy of a whole model on shares of sequences: the loss, which `loss_of` makes, and every gradient must be those
     of whole sequences, ragged ones and, where the model separates them, documents. All ranks call it. Raises `ConfigError` with the
     module that differs, and for a loss that is not of next tokens."""

@@ -91,9 +91,7 @@ def _with_stored_codec(model: ModelSection, *, trains: bool) -> ModelSection:
     return model if found is None else model.model_copy(update={"weights": WeightsSection(**found)})
 
 
-def directory_of(
-    source: str, revision: str | None, files: Sequence[str] = MODEL_FILES, *, where: str = "model.source"
-) -> Path:
+def directory_of(source: str, revision: str | None, files: Sequence[str] = MODEL_FILES, *, where: str = "model.source") -> Path:
     """Return the local directory of `source` without downloading. Raises `ConfigError` without one, with what was tried."""
     directory = Path(source).expanduser()
     return directory if directory.is_dir() else _snapshot(source, revision, files, where=where, download=False)
@@ -147,10 +145,7 @@ def while_posting(mesh: Mesh, call: Callable[[], T]) -> T:
         return future.result()
 
 
-_COUNTS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    "vocab_size",
-)
+_COUNTS = (*("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"), "vocab_size")
 _EXTRA_KEYS = {
     "attn_implementation", "auto_map", "decoder_start_token_id", "experts_implementation", "model_type", "num_labels",
     "partial_rotary_factor", "rope_scaling", "rope_theta", "torch_dtype", "_attn_implementation", "_name_or_path",

@@ -27,9 +27,7 @@ _ADAPTER_FILES = (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin")
 """Files of an earlier adapter in the directory, which `from_pretrained` would load on top of a saved model."""
 
 
-def save_model(
-    model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None
-) -> str:
+def save_model(model: nn.Module, state: FullState | None, path: Path, mesh: Mesh, *, processing_class: Any = None) -> str:
     """Write `path` so that `from_pretrained(path)` loads the model, or an adapted one's adapter. All ranks call it, rank 0 writes;
     `state` is None for a whole model. A failure keeps the old files, other files stay. Returns its reason on all ranks, else ""."""
     path = Path(os.path.abspath(path))

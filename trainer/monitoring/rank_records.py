@@ -5,8 +5,7 @@ The last rank to enter a collective waits for no peer, so its communication is t
 is therefore attributed to the link, and the excess of the others to waiting for late ranks.
 
 In a trace, a wait names the last rank to arrive, where known, with an arrow from there; in collectives of `_TOGETHER`, begin times
-tell it. Clocks of hosts are aligned by the median over steps of a moment that all ranks share once per step.
-"""
+tell it. Clocks of hosts are aligned by the median over steps of a moment that all ranks share once per step."""
 
 import gzip
 import json
@@ -263,9 +262,7 @@ def _slices(ring: RankRing, base: RankRing) -> list[Slice]:
     """Return all activities of a rank as slices by the clock of `base`; unfinished ones end at the time of writing."""
     offset = 0
     if ring.host != base.host:
-        own, others = (
-            {code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base)
-        )
+        own, others = ({code & DETAIL: at for at, code in each.events if code & ~DETAIL == codes.MEETING} for each in (ring, base))
         differences = [others[step] - own[step] for step in own.keys() & others.keys()]
         # Without a moment that all ranks share, clocks are aligned by the wall clocks of the hosts.
         walls = (base.clock - base.wall) - (ring.clock - ring.wall)

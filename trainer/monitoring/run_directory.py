@@ -94,9 +94,7 @@ class RunDirectory:
         return int(mesh.world.all_or_raise(f"reading {path}", look, StorageError, first=True)[0])
 
     @contextmanager
-    def open(
-        self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh
-    ) -> Iterator[MetricsWriter | None]:
+    def open(self, config: TrainerConfig, step: int, facts: Mapping[str, Any], mesh: Mesh) -> Iterator[MetricsWriter | None]:
         """Write the configuration, without secrets, and a line about this start, with `facts` about the model, and yield the writer
         of metrics, which continues after `step`. Inside, a file has all ranks' activity; they write events when asked."""
         axes = {name: mesh.group(name).ranks for name in ("world", "data", *AXES)}

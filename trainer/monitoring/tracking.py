@@ -141,9 +141,7 @@ class Tracking:
         self._senders = [Sender(each, redaction or Redaction()) for each in trackers]
 
     @classmethod
-    def open(
-        cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note
-    ) -> Self:
+    def open(cls, config: TrainerConfig, mesh: Mesh, directory: Path, *, step: int, known: Mapping[str, str], note: Note) -> Self:
         """Open the trackers of a run that continues after `step`; `known` is the checkpoint's `identity`. All ranks call it."""
         section = config.tracking
         if not section.backends:
@@ -164,9 +162,7 @@ class Tracking:
             directory=directory.absolute(),
             step=step,
             config=values,
-            settings={
-                key: each if isinstance(each, str | int | float) else json.dumps(each) for key, each in flat.items()
-            },
+            settings={key: each if isinstance(each, str | int | float) else json.dumps(each) for key, each in flat.items()},
         )
         try:
             leave = _join_accelerate(mesh.device)

@@ -179,8 +179,7 @@ class Estimator:
             computes = [self.machine.work_seconds(work, ranks_on_host=ranks) for work in (forward, backward, weights)]
             seconds = partial(self.collective_seconds, ranks_on_host=ranks)
             exchanges = [
-                sum(seconds(each.kind, each.nbytes, ranks=each.ranks) for each in work.exchanges)
-                for work in (forward, backward)
+                sum(seconds(each.kind, each.nbytes, ranks=each.ranks) for each in work.exchanges) for work in (forward, backward)
             ]
             self._seconds[key] = (computes[0] + exchanges[0], computes[1] + exchanges[1], computes[2], sum(exchanges))
         return self._seconds[key]

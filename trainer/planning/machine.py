@@ -161,9 +161,7 @@ class Machine(Section):
             return "nccl"
         return "shared" if hosts == 1 else "gloo"
 
-    def collective_seconds(
-        self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1
-    ) -> float:
+    def collective_seconds(self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1) -> float:
         """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a
         whole (after an all-gather, and before another), while `ranks_on_host` compute on each. Raises `ConfigError` without
         such a link. The formula is Hockney's (1994), latency + bytes / bandwidth for each message, of rings: n-1 messages of
@@ -267,10 +265,7 @@ def _machine_of_card(name: str, devices: int) -> Machine:
                 "copies": {"to_device": row["copies"], "to_host": row["copies"], **every["copies"]},
             },
             "host": {"devices": devices, **{key: devices * each for key, each in every["host"].items()}},
-            "links": {
-                "inside": {"nccl": every["link"] | {"bandwidth": row["link"]}},
-                "between": {"nccl": every["between"]},
-            },
+            "links": {"inside": {"nccl": every["link"] | {"bandwidth": row["link"]}}, "between": {"nccl": every["between"]}},
             "disk": every["disk"],
             "library": every["library"],
         }

@@ -61,9 +61,7 @@ _SIZES = {kind: MeasureSizes(**row) for kind, row in read_texts(Path(__file__).w
 TINY_SIZES = _SIZES["tiny"]
 
 
-def measure_machine(
-    mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None
-) -> Machine:
+def measure_machine(mesh: ProcessMesh, directory: Path, say: Callable[[str], None], sizes: MeasureSizes | None = None) -> Machine:
     """Measure everything; all ranks call it, and get the machine. Rank 0 passes progress to `say`. While one rank measures, the
     others wait without computing. `directory` is on the measured disk. Raises `StorageError` when that cannot be written."""
     by_host = grouped((location.host, rank) for rank, location in enumerate(mesh.locations))

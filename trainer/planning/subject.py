@@ -40,9 +40,7 @@ Batches = Callable[[int], Mapping[str, Any]]  # Makes a microbatch of the given 
 class Subject:
     """A model that is planned. `close` restores the model."""
 
-    def __init__(
-        self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu"
-    ) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, config: TrainerConfig, batches: Batches, *, device: str = "cpu") -> None:
         """`model` is whole, with or without values; `device` is the kind of device of the run."""
         self.config = config
         self.model_name = type(model).__name__

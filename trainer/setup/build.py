@@ -117,9 +117,7 @@ def build_run(
     config, plan = _sized(config, plan, data, console)
     plan = _with_shares(plan, config, data, mesh, console)
     made = inputs.lr_scheduler
-    schedule: LRSchedule | TorchSchedule = (
-        TorchSchedule(made, config.optimizer, config.folders) if made else schedule_of(config)
-    )
+    schedule: LRSchedule | TorchSchedule = TorchSchedule(made, config.optimizer, config.folders) if made else schedule_of(config)
     described = data.description(shuffle=config.data.shuffle)
     mesh.wait_for_all_ranks("comparison of data")
     decided_by_data = {f"data.{name}": value for name, value in described.items()}

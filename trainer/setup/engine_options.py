@@ -88,9 +88,7 @@ def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
         wire=config.parallel.wire,
         precision=Precision(**roles, compensated=precision.master == "kahan", loss_scale=scale),
         optimizer=OptimizerSettings(**given),
-        offload=OffloadOptions(
-            **tiers, files=files, update=offload.update, durable=offload.durable, staging_bytes=staging
-        ),
+        offload=OffloadOptions(**tiers, files=files, update=offload.update, durable=offload.durable, staging_bytes=staging),
         average=config.ema if config.ema.decay else None,
         outer=config.parallel.outer if config.parallel.sync_every > 1 else None,
         weights=encoded_weights(config.model.weights),

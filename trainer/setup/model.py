@@ -107,9 +107,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
             restore_modules=changes.close,
             feeds=feeds,
             engine=engine,
-            stepper=Stepper(
-                model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads
-            ),
+            stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads),
             **whole,
         )
         if engine.lacks_parameters or mesh.model_size > 1:
@@ -250,9 +248,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
         tensors |= {f"parameter {name}": each for name, each in layer.tensors().items()}
     if divided := [name for name, each in tensors.items() if hasattr(each, "placements")]:
         cure = "load the model without distributed_config or tp_plan, and give zero.stage and the section parallel"
-        raise LayoutError(
-            f"{some(divided)} is divided over ranks already (a DTensor), which zeromesh does itself; {cure}"
-        )
+        raise LayoutError(f"{some(divided)} is divided over ranks already (a DTensor), which zeromesh does itself; {cure}")
     kinds = {True: "trained", False: "frozen"}
     plan = {name: f"{list(t.shape)} {t.dtype} {kinds[t.requires_grad]}" for name, t in tensors.items()}
     advice = "All ranks must build one model, with the same shapes, dtypes and frozen parameters"

@@ -1,8 +1,7 @@
 """The trackers of a run: `TRACKERS` has a row for each, and adding one is a row, or a class and a row.
 
 Nothing of the machine, the command line, the code, the repository or the output is sent to a tracker. Most trackers collect all of
-that by default, and each has other switches against it (`switches.yaml`). Validation reads the names from here.
-"""
+that by default, and each has other switches against it (`switches.yaml`). Validation reads the names from here."""
 
 import contextlib
 import hashlib
@@ -287,14 +286,11 @@ TRACKERS = {
     # Elsewhere, `dvc.yaml` would name each file once more at every step.
     "dvclive": TrackerKind(
         lambda run: (
-            {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")}
-            | {"resume": run.step > 0, **_switches("dvclive")}
+            {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")} | {"resume": run.step > 0, **_switches("dvclive")}
         )
     ),
     # A tag of MLflow has a name of few characters, so one tag holds all of them.
-    "mlflow": TrackerKind(
-        lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}
-    ),
+    "mlflow": TrackerKind(lambda run: {"run_name": run.name, "tags": {"tags": ", ".join(run.tags)} if run.tags else None}),
     "swanlab": TrackerKind(_swanlab),
     "tensorboard": TrackerKind(make=TensorBoardTracker, modules=("tensorboard", "tensorboardX")),
     # Trackio identifies runs by name alone, so the name contains the id.

@@ -109,9 +109,7 @@ class _Channel:
 class Channels:
     """This rank's channels to its neighbours in a process set: the ranks before and after it and, in a ring, the other end."""
 
-    def __init__(
-        self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True
-    ) -> None:
+    def __init__(self, group: ProcessSet, device: torch.device, *, shape: MeshShape | None = None, ring: bool = True) -> None:
         """Open channels; all ranks make process groups together: of every pipeline of the mesh's `shape`, or of `group` alone."""
         self.group, self.device = group, device
         self._out: dict[int, _Channel] = {}
@@ -134,9 +132,7 @@ class Channels:
                     pair = replace(group, ranks=(source, target), index=int(rank == target), groups={"data": made})
                     channels[group.ranks.index(peer)] = _Channel(pair, device)
 
-    def send(
-        self, target: int, kind: Hashable, tensors: Sequence[torch.Tensor], what: str, specs: _Specs | None = None
-    ) -> None:
+    def send(self, target: int, kind: Hashable, tensors: Sequence[torch.Tensor], what: str, specs: _Specs | None = None) -> None:
         """Start to send to the neighbour at position `target` of the set; tensors are kept alive until they are sent. Messages of
         one `kind` have equal shapes and dtypes: `specs`, if the receiver expects them. Raises `CollectiveError` for others."""
         channel, found = self._out[target], [MessageSpec.of(tensor) for tensor in tensors]
@@ -192,9 +188,7 @@ def write_header(specs: _Specs) -> torch.Tensor:
 
 def read_header(header: torch.Tensor) -> list[MessageSpec]:
     rows = json.loads(bytes(header.tolist()))
-    return [
-        MessageSpec(shape=tuple(shape), dtype=getattr(torch, kind), differentiable=grad) for kind, shape, grad in rows
-    ]
+    return [MessageSpec(shape=tuple(shape), dtype=getattr(torch, kind), differentiable=grad) for kind, shape, grad in rows]
 
 
 def _describe(specs: _Specs) -> str:

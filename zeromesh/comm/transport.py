@@ -183,9 +183,7 @@ class Reducer:
     has send buffers and, on gloo, as many receive buffers; a single rank has neither. Reductions finish in launch order. On a
     device, work on a slot is ordered by streams: `finish` makes the compute stream wait, not the host."""
 
-    def __init__(
-        self, device: torch.device = _CPU, group: ProcessSet | None = None, slots: int = 0, nbytes: int = 0
-    ) -> None:
+    def __init__(self, device: torch.device = _CPU, group: ProcessSet | None = None, slots: int = 0, nbytes: int = 0) -> None:
         """Allocate `slots` slots of `nbytes` each on `device` for a group."""
         self.on_stream = is_accelerator(device)
         self.finished = 0

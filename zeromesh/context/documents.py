@@ -140,9 +140,7 @@ def _chunks(begin: int, end: int, stop: int, size: int | None) -> Iterator[tuple
         yield start, min(last, end), min(last, stop)
 
 
-def _parts(
-    begin: int, end: int, stop: int, pattern: Pattern, first: int, last: int
-) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
+def _parts(begin: int, end: int, stop: int, pattern: Pattern, first: int, last: int) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
     """Yield begins, ends and parts of keys of the blocks of one document for its queries `first` to `last`."""
     left, right = pattern.left, pattern.right
     if right == 0:

@@ -1,10 +1,9 @@
 """Shares of sequences: what each rank of the context axis has of them, and how ranks exchange it.
 
 A sequence is cut into 2 C equal pieces for C ranks, and rank r has the pieces r and 2 C - 1 - r, so that under a causal mask all
-ranks have equally many pairs of tokens (zigzag, as in Llama 3: Grattafiori et al. 2024, 3.3.2). Attention needs the keys and
-values of all. Either they are gathered, and in backward again, so that they exist for one layer at a time; or ranks swap
-their shares of all heads for whole sequences of some heads (Ulysses: Jacobs et al. 2023).
-"""
+ranks have equally many pairs of tokens (zigzag, as in Llama 3: Grattafiori et al. 2024, 3.3.2). Attention needs the keys and values
+of all. Either they are gathered, and in backward again, so that they exist for one layer at a time; or ranks swap their shares of
+all heads for whole sequences of some heads (Ulysses: Jacobs et al. 2023)."""
 
 from dataclasses import dataclass
 

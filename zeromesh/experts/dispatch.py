@@ -87,9 +87,7 @@ def spread_experts(
 
 def adapters_of(model: nn.Module, experts: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return PEFT's adapters of parameters of a module of experts (`target_parameters`), by name."""
-    wrappers: Iterator[tuple[str, Any]] = (
-        (name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name")
-    )
+    wrappers: Iterator[tuple[str, Any]] = ((name, each) for name, each in model.named_modules() if hasattr(each, "parameter_name"))
     return [(name, each) for name, each in wrappers if each.get_base_layer() is experts]
 
 

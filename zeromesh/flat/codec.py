@@ -225,9 +225,7 @@ def _coded(levels: tuple[float, ...], values: torch.Tensor, block: int) -> tuple
 
 
 def _four_bits(levels: tuple[float, ...]) -> CodecRow:
-    return CodecRow(
-        block=64, quantize=partial(_coded, levels), dequantize=partial(_decoded, levels), codes_in_byte=2, nests=True
-    )
+    return CodecRow(block=64, quantize=partial(_coded, levels), dequantize=partial(_decoded, levels), codes_in_byte=2, nests=True)
 
 
 @cache
@@ -271,9 +269,7 @@ def _quantize_fp8(values: torch.Tensor, block: int) -> tuple[torch.Tensor, torch
 CODECS: dict[CodecName, CodecRow] = {
     "nf4": _four_bits(_NF4),
     "fp4": _four_bits(_FP4),
-    "int8": CodecRow(
-        block=256, quantize=_quantize_int8, dequantize=lambda codes: _decoded(_int8_levels(), codes), nests=True
-    ),
+    "int8": CodecRow(block=256, quantize=_quantize_int8, dequantize=lambda codes: _decoded(_int8_levels(), codes), nests=True),
     "fp8": CodecRow(block=128, quantize=_quantize_fp8, dequantize=lambda code: code.view(torch.float8_e4m3fn).float()),
 }
 """The codecs, by the names of `model.weights`."""

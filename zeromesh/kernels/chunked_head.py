@@ -9,10 +9,9 @@ Megatron-LM, arXiv:1909.08053).
 
 The gradients of single values are known in backward only, so forward keeps three numbers for each token, its largest logit, the sum
 of exponentials and its entropy, and backward computes the logits a second time (as in Wijmans et al. 2024, arXiv:2411.09009). With
-p the softmax of the logits z, t the target and H the entropy, in nats, d log p_t / dz_j = [j = t] - p_j and
-dH / dz_j = -p_j (log p_j + H). Forward goes by chunks of tokens. Backward goes by chunks of the vocabulary, whose gradients of the
-weight are each a single product: in 16 bits, a sum over chunks of tokens would need the weight's gradient in fp32.
-"""
+p the softmax of the logits z, t the target and H the entropy, in nats, d log p_t / dz_j = [j = t] - p_j and dH / dz_j = -p_j (log
+p_j + H). Forward goes by chunks of tokens. Backward goes by chunks of the vocabulary, whose gradients of the weight are each a
+single product: in 16 bits, a sum over chunks of tokens would need the weight's gradient in fp32."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

@@ -331,9 +331,7 @@ class Leader:
         name = socket.gethostname()
         return {"heirs": heirs, "leader": name, "failures": self._failures, "recoveries": recoveries}
 
-    def inherit(
-        self, will: Message, drawn: str, latest: RankRange, ended: set[str], lost: WorkersFailed, former: str
-    ) -> None:
+    def inherit(self, will: Message, drawn: str, latest: RankRange, ended: set[str], lost: WorkersFailed, former: str) -> None:
         """Go on as the leader would that is `lost`, by what it has left, as its heir `drawn`. Of the leader, whose name is empty,
         and the heirs before this one those have surely `ended`; new launchers come to the endpoint `former`."""
         heirs, now = [*messages.heirs(will)], time.monotonic()

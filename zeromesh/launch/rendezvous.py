@@ -39,9 +39,7 @@ class Follower:
     launch` that has started it, which also sends variables, signals and the number of ranks (`processes` is 0); without it the
     follower goes to the endpoint. `notify` receives lines for the user."""
 
-    def __init__(
-        self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, attach: Attach | None = None
-    ) -> None:
+    def __init__(self, nodes: Nodes, processes: int, notify: Notify, stopped: Stopped, attach: Attach | None = None) -> None:
         self._nodes, self.processes, self._stopped, self._attach = nodes, processes, stopped, attach
         self._connection: LauncherConnection | None = None
         self._result: Result | None = None

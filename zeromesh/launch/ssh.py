@@ -39,10 +39,7 @@ _FORM = (
     f"allowed is `NAME slots=N [address=NAME]`, N from 1 to {MAX_SLOTS}; names have letters, digits, '.', '-' and '_', begin "
     "with none of '.' and '-', and a USER@ may stand before the first one"
 )
-SSH = (
-    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
+SSH = (*("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"), *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"))
 """The ssh command. BatchMode makes ssh fail instead of asking for a password, which nobody could type here."""
 START_SECONDS = 120.0  # for a host to send its first message, after connecting and starting Python from a slow disk
 _LINGER_SECONDS = 5.0  # the longest wait for the output of hosts at the end of a run

@@ -95,9 +95,7 @@ def mesh_picture(
     return "\n".join([f"{shape}: {count}"[:WIDTH], *(f"  {line}"[:WIDTH] for line in [*lines, *wrapped])])
 
 
-def _lines(
-    items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]
-) -> list[str]:
+def _lines(items: Sequence[Item], most: int, needed: Sequence[Item], noun: str, show: Callable[[Item], list[str]]) -> list[str]:
     """Return the lines of the items. Of more than `most`, only some at both ends and the `needed` are shown, others counted."""
     found, gap = list[str](), 0
     for number, item in enumerate(items):

@@ -78,9 +78,7 @@ class ClassStates:
         self.moved.clear()
 
 
-def make_optimizers(
-    buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, shared: ClassStates
-) -> list[BucketOptimizer]:
+def make_optimizers(buckets: Sequence[Bucket], options: ZeroOptions, tiers: Tiers, shared: ClassStates) -> list[BucketOptimizer]:
     """Make optimizers for the buckets. To `shared.loads`, the elements that the new optimizers own are added. Raises `ConfigError`
     for parameters that are not whole on a rank, if the class needs that."""
     own_class = options.optimizer.own_class
@@ -142,9 +140,7 @@ class PieceOptimizer(BucketOptimizer):
             value = of_group[name][1] if name in of_group else values[number : number + 1]
             yield name, value.dtype, (), TieredTensor.of(value)
 
-    def evaluated(
-        self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]
-    ) -> Tensor:
+    def evaluated(self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> Tensor:
         if not self._class.has_modes:
             return weights
         found = weights.clone()
@@ -192,9 +188,7 @@ class WholeOptimizer(PieceOptimizer):
 
     whole = True
 
-    def __init__(
-        self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, shared: ClassStates, owners: Mapping[int, int]
-    ) -> None:
+    def __init__(self, bucket: Bucket, options: ZeroOptions, tiers: Tiers, shared: ClassStates, owners: Mapping[int, int]) -> None:
         """`owners` maps the number of each parameter to the position of its owner in the shard group."""
         super().__init__(bucket, options, tiers, shared)
         self._group, self._owners, self._ledger = shared.group, owners, tiers.ledger
@@ -237,8 +231,7 @@ class WholeOptimizer(PieceOptimizer):
                 rest.write(0, each.view(-1)).wait()
         # Elements are listed owner by owner: a rank that needs all of them then gets them by one all-gather.
         back = tuple(
-            tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length)
-            for (interval,) in held
+            tuple(common for each in owned for n in each if (common := where[n].intersect(interval)).length) for (interval,) in held
         )
         flat, places = redistribute(values, with_owners, back, self._group, _EXCHANGE), back[self._group.index]
         for at, part in zip(places, torch.split(flat, [at.length for at in places]), strict=True):

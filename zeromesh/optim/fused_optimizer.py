@@ -52,9 +52,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], tuple[str, ...]]] = {
 """The optimizers whose updates `fused_update` computes: torch's class, and torch's names of its moments."""
 
 
-def hyperparameters(
-    settings: OptimizerSettings, lr_factor: float = 1.0, momentum: float | None = None
-) -> list[dict[str, Any]]:
+def hyperparameters(settings: OptimizerSettings, lr_factor: float = 1.0, momentum: float | None = None) -> list[dict[str, Any]]:
     """Return the settings of each group, or else of decayed parameters and of the others, for a step whose schedule multiplies the
     learning rate by `lr_factor`. `momentum` replaces that of SGD, or the first of Adam's betas."""
     common = {name: getattr(settings, name) for name in ("lr", "betas", "eps", "momentum")}
@@ -170,9 +168,7 @@ class BucketOptimizer:
             if first < last:
                 yield segment, [each[first - start : last - start] for each in tensors]
 
-    def evaluated(
-        self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]
-    ) -> Tensor:
+    def evaluated(self, start: int, weights: Tensor, moments: Sequence[Tensor], groups: Sequence[Hyperparameters]) -> Tensor:
         """Return the weights to evaluate with, of elements of the shard from `start` on: those that are trained, here."""
         return weights
 
@@ -182,9 +178,7 @@ class BucketOptimizer:
         fused_update(self._settings.name, group, master, grad, moments, self.steps[number] - 1)
 
 
-def fused_update(
-    name: str, group: Hyperparameters, master: Tensor, grad: Tensor, moments: Sequence[Tensor], updates: int
-) -> None:
+def fused_update(name: str, group: Hyperparameters, master: Tensor, grad: Tensor, moments: Sequence[Tensor], updates: int) -> None:
     """Update `master` and `moments`, `[elements]` like `grad`, in place by torch's fused kernels, after `updates` earlier ones."""
     common = {"lr": float(group["lr"]), "weight_decay": group["weight_decay"], "maximize": group.get("maximize", False)}
     fused = name != "adagrad" or not on_accelerator(master)  # Not every device has a fused kernel for adagrad.

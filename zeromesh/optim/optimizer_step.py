@@ -176,9 +176,7 @@ class StepOutcome:
 class OptimizerStep:
     """Owns the optimizer states of this rank's shards, and updates the shards."""
 
-    def __init__(
-        self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers, gradients: GradientReducer
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], mesh: Mesh, options: ZeroOptions, tiers: Tiers, gradients: GradientReducer) -> None:
         self.scaler = LossScaler(options.precision.loss_scale)
         self.gradients = gradients
         self._mesh = mesh.within_replica if options.outer is not None else mesh

@@ -160,9 +160,7 @@ class StepDriver:
 
         def run(passes: Passes) -> list[torch.Tensor]:
             then, scale = after if each else None, engine.loss_scale
-            runner = self._runner(
-                passes=passes, work=work, loss=loss, scale=scale, backward_follows=follows, after=then
-            )
+            runner = self._runner(passes=passes, work=work, loss=loss, scale=scale, backward_follows=follows, after=then)
             with torch.enable_grad():
                 self._measured = schedule, self._run(schedule, runner)
             return runner.losses

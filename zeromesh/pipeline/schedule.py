@@ -100,9 +100,7 @@ def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, receive
 
 
 @lru_cache(maxsize=16, typed=True)
-def make_schedule(
-    name: ScheduleName | Literal["forward"], *, ranks: int, microbatches: int, chunks: int = 1
-) -> PipelineSchedule:
+def make_schedule(name: ScheduleName | Literal["forward"], *, ranks: int, microbatches: int, chunks: int = 1) -> PipelineSchedule:
     """Make the schedule called `name`. gpipe runs all forwards, then all backwards, with all microbatches in flight (Huang et
     al., "GPipe", 2019). 1f1b runs forwards until the last rank can begin backwards, then one of each in turn, with at most
     `ranks - r` microbatches in flight on rank r (Narayanan et al., "PipeDream", 2019, flushed at the end of a step).

@@ -196,8 +196,7 @@ class CommAccount:
         self._figures: dict[Collective, list[float]] = {each: [0, 0.0, 0.0, 0.0] for each in Collective}
         """Calls, bytes, seconds, and the start of the block being timed."""
         self._spans = {
-            each: _Span(recorder, StepPhase.COMMUNICATION, f"{each.value} over {axis}", self._figures[each])
-            for each in Collective
+            each: _Span(recorder, StepPhase.COMMUNICATION, f"{each.value} over {axis}", self._figures[each]) for each in Collective
         }
 
     def count(self, collective: Collective, whole: int) -> None:

@@ -143,9 +143,7 @@ class Watchdog:
         if seconds:
             self.board.count_step([int(1e9 * value) for value in found])
 
-    def event(
-        self, activity: Activity, unit: int, peers: Sequence[int], *, known_order: bool = True, call: str = ""
-    ) -> None:
+    def event(self, activity: Activity, unit: int, peers: Sequence[int], *, known_order: bool = True, call: str = "") -> None:
         """Post an event that all peers post in the same order; `call` is the name for `Activity.CALL`. On one host every event is
         compared; across hosts only one without a `known_order` (as recorded in an earlier pass): this rank then publishes it and
         waits for the peers' events. Raises `CollectiveError` when a peer has posted another event in its place."""
@@ -429,9 +427,7 @@ class Watchdog:
         sooner = at_work or any(self.board.stopped(peer) for peer in peers)
         return min(self.step_seconds, self.timeout_seconds) if sooner else self.timeout_seconds
 
-    def patience_with(
-        self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None
-    ) -> Iterator[None]:
+    def patience_with(self, peers: Sequence[int], what: str, late: Callable[[], CollectiveError] | None = None) -> Iterator[None]:
         """Check the peers of a wait at each step of the iterator, a few times a second; `what` names the wait in errors. Raises
         `CollectiveError` when one is gone, has failed, runs another operation or left the call, and the error that `late` makes if
         for `timeout_seconds` none makes progress."""

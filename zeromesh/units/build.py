@@ -225,10 +225,7 @@ def kept_buckets(units: UnitLayouts, options: ZeroOptions, device: torch.device,
     away, budget = options.offload.parameters.leaves_device(device), options.gathered_budget
     fetched = partial(fetched_module, options=options, device=device)
     # A rank may be the only one with its experts.
-    alone = [
-        [not away and (kind == "local" or (each.first.in_experts and each.parts == 1)) for each in unit]
-        for unit in units
-    ]
+    alone = [[not away and (kind == "local" or (each.first.in_experts and each.parts == 1)) for each in unit] for unit in units]
     if options.placements.parameters is Placement.REPLICATED:
         return [[True] * len(unit) for unit in units]
     at_rest = [[rests_as_gathered(each, options) for each in unit] for unit in units]

@@ -236,9 +236,7 @@ def parts_in_fp32(model: object) -> set[str]:
     return {part for attribute in attributes for part in getattr(model, attribute, None) or ()}
 
 
-def _dtypes(
-    model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype
-) -> dict[str, torch.dtype]:
+def _dtypes(model: nn.Module, names: Iterable[tuple[nn.Parameter, list[str]]], compute: torch.dtype) -> dict[str, torch.dtype]:
     main = main_dtype(parameter for parameter, _ in names)
     # Parameters that a transformers model names stay in fp32, and those of batch norms, whose running statistics are fp32 buffers:
     # PyTorch takes 16-bit inputs with fp32 weights, not the reverse.

@@ -330,8 +330,7 @@ class Unit:
         self.trainable = tuple(bucket for bucket in self.buckets if any(bucket.training))
         """The buckets that receive gradients in the current step."""
         self.writes_persist = all(
-            bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded
-            for bucket in self.buckets
+            bucket.buffer.persistent and bucket.copy is None and bucket.length == bucket.layout.padded for bucket in self.buckets
         )
         """True if in-place changes of parameters persist, since the gathered memory is that of all master weights."""
 

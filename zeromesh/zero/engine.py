@@ -150,9 +150,7 @@ class ZeroEngine:
         if not own:
             self.require_alike("a checkpoint")
             if self._has_averages:
-                raise PhaseError(
-                    "a checkpoint has trained weights, and the model has averaged ones: save it after averaged()"
-                )
+                raise PhaseError("a checkpoint has trained weights, and the model has averaged ones: save it after averaged()")
         changed = {
             slot.spec.name: (trained, steps)
             for bucket in self._buckets
@@ -339,9 +337,7 @@ class ZeroEngine:
             group.transport.poll()
 
     @contextmanager
-    def loading(
-        self, averaged_updates: int | None = None, *, swaps: bool = False, finishing: bool = False
-    ) -> Iterator[None]:
+    def loading(self, averaged_updates: int | None = None, *, swaps: bool = False, finishing: bool = False) -> Iterator[None]:
         """Inside the block all ranks may overwrite their shards; afterwards all parameters are gathered anew. `averaged_updates` is
         the number of updates in the loaded averages; None keeps the present one. After an error the shards hold parts of both
         states until such a block succeeds; after a `LayoutError` nothing was read. `swaps`: they

@@ -34,9 +34,7 @@ class CheckpointState:
     """Lists the tensors of a checkpoint, and this rank's part of each, to write and to load: parameters in the dtype that the model
     computes with, beside them master weights where these differ, and moments."""
 
-    def __init__(
-        self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions
-    ) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[Unit], updater: OptimizerStep, mesh: Mesh, options: ZeroOptions) -> None:
         self._model, self._buckets, self._mesh = model, all_buckets(units), mesh
         self._updater, self._options = updater, options
 

@@ -125,20 +125,14 @@ def cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
     modules, the first one of others, whose further ones may be exact. A whole model takes any, as it has modules for that."""
     for module in root.modules():
         own = any(each.dtype == dtype for each in module.parameters(recurse=False))
-        if (
-            own
-            and (module is not root or not root._modules)
-            and _in_own_dtype not in module._forward_pre_hooks.values()
-        ):
+        if own and (module is not root or not root._modules) and _in_own_dtype not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_in_own_dtype)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
     """Return True if a module has hooks of others than the engine, which may keep what they see of a call."""
     kinds = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(
-        type(hook) is not _ModuleHook and hook is not _in_own_dtype for hooks in kinds for hook in hooks.values()
-    )
+    return any(type(hook) is not _ModuleHook and hook is not _in_own_dtype for hooks in kinds for hook in hooks.values())
 
 
 def watch_outputs(modules: Iterable[tuple[str, nn.Module]], call: Callable[[str, Any], None]) -> Callable[[], None]:

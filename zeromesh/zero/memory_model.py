@@ -46,9 +46,7 @@ class MemoryModel:
     """The predicted bytes of one rank after the first update, by purpose, without purposes of 0 bytes: in the memory of its
     compute device (`terms`), in host memory beside an accelerator (`host_terms`), and on disk (`files`). Gradients: the peak."""
 
-    def __init__(
-        self, units: UnitLayouts, options: ZeroOptions, parts: int, transport: str, device: torch.device = _CPU
-    ) -> None:
+    def __init__(self, units: UnitLayouts, options: ZeroOptions, parts: int, transport: str, device: torch.device = _CPU) -> None:
         """`units` are the layouts of each unit's buckets for `parts` ranks that share states, the root's first, and `transport` is
         what `choose_transport` returns for these ranks. Fewer share the states of experts that are spread over them."""
         self.units, self._options, self._parts, self._device = units, options, parts, device

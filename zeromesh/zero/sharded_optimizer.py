@@ -149,9 +149,7 @@ def _refuse_step(*_: Any, **__: Any) -> None:
     raise PhaseError("the model is partitioned now: call step() of the optimizer that shard() has returned")
 
 
-def settings_of(
-    optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False
-) -> OptimizerSettings:
+def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]], *, takes_modes: bool = False) -> OptimizerSettings:
     """Return the settings of an optimizer over `names`; if `takes_modes` it may have train() and eval(). Raises `ConfigError`."""
     modes: list[Any] = [getattr(optimizer, mode, None) for mode in ("train", "eval")]
     if has_modes := takes_modes and all(map(callable, modes)):

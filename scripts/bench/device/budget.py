@@ -31,17 +31,10 @@ class Part:
 
 
 ALONE = (
-    Part(
-        name="tests",
-        title="the tests that need an accelerator, under torch's sanitizer of streams",
-        seconds=70,
-        least=20,
-    ),
+    Part(name="tests", title="the tests that need an accelerator, under torch's sanitizer of streams", seconds=70, least=20),
     Part(name="parity", title="beside plain PyTorch on the device and on the CPU", seconds=45, least=15),
     Part(name="train-1b", title="a Llama of 1 billion parameters, 8k tokens a step", seconds=65, least=30),
-    Part(
-        name="train-8b", title="a Llama as wide as one of 8 billion parameters, 8k tokens a step", seconds=80, least=40
-    ),
+    Part(name="train-8b", title="a Llama as wide as one of 8 billion parameters, 8k tokens a step", seconds=80, least=40),
     Part(name="offload", title="the same, its states on the host and on files", seconds=180, least=50),
     Part(name="copies", title="copies between the device and the host", seconds=20, least=12),
     Part(name="saving", title="one checkpoint, written and read", seconds=45, least=20),

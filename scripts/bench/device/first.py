@@ -83,9 +83,7 @@ def _pipeline(place: Place, schedule: str) -> None:
     microbatches = 2 * place.ranks
     data = Tokens(microbatches * _STEPS)
     model = model_of("llama", torch.float32, layers=2 * place.ranks)
-    reference = _plain_losses(
-        model_of("llama", torch.float32, layers=2 * place.ranks), data, place.device, microbatches
-    )
+    reference = _plain_losses(model_of("llama", torch.float32, layers=2 * place.ranks), data, place.device, microbatches)
     settings: dict[str, Any] = {
         "data": {"shuffle": False},
         "model": {"loss": "native"},

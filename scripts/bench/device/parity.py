@@ -99,13 +99,7 @@ def plain(model: nn.Module, device: torch.device, way: Way, ranks: int) -> dict[
 
 
 def ours(
-    model: nn.Module,
-    device: torch.device,
-    way: Way,
-    rank: int,
-    ranks: int,
-    *,
-    before_last: Callable[[], object] = lambda: None,
+    model: nn.Module, device: torch.device, way: Way, rank: int, ranks: int, *, before_last: Callable[[], object] = lambda: None
 ) -> dict[str, Tensor]:
     """The same by zeromesh, this rank on its samples. `before_last` is called between the last two steps."""
     model.to(device)

@@ -87,10 +87,7 @@ def heard(lines: Iterable[str]) -> tuple[list[Row], str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Plain text in columns; long reasons below their rows."""
-    cells = [
-        ("", "figure", "expected", "verdict"),
-        *((row.what, _value(row), row.expected, row.verdict) for row in rows),
-    ]
+    cells = [("", "figure", "expected", "verdict"), *((row.what, _value(row), row.expected, row.verdict) for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(3)]
     lines = []
     for row, (what, value, expected, verdict) in zip((None, *rows), cells, strict=True):
@@ -119,7 +116,5 @@ def summary(rows: Iterable[Row]) -> str:
 
 def record(parts: dict[str, tuple[list[Row], float]], **more: Any) -> str:
     """Everything as JSON: of each part its rows and its seconds."""
-    found = {
-        name: {"seconds": seconds, "rows": [asdict(row) for row in rows]} for name, (rows, seconds) in parts.items()
-    }
+    found = {name: {"seconds": seconds, "rows": [asdict(row) for row in rows]} for name, (rows, seconds) in parts.items()}
     return json.dumps({**more, "parts": found}, indent=1, allow_nan=True) + "\n"

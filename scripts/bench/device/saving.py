@@ -28,9 +28,7 @@ def run(place: Place) -> None:
     needed, free = sizes.parameters(workload) * _SPACE + _PLAIN_BYTES[place.dry], shutil.disk_usage(place.folder).free
     what = "a checkpoint"
     if needed > free:
-        place.say(
-            rows.not_run(what, f"it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {place.folder}")
-        )
+        place.say(rows.not_run(what, f"it needs {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free in {place.folder}"))
         return
     with place.trying(what):
         net, optimizer = systems.sharded(workload, place)
@@ -50,9 +48,7 @@ def run(place: Place) -> None:
         place.figure("save", nbytes / wrote / 1e9, "GB/s")
         place.figure("load", nbytes / read / 1e9, "GB/s")
         if place.rank == 0:
-            place.figure(
-                "save beside a plain file", nbytes / wrote / raw_wrote, least=_WRITE, than="of it", timing=True
-            )
+            place.figure("save beside a plain file", nbytes / wrote / raw_wrote, least=_WRITE, than="of it", timing=True)
             place.figure("load beside a plain file", nbytes / read / raw_read, least=_READ, than="of it", timing=True)
         apart = float((_some(net) - before).abs().max())
         place.figure("weights after loading differ by", apart if moved else float("nan"), most=0)

@@ -49,8 +49,7 @@ def on_device(model: Workload, free: int, ranks: int) -> Workload:
 def on_host(model: Workload, free_host: int, free_device: int, each: float) -> Workload:
     """As deep as can be trained with `each` bytes a parameter on the host and its 16-bit parameters on the device."""
     return min(
-        (fitted(model, free_host, each), fitted(model, free_device - ACTIVATIONS, 2 + _AT_WORK)),
-        key=lambda found: found.layers,
+        (fitted(model, free_host, each), fitted(model, free_device - ACTIVATIONS, 2 + _AT_WORK)), key=lambda found: found.layers
     )
 
 

@@ -32,16 +32,7 @@ def run(place: Place) -> None:
         return
     rows.say_begin(what)
     report = Path(place.folder, "tests.xml")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--maxfail=10",
-        f"--junitxml={report}",
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--maxfail=10", f"--junitxml={report}"]
     command += ["--device", "sim" if place.simulated else "accelerator"]
     variables = {**os.environ, **({"TORCH_CUDA_SANITIZER": "1"} if place.device.type == "cuda" else {})}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

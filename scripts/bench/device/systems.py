@@ -109,11 +109,7 @@ def fsdp2_offload_step(workload: Workload, place: Place) -> Step:
     model = built(workload, place, workload.compute)
     mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=workload.compute, reduce_dtype=torch.float32)
-    options: Any = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": CPUOffloadPolicy(pin_memory=is_accelerator(place.device)),
-    }
+    options: Any = {"mesh": mesh, "mp_policy": policy, "offload_policy": CPUOffloadPolicy(pin_memory=is_accelerator(place.device))}
     for block in model.model.layers:  # One block in float32 on the device at a time.
         fully_shard(block.float(), **options)
     fully_shard(model.float(), **options)
@@ -206,14 +202,7 @@ class Tokens:
 
 
 def fitted(
-    model: nn.Module,
-    workload: Workload,
-    place: Place,
-    steps: int,
-    sections: Mapping[str, Any],
-    *,
-    size: int,
-    micro: int,
+    model: nn.Module, workload: Workload, place: Place, steps: int, sections: Mapping[str, Any], *, size: int, micro: int
 ) -> Turn:
     """Train by zeromesh's Trainer, with `sections` of a configuration, steps of `size` samples in microbatches of `micro`."""
     run = {"name": "fitted", "output_dir": str(place.folder), "max_steps": _WARMUP + steps, "clip_norm": 0.0}

@@ -62,9 +62,7 @@ def report(place: Place, workload: Workload, turns: Mapping[str, Sequence[Turn]]
     for name, each in turns.items():
         if name != OURS:
             limit = _TIME if name == FSDP2 else None
-            place.figure(
-                f"step time beside {name}", ratio(turns[OURS], each), most=limit, than=f"of {name}", timing=True
-            )
+            place.figure(f"step time beside {name}", ratio(turns[OURS], each), most=limit, than=f"of {name}", timing=True)
     if FSDP2 in turns:
         theirs, ours = turns[FSDP2][0], turns[OURS][0]
         if theirs.peak:

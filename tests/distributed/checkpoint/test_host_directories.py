@@ -70,19 +70,14 @@ def whole(folder: Path, number: int, out: Path) -> Path:
 
 def test_parts_put_together_are_the_checkpoint(parted: Path, undisturbed: Path, tmp_path: Path) -> None:
     assert unequal(whole(parted, 4, tmp_path / "out"), step(undisturbed, 4)) == []
-    ours, theirs = (
-        json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 4))
-    )
+    ours, theirs = (json.loads((path / "trainer_state.json").read_text()) for path in (tmp_path / "out", step(undisturbed, 4)))
     for each in (ours, theirs):  # The runs were to have other lengths.
         each["max_steps"] = each["settings"]["run.max_steps"] = 0
     assert ours == theirs
 
 
 def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
-    used = [
-        sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 4).rglob("*.safetensors"))
-        for disk in (0, 1)
-    ]
+    used = [sum(path.stat().st_blocks * 512 for path in step(parted / f"disk-{disk}", 4).rglob("*.safetensors")) for disk in (0, 1)]
     total = sum(path.stat().st_size for path in step(parted / "disk-0", 4).rglob("*.safetensors"))
     assert total <= sum(used) < 1.3 * total
     assert max(used) < 0.8 * total
@@ -93,9 +88,7 @@ def test_a_part_takes_no_room_for_what_others_write(parted: Path) -> None:
     [TWO, full([1, 0, 1]), full([0, 1]), full([0, 1, 1, 0, 1]), [2, 0, 1], full([0, 1, 2])],
     ids=lambda disks: "-".join(map(str, disks)),
 )
-def test_a_run_goes_on_from_parts(
-    apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]
-) -> None:
+def test_a_run_goes_on_from_parts(apart: Any, copied: Path, undisturbed: Path, tmp_path: Path, disks: list[int]) -> None:
     """Other numbers of ranks need bytes of parts that they do not see; a host that joins has an empty disk, 2."""
     before = whole(copied, 4, tmp_path / "before")
     assert "resumed from step 4" in apart(disks, copied, mirror=str(tmp_path / "mirror"))[0]["said"]

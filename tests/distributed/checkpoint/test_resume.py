@@ -127,10 +127,7 @@ def test_what_collators_draw_depends_on_neither_layout_nor_interruption(workers:
     assert max(abs(a - b) for a, b in zip(one["all"], plain["all"], strict=True)) > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [("float32", "bfloat16"), ("bfloat16", "float32"), full("bfloat16", "float16")],
-)
+@pytest.mark.parametrize(("before", "after"), [("float32", "bfloat16"), ("bfloat16", "float32"), full("bfloat16", "float16")])
 def test_master_weights_cross_a_change_of_precision(workers: Workers, tmp_path: Path, before: str, after: str) -> None:
     for size, steps, compute in ((2, 2, before), (3, 3, after)):
         given = {"mirror": str(tmp_path / "m")} if steps == 3 else {}
@@ -149,9 +146,7 @@ test_a_checkpoint_is_a_model_of_transformers = tried(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
-    workers: Workers, tmp_path: Path, size: int
-) -> None:
+def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(workers: Workers, tmp_path: Path, size: int) -> None:
     train(workers, size, tmp_path, 5)
     victim = max(step(tmp_path, 5).rglob("*.safetensors"), key=lambda path: path.name)
     content = bytearray(victim.read_bytes())
@@ -159,9 +154,7 @@ def test_what_a_damaged_checkpoint_has_half_overwritten_is_not_used(
     victim.write_bytes(content)
     for found in workers.run(size, "checkpoint_cases:after_damage", folder=str(tmp_path), steps=10):
         assert "are not what rank" in found[0]
-        assert all(
-            said.startswith("PhaseError: this run ended after 0 whole steps with CheckpointError") for said in found[1:]
-        )
+        assert all(said.startswith("PhaseError: this run ended after 0 whole steps with CheckpointError") for said in found[1:])
 
 
 def test_every_checkpoint_is_kept_where_the_number_is_zero(workers: Workers, tmp_path: Path) -> None:

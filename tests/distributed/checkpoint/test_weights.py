@@ -15,13 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def read(
-    workers: Workers,
-    folder: Path,
-    name: str,
-    compute: str = "float32",
-    master: str = "float32",
-    ranks: int = 2,
-    **model: Any,
+    workers: Workers, folder: Path, name: str, compute: str = "float32", master: str = "float32", ranks: int = 2, **model: Any
 ) -> dict[str, Any]:
     """What ranks have made of a directory, at stage 3."""
     cases = {"folder": str(folder), "name": name, "compute": compute, "master": master, **model}
@@ -39,9 +33,7 @@ def as_read(model: torch.nn.Module, dtype: torch.dtype) -> str:
     ("stored", "compute", "master"),
     [("bfloat16", "bfloat16", "float32"), ("bfloat16", "float64", "float64"), ("float32", "bfloat16", "float32")],
 )
-def test_master_weights_are_the_files_exactly(
-    workers: Workers, tmp_path: Path, stored: str, compute: str, master: str
-) -> None:
+def test_master_weights_are_the_files_exactly(workers: Workers, tmp_path: Path, stored: str, compute: str, master: str) -> None:
     model = write(tmp_path / "model", "llama", DTYPES[stored])
     found = read(workers, tmp_path / "model", "llama", compute, master)
     assert found["state"] == as_read(model, getattr(torch, master))

@@ -121,9 +121,7 @@ METHODS = {
     ("transport", "hosts", "calls"),
     [
         ("shared", 0, ["evaluate", "state_dict", "fit", "run", "step gradient"]),
-        pytest.param(
-            "shared", 0, ["save", "predict", "save_pretrained", "generate", "gathered"], marks=pytest.mark.full
-        ),
+        pytest.param("shared", 0, ["save", "predict", "save_pretrained", "generate", "gathered"], marks=pytest.mark.full),
         ("gloo", 0, ["step evaluate"]),
         pytest.param("gloo", 0, ["evaluate", "state_dict"], marks=pytest.mark.full),
         pytest.param("gloo", -2, ["step gradient"], marks=pytest.mark.full),

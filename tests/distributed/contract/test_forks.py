@@ -85,6 +85,4 @@ def forking(mesh: Mesh, *, folder: str, transport: str) -> None:
     assert ending.codes[1] in (1, -signal.SIGINT)  # A process of multiprocessing ends with KeyboardInterrupt.
 
 
-test_forks = tried(
-    "test_forks", [row(2, "forking", transport="shared"), row(2, "forking", pytest.mark.full, transport="gloo")]
-)
+test_forks = tried("test_forks", [row(2, "forking", transport="shared"), row(2, "forking", pytest.mark.full, transport="gloo")])

@@ -417,9 +417,7 @@ class Resting(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return (
-            super().forward(x) if self.calls % 2 else self.norm(self.inner[2](torch.tanh(self.inner[1](x)))) * self.gain
-        )
+        return super().forward(x) if self.calls % 2 else self.norm(self.inner[2](torch.tanh(self.inner[1](x)))) * self.gain
 
 
 class Late(Resting):
@@ -483,9 +481,7 @@ def sharded(
     return weights, nbytes
 
 
-def trained(
-    mesh: Mesh, name: str, stages: list[int], folder: str, offload: str = "none", net: str = "Net"
-) -> dict[str, Any]:
+def trained(mesh: Mesh, name: str, stages: list[int], folder: str, offload: str = "none", net: str = "Net") -> dict[str, Any]:
     """Steps at each stage, or those after a checkpoint in `folder`: the largest difference from the plain loop."""
     _muon._zeropower_via_newtonschulz = exact_orthogonal
     made = {"Net": Net, "Resting": Resting, "Late": Late}[net]
@@ -571,12 +567,9 @@ def test_updates_are_those_of_plain_pytorch(workers: Workers, tmp_path: Path, na
 
 
 @pytest.mark.parametrize(
-    ("name", "net"),
-    [("NAdam", "Resting"), ("Adafactor", "Resting"), ("Counted", "Resting"), ("Counted", "Late")],
+    ("name", "net"), [("NAdam", "Resting"), ("Adafactor", "Resting"), ("Counted", "Resting"), ("Counted", "Late")]
 )
-def test_without_a_gradient_a_parameter_neither_moves_nor_decays(
-    workers: Workers, tmp_path: Path, name: str, net: str
-) -> None:
+def test_without_a_gradient_a_parameter_neither_moves_nor_decays(workers: Workers, tmp_path: Path, name: str, net: str) -> None:
     arguments = {"name": name, "stages": [1, 3], "folder": str(tmp_path), "net": net}
     assert max(found["off"] for found in workers.run(2, "test_optimizers:trained", **arguments)) < 1e-9
 
@@ -594,10 +587,7 @@ def test_states_rest_on_files(workers: Workers, tmp_path: Path, name: str) -> No
         (["AdamW", "SGD"], ["exp_avg, exp_avg_sq of its optimizer"], ["has no exp_avg in it"]),
         (
             ["BlockAdam", "AdamW"],
-            [
-                "has exp_avg.codes, exp_avg.levels, exp_avg.scale",
-                "of its optimizer, which is of another kind than the one here",
-            ],
+            ["has exp_avg.codes, exp_avg.levels, exp_avg.scale", "of its optimizer, which is of another kind than the one here"],
             ["does not fit this model and optimizer", "rows.0.weight has no step in it"],
         ),
     ],

@@ -24,9 +24,7 @@ from zeromesh.mesh.process_mesh import Mesh
 NAMES = ["stem.weight", "blocks.1.up.weight"]
 
 
-def train(
-    layout: Layout, callbacks: list[Any], build: Callable[[], nn.Module] = Stack, **sections: Any
-) -> dict[str, Any]:
+def train(layout: Layout, callbacks: list[Any], build: Callable[[], nn.Module] = Stack, **sections: Any) -> dict[str, Any]:
     case = Case(name="own", build=build)
     with tempfile.TemporaryDirectory() as folder:
         return {"difference": apart_in({**case.settings(folder, layout), **sections}, case, callbacks)}
@@ -227,9 +225,7 @@ def flags_that_differ(mesh: Mesh) -> str:
 
 def changed_over_axes(mesh: Mesh, folder: str) -> float:
     """Flags that change under tensor and pipeline parallelism, against one process."""
-    config = settings(
-        folder, parallel={axis: getattr(mesh.shape, axis) for axis in ("pipeline", "tensor", "replicate")}
-    )
+    config = settings(folder, parallel={axis: getattr(mesh.shape, axis) for axis in ("pipeline", "tensor", "replicate")})
     reference, data = seeded(llama).double(), sentences()
 
     def flags(model: Any, step: int) -> None:
@@ -274,9 +270,7 @@ def test_hooks_and_lists_of_parameters_survive_a_build_on_meta(workers: Workers,
 
 def test_hooks_on_meta_are_refused(workers: Workers) -> None:
     (found,) = workers.run(1, "test_parameters:hooks_refused")
-    assert found.startswith(
-        "LayoutError: blocks.1.down.weight: the model was passed on the meta device with hooks on gradients"
-    )
+    assert found.startswith("LayoutError: blocks.1.down.weight: the model was passed on the meta device with hooks on gradients")
 
 
 @pytest.mark.parametrize(
@@ -298,9 +292,7 @@ def test_a_run_goes_on_with_the_flags_that_it_had(workers: Workers, tmp_path: Pa
         pytest.param("changed_over_axes", {"replicate": 2}, 1e-9, marks=FULL),
     ],
 )
-def test_runs_whose_flags_change_end_alike(
-    workers: Workers, tmp_path: Path, case: str, axes: dict[str, int], most: float
-) -> None:
+def test_runs_whose_flags_change_end_alike(workers: Workers, tmp_path: Path, case: str, axes: dict[str, int], most: float) -> None:
     assert max(workers.run(2, f"test_parameters:{case}", folder=str(tmp_path), **axes)) <= most
 
 

@@ -61,9 +61,7 @@ class Drawing(nn.Module):
         return self.head(F.dropout(x, 0.2, self.training))
 
 
-def _train(
-    folder: str, name: str, *, steps: int = 2, recomputed: bool = False, evaluate: bool = False, **sections: Any
-) -> Any:
+def _train(folder: str, name: str, *, steps: int = 2, recomputed: bool = False, evaluate: bool = False, **sections: Any) -> Any:
     torch.manual_seed(0)
     book = Book()
     model = Drawing(book, recomputed).double()

@@ -75,12 +75,8 @@ def test_a_model_without_a_head_needs_a_loss() -> None:
     assert make_loss(model, compute_loss=lambda model, batch: (torch.zeros(()), 1)).count({}) is None
     sizes: dict[str, Any] = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     with torch.device("meta"):
-        pairs = tf.CLIPModel(
-            tf.CLIPConfig(text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 8})
-        )
-    with pytest.raises(
-        ConfigError, match=r"CLIPModel gives the mean .* with return_loss=True; pass compute_loss=lambda"
-    ):
+        pairs = tf.CLIPModel(tf.CLIPConfig(text_config=sizes, vision_config={**sizes, "image_size": 8, "patch_size": 8}))
+    with pytest.raises(ConfigError, match=r"CLIPModel gives the mean .* with return_loss=True; pass compute_loss=lambda"):
         make_loss(pairs)
 
 
@@ -123,9 +119,7 @@ test_a_task_trains_as_in_one_process = tried(
 
 def test_what_is_masked_of_sounds_depends_on_the_samples_alone(workers: Workers, tmp_path: Path) -> None:
     """transformers draws it from NumPy. Dropout is on too."""
-    found = {
-        size: workers.run(size, "architecture_cases:masked_sounds", folder=str(tmp_path / str(size))) for size in (1, 2)
-    }
+    found = {size: workers.run(size, "architecture_cases:masked_sounds", folder=str(tmp_path / str(size))) for size in (1, 2)}
     assert found[1][0]["losses"] == pytest.approx(found[2][0]["losses"], rel=1e-9)
     assert found[1][0]["losses"] != pytest.approx(found[1][0]["without"], rel=1e-3)
     assert found[1][0]["untouched"] is True

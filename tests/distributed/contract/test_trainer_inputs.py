@@ -198,12 +198,7 @@ def test_forms_of_a_dataset_are_all_the_same(workers: Workers, tmp_path: Path) -
     ("change", "wanted", "code"),
     [
         ("zero.stage=5", "zero.stage: got 5", 2),
-        pytest.param(
-            "run.output_dir={here}/file",
-            "file/run' cannot be written: Not a directory",
-            1,
-            marks=pytest.mark.full,
-        ),
+        pytest.param("run.output_dir={here}/file", "file/run' cannot be written: Not a directory", 1, marks=pytest.mark.full),
     ],
 )
 def test_two_processes_say_it_once_and_end(here: Path, change: str, wanted: str, code: int) -> None:

@@ -99,12 +99,7 @@ WAYS = [
     ("parallel.tensor", 1, 2, r"ConfigError: .*different meshes: .*tensor is 1 on rank 0, 2 on rank 1"),
     ("parallel.order", "launch", "topology", r"ConfigError: .*different meshes: order is launch on rank 0"),
     ("train_dataset", 9, 10, r"DataError: .*train_dataset is 9 samples on rank 0, 10 samples on rank 1"),
-    (
-        "eval_dataset",
-        {"a": 4},
-        {"a": 5},
-        r"DataError: .*eval_dataset\['a'\] is 4 samples on rank 0, 5 samples on rank 1",
-    ),
+    ("eval_dataset", {"a": 4}, {"a": 5}, r"DataError: .*eval_dataset\['a'\] is 4 samples on rank 0, 5 samples on rank 1"),
     ("eval_dataset", {"a": 4}, {"b": 4}, r"DataError: .*eval_dataset\['b'\] is \(absent\) on rank 0"),
     ("eval_dataset", {"a": 4}, None, r"ConfigError: .*eval_dataset is given on rank 0, not given on rank 1"),
     ("lr_scheduler", 1, None, r"ConfigError: .*lr_scheduler is given on rank 0, not given on rank 1"),
@@ -267,9 +262,7 @@ def compiled_fields(mesh: Mesh, folder: str) -> None:
     for name, change in (("compiled", partial(torch.compile, backend="eager")), ("recomputed", _recomputing)):
         model = change(seeded(build).double())
         with Trainer(model, settings(folder, run={"name": name}), sentences()) as trainer:
-            flags = {
-                bool(m.gradient_checkpointing) for m in trainer.model.modules() if hasattr(m, "gradient_checkpointing")
-            }
+            flags = {bool(m.gradient_checkpointing) for m in trainer.model.modules() if hasattr(m, "gradient_checkpointing")}
             trainer.fit()
             end = {key: value.clone() for key, value in trainer.state_dict()}
         assert distance(end, plain.states[-1]) <= 1e-9, name

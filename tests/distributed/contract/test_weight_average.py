@@ -54,13 +54,7 @@ class Plain:
 
 
 def averaged(
-    mesh: Mesh,
-    layout: dict[str, Any],
-    folder: str,
-    stop: int,
-    ema: dict[str, Any],
-    flagged: bool = False,
-    **sections: Any,
+    mesh: Mesh, layout: dict[str, Any], folder: str, stop: int, ema: dict[str, Any], flagged: bool = False, **sections: Any
 ) -> dict[str, float]:
     """A run with averages, which goes on with what is in `folder`: the largest differences from the plain loop."""
     flags: Flags = cases_flags.thaw if flagged else lambda model, step: None
@@ -81,9 +75,7 @@ def averaged(
     config["ema"] = {**ema, "evaluate": True}
     callbacks = [cases_flags.flagging(flags), after_steps(look), stopping(stop)]
     data, held = samples(), samples()[:7]
-    with Trainer(
-        seeded(build).double(), config, data, held, compute_loss=cross_entropy, callbacks=callbacks
-    ) as trainer:
+    with Trainer(seeded(build).double(), config, data, held, compute_loss=cross_entropy, callbacks=callbacks) as trainer:
         trainer.fit()
         found["last loss"] = abs(trainer.evaluate()["eval_loss"] - plain.losses[stop])
         found["last"] = distance(dict(trainer.state_dict(ema=True)), plain.states[stop])
@@ -140,9 +132,7 @@ def skipped(mesh: Mesh, folder: str) -> float:
         seen.append({name: value.clone() for name, value in trainer.state_dict()})
 
     config = {**Case(name="own", build=Stack, steps=4).settings(folder, Layout(stage=3)), "ema": {"decay": 0.5}}
-    with Trainer(
-        seeded(Stack).double(), config, samples(), compute_loss=loss, callbacks=[after_steps(look)]
-    ) as trainer:
+    with Trainer(seeded(Stack).double(), config, samples(), compute_loss=loss, callbacks=[after_steps(look)]) as trainer:
         assert trainer.fit().skipped_steps == 1
         found = {name: value.clone() for name, value in trainer.state_dict(ema=True)}
     return distance(found, {name: seen[0][name] / 4 + seen[1][name] / 4 + seen[3][name] / 2 for name in found})
@@ -165,9 +155,7 @@ def begun_later(mesh: Mesh, folder: str) -> float:
 FILES = {"offload": {"optimizer": "file"}}
 RUNS = [
     pytest.param(Layout(stage=3, kept=False, transport="gloo"), {"decay": 0.8}, {}, id="released"),
-    pytest.param(
-        Layout(stage=1), {"decay": 0.5, "every_steps": 2, "start_step": 3}, {}, id="every second from the third"
-    ),
+    pytest.param(Layout(stage=1), {"decay": 0.5, "every_steps": 2, "start_step": 3}, {}, id="every second from the third"),
     pytest.param(Layout(stage=3), {"decay": 0.9}, FILES, id="files"),
     pytest.param(Layout(stage=0, transport="gloo"), {"decay": 0.7}, {}, id="replicated", marks=pytest.mark.full),
     pytest.param(Layout(stage=2), {"decay": 0.7, "every_steps": 3}, {}, id="every third", marks=pytest.mark.full),
@@ -192,9 +180,7 @@ def test_averages_go_on_in_another_layout(workers: Workers, tmp_path: Path, flag
             assert {name: value for name, value in found.items() if not value < 1e-9} == {}
 
 
-@pytest.mark.parametrize(
-    "axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("replicate", "pipeline")), "tensor"]
-)
+@pytest.mark.parametrize("axis", [*(pytest.param(axis, marks=pytest.mark.full) for axis in ("replicate", "pipeline")), "tensor"])
 def test_averages_are_saved(workers: Workers, tmp_path: Path, axis: str) -> None:
     for found in workers.run(2, "test_weight_average:averaged_models", folder=str(tmp_path), **{axis: 2}):
         assert {name: value for name, value in found.items() if not value < 1e-9} == {}
@@ -209,7 +195,5 @@ def test_skipped_steps_and_runs_without_averages_before(workers: Workers, tmp_pa
 
 
 def test_evaluation_with_no_average_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"ema\.evaluate: true needs averaged weights; set ema\.decay, such as 0\.999"
-    ):
+    with pytest.raises(ConfigError, match=r"ema\.evaluate: true needs averaged weights; set ema\.decay, such as 0\.999"):
         load_config({"ema": {"evaluate": True}})

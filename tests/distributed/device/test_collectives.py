@@ -170,9 +170,7 @@ def test_pipelines_launch_their_messages_in_one_order(workers: Workers, schedule
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
-def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(
-    schedule: str, chunks: int, ranks: int
-) -> None:
+def test_a_message_is_made_before_later_ones_and_launched_before_it_is_needed(schedule: str, chunks: int, ranks: int) -> None:
     """Each rank can launch all of its messages in the order of `message_order`: what it sends is made by then."""
     for microbatches in (1, ranks, 3 * ranks + 1):
         plan = make_schedule(schedule, ranks=ranks, microbatches=microbatches, chunks=chunks)  # type: ignore[arg-type]
@@ -213,9 +211,7 @@ def hangs(mesh: Mesh) -> dict[str, Any]:
             if mesh.rank == 1:
                 time.sleep(5)
                 return {}
-            full = redistribute(
-                own, one_after_another([4, 4]), replicated(8, 2), mesh.shard, "all-gather of unit layers.3"
-            )
+            full = redistribute(own, one_after_another([4, 4]), replicated(8, 2), mesh.shard, "all-gather of unit layers.3")
             float(full.sum())
     except RuntimeError as error:
         found = f"{type(error).__name__}: {error}"

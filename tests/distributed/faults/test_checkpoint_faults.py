@@ -109,9 +109,7 @@ def test_a_kill_anywhere_loses_nothing_that_was_saved(
     [
         ("bit-flip", "are not what rank"),
         full("short-write", "are not what rank"),
-        full(
-            "truncate", "were written|are not what rank"
-        ),  # what others write behind the cut makes the file long again
+        full("truncate", "were written|are not what rank"),  # what others write behind the cut makes the file long again
     ],
 )
 @pytest.mark.parametrize("site", ["mid-write", full("after-rename")])
@@ -286,9 +284,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all(
     resumed()
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGTERM, "SystemExit 143"), full(signal.SIGINT, "KeyboardInterrupt")]
-)
+@pytest.mark.parametrize(("number", "words"), [(signal.SIGTERM, "SystemExit 143"), full(signal.SIGINT, "KeyboardInterrupt")])
 def test_a_signal_in_an_evaluation_does_not_wait_for_its_end(
     workers: Workers, tmp_path: Path, number: signal.Signals, words: str
 ) -> None:

@@ -105,9 +105,7 @@ PAUSES = (
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("fault", "options", "words"), FAULTS)
-def test_a_fault_is_named_by_all_others(
-    scene: Scene, fault: Fault, options: dict[str, Any], words: tuple[str, ...]
-) -> None:
+def test_a_fault_is_named_by_all_others(scene: Scene, fault: Fault, options: dict[str, Any], words: tuple[str, ...]) -> None:
     """The error names the rank, what happened to it, and the unit where it was. What another branch does, both name."""
     outcomes, happened = scene(fault, **options)
     apart, parted, stuck = bool(options.get("hosts")), fault.kind == "swap", fault.kind == "stop"
@@ -138,9 +136,7 @@ def test_training_on_several_hosts_is_the_same(scene: Scene, stage: int) -> None
     assert [outcome.result for outcome in apart] == [outcome.result for outcome in together]
 
 
-@pytest.mark.parametrize(
-    ("transport", "kind"), whole_product(3, TRANSPORTS, ["width", "layers", "frozen", "slots", "stage"])
-)
+@pytest.mark.parametrize(("transport", "kind"), whole_product(3, TRANSPORTS, ["width", "layers", "frozen", "slots", "stage"]))
 def test_ranks_that_build_different_things_say_so(workers: Workers, transport: str, kind: str) -> None:
     with workers.fresh(PoolOptions(size=2, timeout_seconds=TIMEOUT)) as pool:
         outcomes = pool.outcomes("faults:mismatch", timeout=30, kind=kind, transport=transport, stage=3)

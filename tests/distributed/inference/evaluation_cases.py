@@ -25,10 +25,7 @@ def padded(rows: list[Any], value: int, *, left: bool = False) -> torch.Tensor:
     """Rows of tokens as one tensor [rows, longest]."""
     longest = max(map(len, rows))
     return torch.tensor(
-        [
-            [value] * (longest - len(each)) * left + list(each) + [value] * (longest - len(each)) * (not left)
-            for each in rows
-        ]
+        [[value] * (longest - len(each)) * left + list(each) + [value] * (longest - len(each)) * (not left) for each in rows]
     )
 
 
@@ -66,9 +63,7 @@ def wanted_of(model: Any, samples: list[dict[str, Any]], fields: dict[str, Any])
             ids = ids[: next(place for place, label in enumerate(labels) if label != IGNORED)]
         inputs = torch.tensor([ids])
         with torch.no_grad():
-            tokens = model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), **{"pad_token_id": PAD, **GREEDY, **fields}
-            )[0]
+            tokens = model.generate(inputs, attention_mask=torch.ones_like(inputs), **{"pad_token_id": PAD, **GREEDY, **fields})[0]
         found.append(tokens[0 if whole else len(ids) :].tolist())
     return found
 

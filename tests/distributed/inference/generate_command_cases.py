@@ -21,9 +21,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfo
 
 def write_model(directory: Path, *, layers: int = 2, hidden: int = 32) -> None:
     """A Llama of bytes in float64, with a chat template."""
-    words = {
-        token: number for number, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
+    words = {token: number for number, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     bytes_ = Tokenizer(models.BPE(vocab=words, merges=[]))
     bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_.decoder = decoders.ByteLevel()

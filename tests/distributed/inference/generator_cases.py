@@ -201,10 +201,7 @@ def agrees(
     rounds: list[list[int]] = []
     with _unexpected_reads() as unexpected, Generator(directory, **sections) as generator:
         found = generator.generate(
-            PROMPTS[:prompts],
-            batch=batch,
-            max_new_tokens=NEW,
-            on_results=lambda results: rounds.append(sorted(results)),
+            PROMPTS[:prompts], batch=batch, max_new_tokens=NEW, on_results=lambda results: rounds.append(sorted(results))
         )
         again = generator.generate(PROMPTS[:1], max_new_tokens=NEW)
         memory = {purpose.name for purpose, nbytes in generator.engine.ledger.by_purpose().items() if nbytes}
@@ -352,9 +349,7 @@ def refuses(mesh: Mesh, folder: str) -> None:
         assert first == again != other
         # By requests that join a running batch, by length together, and one by one.
         ways: tuple[dict[str, Any], ...] = ({}, {"use_cache": False}, {"use_cache": False, "batch": 1})
-        alike: list[Any] = [
-            {"input_ids": prompt, "seed": seed} for seed, prompt in enumerate([[1, 2], [3, 4], [5, 6], [7]])
-        ]
+        alike: list[Any] = [{"input_ids": prompt, "seed": seed} for seed, prompt in enumerate([[1, 2], [3, 4], [5, 6], [7]])]
         wanted = [_drawn(sharp("gpt2"), prompt["input_ids"], prompt["seed"], drawn) for prompt in alike]
         assert len(set(map(tuple, wanted))) == 4
         for way in ways:
@@ -383,9 +378,7 @@ def is_not_finite(mesh: Mesh, folder: str, sections: dict[str, Any]) -> None:
         for way in (*ways, {"do_sample": True, "use_cache": False}):
             found: dict[int, Any] = {}
             with pytest.raises(NonFiniteError, match="NaN or infinite for prompt 1; the other 2 have a result"):
-                generator.generate(
-                    [[9, 3], [7, 2], [4]], on_results=found.update, suppress_tokens=[7], max_new_tokens=3, **way
-                )
+                generator.generate([[9, 3], [7, 2], [4]], on_results=found.update, suppress_tokens=[7], max_new_tokens=3, **way)
             assert sorted(found) == [0, 2]
 
 

@@ -89,9 +89,7 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
 
     fitted(seeded({"llama": llama, "gpt2": gpt2}[model]), config, sentences(), callbacks=[HandsOver()])
     wanted = found["wanted"]
-    parts = {
-        name: tensor.tensor_split(2)[mesh.rank % 2] if part_of(name) else tensor for name, tensor in wanted.items()
-    }
+    parts = {name: tensor.tensor_split(2)[mesh.rank % 2] if part_of(name) else tensor for name, tensor in wanted.items()}
     like(found["own"], parts, rel=0)
     for listener in listeners:
         listener.join()
@@ -100,9 +98,7 @@ def arrive(mesh: Mesh, folder: str, sections: dict[str, Any], model: str = "llam
         whole, half = (listener.found for listener in listeners)
         like({name: whole[name] for name in wanted}, wanted, rel=0)
         # The first pattern that fits says which part.
-        wished = {
-            name: tensor.tensor_split(2)[1] if name.endswith(".weight") else tensor for name, tensor in wanted.items()
-        }
+        wished = {name: tensor.tensor_split(2)[1] if name.endswith(".weight") else tensor for name, tensor in wanted.items()}
         like({name: half[name] for name in wanted}, wished, rel=0)
         assert not list(Path(folder).glob("*.sock")), "sockets are removed"
 

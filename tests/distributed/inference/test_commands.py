@@ -155,9 +155,7 @@ def alone(folder: Path, prompt: str, new: int) -> list[int]:
     """What transformers goes on with."""
     model = tf.AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     found = tf.AutoTokenizer.from_pretrained(folder / "model")(prompt, return_tensors="pt")
-    tokens: list[int] = model.generate(**found, max_new_tokens=new, do_sample=False)[
-        0, found["input_ids"].shape[1] :
-    ].tolist()
+    tokens: list[int] = model.generate(**found, max_new_tokens=new, do_sample=False)[0, found["input_ids"].shape[1] :].tolist()
     return tokens
 
 
@@ -176,15 +174,11 @@ def test_answers_and_a_clean_stop(tmp_path: Path, words: tuple[str, ...]) -> Non
         tokenizer = tf.AutoTokenizer.from_pretrained(tmp_path / "model")
         assert made.choices[0].text == tokenizer.decode(wanted, skip_special_tokens=True)
         assert made.usage.completion_tokens == len(wanted)
-        parts = list(
-            client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=9, temperature=0, stream=True)
-        )
+        parts = list(client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=9, temperature=0, stream=True))
         text = "".join(part.choices[0].delta.content or "" for part in parts)
         assert text == tokenizer.decode(alone(tmp_path, "user: Hi\nassistant:", 9), skip_special_tokens=True)
         drawn = [
-            client.completions.create(model="model", prompt="Once", max_tokens=9, temperature=1.3, seed=seed)
-            .choices[0]
-            .text
+            client.completions.create(model="model", prompt="Once", max_tokens=9, temperature=1.3, seed=seed).choices[0].text
             for seed in (1, 1, 2)
         ]
         assert drawn[0] == drawn[1] != drawn[2]

@@ -20,9 +20,7 @@ EVERY = [name for name in LAYOUTS if name not in ("file", "stored", "interleaved
 
 
 def row(case: str, layout: str, *marks: pytest.MarkDecorator, **arguments: Any) -> Any:
-    return pytest.param(
-        case, layout, arguments, marks=marks, id=" ".join([case, layout, *map(str, arguments.values())])
-    )
+    return pytest.param(case, layout, arguments, marks=marks, id=" ".join([case, layout, *map(str, arguments.values())]))
 
 
 FULL, SHARDED = pytest.mark.full, "sharded"

@@ -103,12 +103,7 @@ test_generation = tried(
 
 test_generation_in_processes_of_its_own = tried(
     "generator_cases",
-    [
-        (1, "takes", {"tier": "none"}),
-        (1, "takes", {"tier": "file"}),
-        (2, "refuses", {}),
-        (2, "refuses_states_in_stages", {}),
-    ],
+    [(1, "takes", {"tier": "none"}), (1, "takes", {"tier": "file"}), (2, "refuses", {}), (2, "refuses_states_in_stages", {})],
     fresh=True,
 )
 

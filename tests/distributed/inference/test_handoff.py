@@ -81,10 +81,7 @@ def test_what_is_no_weight_is_refused(tmp_path: Path) -> None:
         ((b"\x7f\xff\xff\xff",), "is gone: bad message length"),
         ((_piece(b"\x80\x04pickled"),), "sends no weights"),
         ((b"\0\0\0\2{x",), "sends no weights"),
-        (
-            ((9999).to_bytes(4, "big") + b"[" * 9999,),
-            "sends no weights: a header is not JSON (maximum recursion depth exceeded",
-        ),
+        (((9999).to_bytes(4, "big") + b"[" * 9999,), "sends no weights: a header is not JSON (maximum recursion depth exceeded"),
         ((_frame([1]),), "a header is not a JSON object"),
         ((_frame({**good, "dtype": "object"}),), "sends no weights"),
         ((_frame({**good, "shape": [-1]}),), "sends no weights"),

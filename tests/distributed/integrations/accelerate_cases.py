@@ -120,9 +120,7 @@ def as_accelerate(mesh: Mesh, folder: str, stage: int) -> None:
         mine = loop.accelerator.get_state_dict(loop.model)
         loop.accelerator.save_model(loop.model, root / "model")
         loop.accelerator.unwrap_model(loop.model).save_pretrained(
-            save_directory=root / "hub",
-            is_main_process=loop.accelerator.is_main_process,
-            save_function=loop.accelerator.save,
+            save_directory=root / "hub", is_main_process=loop.accelerator.is_main_process, save_function=loop.accelerator.save
         )
     with fresh_state():
         loop = Loop(Accelerator(gradient_accumulation_steps=2, zeromesh={"zero": {"stage": 3 - stage}}))
@@ -146,9 +144,7 @@ def any_backwards(mesh: Mesh, folder: str, stage: int) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
             inputs = DataLoader(torch.randn(20, 4, dtype=torch.float64), batch_size=2)
-            model, optimizer, inputs = accelerator.prepare(
-                model, torch.optim.AdamW(model.parameters(), lr=1e-2), inputs
-            )
+            model, optimizer, inputs = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2), inputs)
             for steps in (2, 3, 1):
                 accelerator.gradient_accumulation_steps = steps
                 for batch in inputs:

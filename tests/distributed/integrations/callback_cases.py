@@ -50,9 +50,7 @@ def configured(folder: Path, fields: Mapping[str, Any], ranks: int) -> dict[str,
     when = {kind: fields.get(f"{kind}_strategy", usual) for kind, usual in _WHEN.items()}
     every = {kind: fields.get(f"{kind}_steps", 500) if how == "steps" else how for kind, how in when.items()}
     every = {kind: 0 if how == "no" else how for kind, how in every.items()}
-    length = (
-        {"max_steps": fields["max_steps"]} if "max_steps" in fields else {"epochs": fields.get("num_train_epochs", 3)}
-    )
+    length = {"max_steps": fields["max_steps"]} if "max_steps" in fields else {"epochs": fields.get("num_train_epochs", 3)}
     return {
         "run": {
             "output_dir": str(folder), "name": "run", "seed": 5, "clip_norm": 1.0, **length, "log_every": every["logging"],
@@ -262,9 +260,7 @@ def shown(mesh: Mesh, folder: str, name: str) -> None:
         with quiet() as out:
             run(kind, Path(folder) / which, fields, [] if which == "theirs" else [made(name)])
         lines = [timeless(ast.literal_eval(line)) for line in re.findall(r"\{.*?\}", out.getvalue())]
-        found[which] = [
-            {key: None if value is None else float(value) for key, value in sorted(line.items())} for line in lines
-        ]
+        found[which] = [{key: None if value is None else float(value) for key, value in sorted(line.items())} for line in lines]
     assert len(found["theirs"]) == 6
     like(found["ours"], found["theirs"], rel=2e-3)
 

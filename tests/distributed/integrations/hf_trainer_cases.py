@@ -38,9 +38,7 @@ class Overridden(tf.Trainer):  # type: ignore[misc]  # transformers' types are s
 
     def create_optimizer(self, *arguments: Any, **named: Any) -> Any:
         self.called.add("create_optimizer")
-        groups = [
-            {"params": [each], "lr": 1e-2 / (1 + index % 2)} for index, each in enumerate(self.model.parameters())
-        ]
+        groups = [{"params": [each], "lr": 1e-2 / (1 + index % 2)} for index, each in enumerate(self.model.parameters())]
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW([each for each in groups if each["params"][0].requires_grad])
         return self.optimizer
@@ -93,9 +91,7 @@ def _measure(prediction: Any) -> dict[str, float]:
 
 
 @contextmanager
-def trainer_of(
-    kind: Any, model: Any, folder: Path, zeromesh: Any = None, *, inputs: Any = None, **changes: Any
-) -> Iterator[Any]:
+def trainer_of(kind: Any, model: Any, folder: Path, zeromesh: Any = None, *, inputs: Any = None, **changes: Any) -> Iterator[Any]:
     """A trainer of transformers, over the engine where there is a configuration of it, with a state of accelerate of its own."""
     data = {"train_dataset": sentences(), "eval_dataset": sentences(7, seed=4), **(inputs or {})}
     with fresh_state():
@@ -156,8 +152,7 @@ def _model(adapted: bool) -> Any:
         return model
     torch.manual_seed(12)
     return peft.get_peft_model(
-        model,
-        peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"]),
+        model, peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])
     )
 
 
@@ -194,9 +189,7 @@ def twice(mesh: Mesh, folder: str) -> None:
         model = seeded(llama)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         own = (optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step)))
-        with trainer_of(
-            tf.Trainer, model, Path(folder), zeromesh, inputs={"optimizers": own}, **TRAINS_ALONE
-        ) as trainer:
+        with trainer_of(tf.Trainer, model, Path(folder), zeromesh, inputs={"optimizers": own}, **TRAINS_ALONE) as trainer:
             rows = []
             for _ in range(2):
                 trainer.train()
@@ -404,12 +397,7 @@ def callbacks(make: Make) -> Any:
     def weights(model: Any, **_: Any) -> None:
         found.append([float(each.sum()) for each in model.state_dict().values()])
 
-    for event, call in (
-        ("on_step_begin", rate),
-        ("on_step_end", in_place),
-        ("on_step_end", data),
-        ("on_step_end", weights),
-    ):
+    for event, call in (("on_step_begin", rate), ("on_step_end", in_place), ("on_step_end", data), ("on_step_end", weights)):
         found.append(_trained(make(given={"callbacks": _on(event, call)})))
     return found
 
@@ -428,13 +416,7 @@ def changes(make: Make) -> Any:
     result, *_ = trainer.train()
     groups = trainer.optimizer.state_dict()["param_groups"]
     shown = [trainer.get_learning_rates(), trainer.get_num_trainable_parameters(), [each["lr"] for each in groups]]
-    return (
-        result,
-        history(trainer, -1, "train_loss"),
-        trainer.evaluate()["eval_mean"],
-        trainer.state.num_input_tokens_seen,
-        shown,
-    )
+    return (result, history(trainer, -1, "train_loss"), trainer.evaluate()["eval_mean"], trainer.state.num_input_tokens_seen, shown)
 
 
 def full_eval(make: Make) -> Any:

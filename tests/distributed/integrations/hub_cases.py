@@ -55,10 +55,7 @@ def cached(cache: Path, name: str) -> Any:
 def named(mesh: Mesh, folder: str, cache: str, source: str, revision: str | None = None) -> dict[str, Any]:
     """Train one step from a model of the Hub: what its weights were, or the error."""
     config = settings(folder, model={"source": source, "revision": revision}, run={"max_steps": 1})
-    with (
-        patch("huggingface_hub.constants.HF_HUB_CACHE", cache),
-        patch("huggingface_hub.constants.HF_HUB_OFFLINE", True),
-    ):
+    with patch("huggingface_hub.constants.HF_HUB_CACHE", cache), patch("huggingface_hub.constants.HF_HUB_OFFLINE", True):
         try:
             with Trainer(None, config, sentences()) as trainer:
                 weights = digest({name: tensor.clone() for name, tensor in trainer.state_dict()})
@@ -215,12 +212,7 @@ def failed(mesh: Mesh, folder: str) -> None:
 def refused(mesh: Mesh, folder: str) -> None:
     """A repository that cannot be made is found before training."""
     why = "^hub.repository: the repository 'tiny' of the Hub cannot be written to: ConnectionError: 403"
-    with (
-        hub(Path(folder), "create_repo"),
-        quiet(),
-        _trainer(folder) as trainer,
-        pytest.raises(ConfigError, match=why) as caught,
-    ):
+    with hub(Path(folder), "create_repo"), quiet(), _trainer(folder) as trainer, pytest.raises(ConfigError, match=why) as caught:
         trainer.fit()
     assert TOKEN not in str(caught.value)
     assert not (Path(folder) / "run" / "metrics.jsonl").exists()

@@ -111,9 +111,7 @@ class Cycled(Regression):
     def train_dataloader(self) -> Any:
         inputs = torch.randn(SAMPLES, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
         data = TensorDataset(inputs, inputs.roll(1, 1).tanh())
-        one = (
-            DistributedSampler(data, 1, 0) if self.trainer.world_size == 1 else None
-        )  # Lightning shuffles for several ranks.
+        one = DistributedSampler(data, 1, 0) if self.trainer.world_size == 1 else None  # Lightning shuffles for several ranks.
         return DataLoader(data, BATCH // self.data_ranks, sampler=one)
 
     val_dataloader = test_dataloader = train_dataloader

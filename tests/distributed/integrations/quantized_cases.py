@@ -87,19 +87,12 @@ def over_trl(mesh: Mesh, folder: str, kind: str, stage: int) -> None:
             )  # fmt: skip
             tokenizer = _tokenizer("bytes")
             sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 128}
-            config = tf.LlamaConfig(
-                hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, **sizes
-            )
+            config = tf.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, **sizes)
             model = handed(mesh, folder, build=partial(tf.LlamaForCausalLM, config))
             lora = peft.LoraConfig(task_type="CAUSAL_LM", r=3, target_modules="all-linear")
             torch.manual_seed(3)
             trainer = trainer_class(
-                model,
-                args=arguments,
-                train_dataset=Dataset.from_dict(rows),
-                processing_class=tokenizer,
-                peft_config=lora,
-                **own,
+                model, args=arguments, train_dataset=Dataset.from_dict(rows), processing_class=tokenizer, peft_config=lora, **own
             )
             for each in trainer.model.parameters():
                 each.data = each.data.float() if each.requires_grad else each.data

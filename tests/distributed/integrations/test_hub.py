@@ -70,9 +70,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 
 def test_what_is_downloaded_is_pinned(hub: Hub) -> None:
-    config = load_config(
-        {"model": {"source": "someone/model", "revision": "v2"}, "data": {"tokenizer": "someone/words"}}
-    )
+    config = load_config({"model": {"source": "someone/model", "revision": "v2"}, "data": {"tokenizer": "someone/words"}})
     pinned = pin_sources(config, one_rank(), model_given=False)
     assert (pinned.model.source, pinned.model.revision) == ("someone/model", COMMIT)
     assert pinned.data.tokenizer == str(hub.root / "someone--words" / COMMIT)
@@ -138,6 +136,4 @@ def test_code_of_a_model_is_run_when_it_is_trusted(workers: Workers, tmp_path: P
     assert all("config.json" in (each.message or each.result["error"]) for each in refused)
 
 
-test_uploads = tried(
-    "hub_cases", [row(1, "pushed"), *(row(2, case) for case in ("pushed", "failed", "refused", "configured"))]
-)
+test_uploads = tried("hub_cases", [row(1, "pushed"), *(row(2, case) for case in ("pushed", "failed", "refused", "configured"))])

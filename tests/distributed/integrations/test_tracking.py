@@ -227,9 +227,7 @@ def cut(run: Path, step: int) -> None:
 
 
 @pytest.mark.parametrize("left", [4, 0])
-def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(
-    workers: Workers, copied: Path, left: int
-) -> None:
+def test_what_a_kill_has_kept_from_trackers_is_sent_when_the_run_goes_on(workers: Workers, copied: Path, left: int) -> None:
     """Of steps that are not computed again, as their checkpoint is there; of all of them, where the first rows were met."""
     cut(copied, left)
     found = workers.run(2, CASE, timeout=120, folder=str(copied.parent), steps=9, backends=ALL)[0]
@@ -291,10 +289,7 @@ def test_rows_of_a_file_of_wandb_that_is_gone_are_sent(
 
 
 def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None:
-    with (
-        MetricsWriter(tmp_path / "metrics.jsonl") as steps,
-        MetricsWriter(tmp_path / "evaluations.jsonl") as evaluations,
-    ):
+    with MetricsWriter(tmp_path / "metrics.jsonl") as steps, MetricsWriter(tmp_path / "evaluations.jsonl") as evaluations:
         for step in range(1, 7):
             steps.write(metrics(step, phases={"data": math.inf if step == 4 else 0.5}))
         for step in (0, 3, 5, 6):
@@ -318,9 +313,7 @@ def test_what_is_missing_is_told_by_the_files_of_the_run(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_training_goes_on_when_the_service_of_wandb_is_killed_or_stuck(
-    workers: Workers, tmp_path: Path, stops: bool
-) -> None:
+def test_training_goes_on_when_the_service_of_wandb_is_killed_or_stuck(workers: Workers, tmp_path: Path, stops: bool) -> None:
     size, trackers = (1, ["wandb"]) if stops else (2, ["wandb", "noted"])
     arguments = {"folder": str(tmp_path), "steps": 12, "backends": trackers, "kills": 4, "stops": stops}
     found = workers.run(size, CASE, timeout=120, **arguments)[0]
@@ -464,9 +457,7 @@ def test_a_tracker_that_fails_is_one_warning_and_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("kept", [3, tracking_module._CAPACITY])
-def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted(
-    monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
+def test_the_training_thread_never_waits_and_what_does_not_fit_is_counted(monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
     monkeypatch.setattr(tracking_module, "_CAPACITY", kept)
     said: list[str] = []
     gate = threading.Event()
@@ -515,9 +506,7 @@ def test_a_tracker_that_hangs_holds_no_other_up_and_the_end_for_a_bounded_time(w
         (b"", {"id": "def456", "run": "another"}, None),
     ],
 )
-def test_an_id_that_cannot_be_read_is_a_new_one(
-    tmp_path: Path, content: bytes, known: dict[str, Any], kept: str | None
-) -> None:
+def test_an_id_that_cannot_be_read_is_a_new_one(tmp_path: Path, content: bytes, known: dict[str, Any], kept: str | None) -> None:
     path, said = tmp_path / "tracking.json", []
     path.write_bytes(content)
     found = tracking_module._tracking_id(path, "run", 3, known, said.append)

@@ -112,12 +112,7 @@ test_what_is_around_callbacks_is_the_same = pytest.mark.sampled(2)(
             (2, "linked", {}),
             (1, "shown", {"name": "PrinterCallback"}),
             (1, "shown", {"name": "ProgressCallback"}),
-            pytest.param(
-                1,
-                "tensorboard",
-                {},
-                marks=pytest.mark.skipif(find_spec("tensorboard") is None, reason="no TensorBoard"),
-            ),
+            pytest.param(1, "tensorboard", {}, marks=pytest.mark.skipif(find_spec("tensorboard") is None, reason="no TensorBoard")),
             pytest.param(1, "wandb_offline", {}, marks=FULL),
         ],
     )

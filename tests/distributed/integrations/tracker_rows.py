@@ -87,9 +87,7 @@ def _dvclive(folder: Path, figure: str, setting: str) -> Kept:
     lines = (place / "plots" / "metrics" / f"{figure}.tsv").read_text().splitlines()[1:]
     rows = [line.split("\t") for line in lines]
     assert (folder / "run" / "dvc.yaml").read_text().count("params.yaml") == 1
-    return [(int(step), float(value)) for step, value in rows], [
-        yaml.safe_load((place / "params.yaml").read_text())[setting]
-    ]
+    return [(int(step), float(value)) for step, value in rows], [yaml.safe_load((place / "params.yaml").read_text())[setting]]
 
 
 def _mlflow(folder: Path, figure: str, setting: str) -> Kept:

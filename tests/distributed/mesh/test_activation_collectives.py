@@ -87,10 +87,7 @@ def in_any_order(mesh: Mesh, kind: Any, flying: int) -> None:
     """Results may be waited for in another order than the one they were started in, by each rank as it likes; or not at all."""
     exchange = open_exchange(mesh.world, mesh.device, kind)
     shapes = [(1 + number % 5, 1000 * (number % 3) + 7) for number in range(flying)]
-    parts = [
-        [_values(rank, number, shape, torch.float32) for rank in range(exchange.size)]
-        for number, shape in enumerate(shapes)
-    ]
+    parts = [[_values(rank, number, shape, torch.float32) for rank in range(exchange.size)] for number, shape in enumerate(shapes)]
     pending = [exchange.all_reduce_async(each[mesh.rank]) for each in parts]
     order = [number for number in range(flying) if number % 7 != 3][:: -1 if mesh.rank % 2 else 1]
     equal = [torch.equal(pending[number].wait(), _summed(parts[number])) for number in order]
@@ -177,9 +174,7 @@ def goes_wrong(mesh: Mesh, kind: Any, fault: str) -> float:
     return float(exchange.all_reduce_async(tensor[:3] if last and fault == "other shape" else tensor).wait().sum())
 
 
-@pytest.mark.parametrize(
-    ("kind", "fault"), [("shared", "killed"), ("gloo", "killed"), ("shared", "gone before it was read")]
-)
+@pytest.mark.parametrize(("kind", "fault"), [("shared", "killed"), ("gloo", "killed"), ("shared", "gone before it was read")])
 def test_a_rank_that_is_gone_is_named(workers: Workers, kind: str, fault: str) -> None:
     survivor, victim = spoiled(workers, kind, fault)
     assert victim.error == "died"

@@ -35,12 +35,12 @@ ROWS = {
     "zeromesh/mesh/mesh_shape.py": {
         '    tensor: int = axis("layers", "sequence")\n': (
             '    island: int = axis("batch", "states")\n    tensor: int = axis("layers", "sequence")\n'
-        ),
+        )
     },
     "trainer/config/sections/parallelism.py": {
         "    tensor: keys.Count = 1\n": (
             '    island: keys.Count = 1\n    """Ranks of another axis of states."""\n    tensor: keys.Count = 1\n'
-        ),
+        )
     },
     "zeromesh/mesh/collectives.py": {
         "for on_device in (False, True)},\n": (

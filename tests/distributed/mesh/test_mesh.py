@@ -240,9 +240,7 @@ class TestWatch:
         second.post(Activity.BACKWARD, 1)
         assert first.describe(1).endswith("in backward of unit a at step 1")
 
-    def test_steps_and_waits_are_counted(
-        self, watches: Watches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_steps_and_waits_are_counted(self, watches: Watches, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         watch, other = watches
         watch.post(Activity.FORWARD, 1, step=4)
         watch.begin_microbatch(2)
@@ -378,9 +376,7 @@ class TestWatch:
         after = [0] * (HISTORY + 20)
         gather(first, [1, *after])
         gather(second, [2])
-        with pytest.raises(
-            CollectiveError, match=f"have gone through different units further back .* {HISTORY} events"
-        ):
+        with pytest.raises(CollectiveError, match=f"have gone through different units further back .* {HISTORY} events"):
             gather(second, after)
 
     def test_a_rank_that_is_far_behind_but_does_the_same_is_no_error(self, watches: Watches) -> None:

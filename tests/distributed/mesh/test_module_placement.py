@@ -153,11 +153,7 @@ def refusals(mesh: Mesh) -> None:
     tied.left.down.bias = tied.right.down.bias
     for refused, names, said in (
         (_build(), ["centre"], "placement of 'centre' on process set somewhere: the model has no such module"),
-        (
-            _build(),
-            ["left", "left.up"],
-            "placement: left.up is inside left, which is placed as a whole; name one of them",
-        ),
+        (_build(), ["left", "left.up"], "placement: left.up is inside left, which is placed as a whole; name one of them"),
         (tied, ["left"], "placement: left.down.bias and right.down.bias are one parameter in parts of the model"),
     ):
         with pytest.raises(LayoutError, match=f"^{said}"):
@@ -167,7 +163,5 @@ def refusals(mesh: Mesh) -> None:
     if mesh.rank == 0:
         model(torch.ones(2))
     else:
-        with pytest.raises(
-            CollectiveError, match=r"^0 on process set somewhere returned 2 tensors, where its shapes promise 1"
-        ):
+        with pytest.raises(CollectiveError, match=r"^0 on process set somewhere returned 2 tensors, where its shapes promise 1"):
             model(torch.ones(2))

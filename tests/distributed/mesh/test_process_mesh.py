@@ -54,9 +54,7 @@ def axes(mesh: Mesh) -> None:
     assert both is mesh["pipeline", "tensor"]
     assert (both.ranks, both.name) == ((0, 1, 2, 3), "pipeline x tensor")
     assert both.gather_integers([mesh.rank]) == [[0], [1], [2], [3]]
-    with pytest.raises(
-        LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, context, tensor\)"
-    ):
+    with pytest.raises(LayoutError, match=r"allowed are world, data, axes \(pipeline, replicate, shard, context, tensor\)"):
         mesh.group("tensor", "elsewhere")
     (here,) = [line for line in str(mesh).splitlines() if "<- here" in line]
     assert here.split()[1] == str(mesh.rank)
@@ -98,9 +96,7 @@ def another_order(mesh: Mesh) -> None:
     launched = replace(again.environment, rank=process, local_world_size=mesh.world_size)
     run_store(launched)
     apart = Mesh(mesh.shape, launched, **how)
-    with pytest.raises(
-        ConfigError, match=r"order of ranks: \[0, 2, 1, 3\] was asked for.* \[0, 1, 2, 3\], which stays"
-    ):
+    with pytest.raises(ConfigError, match=r"order of ranks: \[0, 2, 1, 3\] was asked for.* \[0, 1, 2, 3\], which stays"):
         Mesh(mesh.shape, mesh.environment, **how, order=[0, 2, 1, 3])
     assert mesh.processes == (0, 2, 1, 3)
     assert process == int(os.environ["RANK"])

@@ -29,9 +29,7 @@ def _parts(mesh: Mesh, number: int, length: int, dtype: torch.dtype) -> list[tor
     return [torch.randn(length, generator=seed, dtype=torch.float64).to(dtype) for seed in seeds]
 
 
-def open_buffers(
-    mesh: Mesh, name: str, dtype: torch.dtype, persistent: bool, slots: int = 2, length: int = _LENGTH
-) -> Transport:
+def open_buffers(mesh: Mesh, name: str, dtype: torch.dtype, persistent: bool, slots: int = 2, length: int = _LENGTH) -> Transport:
     """A transport with a buffer, and with one of nothing."""
     requests = [
         BufferRequest(name=label, padded=padded, dtype=dtype, persistent=persistent)

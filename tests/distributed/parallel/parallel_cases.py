@@ -137,9 +137,7 @@ def fit(
         theirs = loaded.eval()(input_ids=ids).logits
     lines = lines_of(Path(folder) / "run")
     if mesh.rank == 0:
-        torch.save(
-            {"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt"
-        )
+        torch.save({"gradients": seen.gradients, "during": getattr(seen, "state", {}), "after": state}, f"{folder}/seen.pt")
     return {
         "losses": list(report.losses),
         "norms": [line["grad_norm"] for line in lines],
@@ -235,9 +233,7 @@ def again(mesh: Mesh, *, folder: str, axes: Mapping[str, Any]) -> list[float]:
     return losses
 
 
-def refused(
-    mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "llama", own: bool = False, length: int = 0
-) -> str:
+def refused(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], kind: str = "llama", own: bool = False, length: int = 0) -> str:
     """What is said before the first step, and by whom: a run that cannot be."""
     model = Pictures(loss=True) if kind == "pictures" else seeded(KINDS[kind])
     data: Any = pictures() if kind == "pictures" else sentences()
@@ -276,8 +272,6 @@ def called(mesh: Mesh, *, folder: str, axes: Mapping[str, Any], refused: bool) -
             assert tokens[0] == tokens[1]
             trainer.model.train()
 
-    with Trainer(
-        seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[calling(on_step_end=call)]
-    ) as trainer:
+    with Trainer(seeded(_deep), settings(folder, parallel=axes), sentences(), callbacks=[calling(on_step_end=call)]) as trainer:
         trainer.fit()
     assert steps == [2]

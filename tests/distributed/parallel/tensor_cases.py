@@ -140,9 +140,7 @@ def equals(mesh: Mesh, models: list[str], sequence: bool = False, checkpointing:
             whole, model = build(name), build(name)
             parallel = divided(model, exchange, sequence=sequence)
             if checkpointing and model.supports_gradient_checkpointing:
-                model.gradient_checkpointing_enable(
-                    {"use_reentrant": False, "context_fn": lambda: (nullcontext(), InFloat64())}
-                )
+                model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: (nullcontext(), InFloat64())})
             found, wanted = (one_pass(each, inputs) for each in (model, whole))
         wrong[name] = unlike(found, wanted) | unlike(gradients(model, parallel, exchange), gradients(whole))
     assert not any(wrong.values()), wrong
@@ -249,9 +247,7 @@ def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, bound: float) ->
     shares = balanced(51, exchange.size)
     own = slice(shares[exchange.index].start, shares[exchange.index].end)
     generator = torch.Generator().manual_seed(3)
-    given = [
-        torch.randn(*shape, generator=generator).to(getattr(torch, dtype)) for shape in ((29, 16), (51, 16), (51,))
-    ]
+    given = [torch.randn(*shape, generator=generator).to(getattr(torch, dtype)) for shape in ((29, 16), (51, 16), (51,))]
     targets = torch.randint(0, 51, (29,), generator=generator)
     targets[[0, 7]] = -100
     for change in (UNCHANGED, LogitChange(scale=0.3), LogitChange(scale=1.5, cap=2.0)):
@@ -267,9 +263,7 @@ def losses_of_halves(mesh: Mesh, dtype: str, chunk_tokens: int, bound: float) ->
             quiet = chunked_cross_entropy(*halves, targets, **how)
         hidden, weight, bias = (tensor.grad for tensor in wholes)
         for a, b in zip(
-            (found, quiet, *(each.grad for each in halves)),
-            (wanted, found, hidden, weight[own], bias[own]),
-            strict=True,
+            (found, quiet, *(each.grad for each in halves)), (wanted, found, hidden, weight[own], bias[own]), strict=True
         ):
             assert float((a.double() - b.double()).abs().max() / b.double().abs().max()) <= bound
 

@@ -78,18 +78,10 @@ LAYOUTS: list[Any] = [
     pytest.param(2, "llama", 3, {"tensor": 2}, ["sampling", "beams"], marks=pytest.mark.full),
     (2, "gpt2", 3, {"pipeline": 2}, ["sampling", "uncached"]),
     pytest.param(2, "llama", 3, {}, ["beams"], marks=pytest.mark.full),
-    pytest.param(
-        4,
-        "gpt2",
-        2,
-        {"pipeline": 2, "tensor": 2, "sequence": True},
-        ["sampling", "greedy"],
-        marks=pytest.mark.full,
-    ),
+    pytest.param(4, "gpt2", 2, {"pipeline": 2, "tensor": 2, "sequence": True}, ["sampling", "greedy"], marks=pytest.mark.full),
     (2, "t5", 3, {"tensor": 2}, ["greedy"]),
     pytest.param(
-        *(2, "llama-deep", 2, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, ["greedy"]),
-        marks=pytest.mark.full,
+        *(2, "llama-deep", 2, {"pipeline": 2, "schedule": "interleaved", "chunks": 2}, ["greedy"]), marks=pytest.mark.full
     ),
     pytest.param(4, "llama", 1, {"pipeline": 2, "tensor": 2}, STAGED, marks=pytest.mark.full),
     pytest.param(4, "llama", 3, {"pipeline": 2}, STAGED, marks=pytest.mark.full),
@@ -110,9 +102,7 @@ def test_generation_is_that_of_one_process(
     assert len(lengths) == ranks // divided, "data-parallel ranks have generated as much as each was asked for"
 
 
-def agrees(
-    mesh: Mesh, folder: str, model: str, ways: list[str], stage: int, parallel: dict[str, Any]
-) -> dict[str, Any]:
+def agrees(mesh: Mesh, folder: str, model: str, ways: list[str], stage: int, parallel: dict[str, Any]) -> dict[str, Any]:
     """Before, during and after two steps; and twice the same without a seed."""
     build = MODELS[model]
     parallel = {"timeout_seconds": 30, **parallel}

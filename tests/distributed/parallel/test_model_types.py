@@ -20,20 +20,7 @@ QUICK = [
     ("whisper", ["tensor"]),  # cross attention, without a plan of transformers'
 ]
 FAMILIES = (
-    *(
-        "llama",
-        "gpt2",
-        "mixtral",
-        "mamba",
-        "bert",
-        "modernbert",
-        "bart",
-        "t5",
-        "whisper",
-        "wav2vec2",
-        "vit",
-        "convnext",
-    ),
+    *("llama", "gpt2", "mixtral", "mamba", "bert", "modernbert", "bart", "t5", "whisper", "wav2vec2", "vit", "convnext"),
     *("llava", "gemma3", "qwen3_next", "gpt_oss", "deepseek_v3", "distilbert", "clip", "segformer"),
 )
 

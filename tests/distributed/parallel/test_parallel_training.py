@@ -66,9 +66,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "recomputed in part": {"sections": {"model": {"activation_checkpointing": "selective"}}},
     "on files": {"sections": {"offload": dict.fromkeys(STATES, FILES)}},
     "on the host": {"sections": {"offload": dict.fromkeys(STATES, HOST)}},
-    "inputs on files": {
-        "sections": {"offload": {"activations": FILES}, "model": {"activation_checkpointing": "block"}}
-    },
+    "inputs on files": {"sections": {"offload": {"activations": FILES}, "model": {"activation_checkpointing": "block"}}},
     "bfloat16": {"sections": {"precision": PLAIN}},
     "float16": {"sections": {"precision": HALF}},
 }
@@ -126,9 +124,7 @@ def reference(workers: Workers, tmp_path_factory: pytest.TempPathFactory) -> Ref
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("way", "axes", "stage"), [pytest.param(*case, marks=() if case in QUICK else FULL) for case in CASES]
-)
+@pytest.mark.parametrize(("way", "axes", "stage"), [pytest.param(*case, marks=() if case in QUICK else FULL) for case in CASES])
 def test_a_run_over_any_axes_is_that_of_one_process(
     workers: Workers, reference: Reference, tmp_path: Path, way: str, axes: str, stage: int
 ) -> None:
@@ -139,9 +135,7 @@ def test_a_run_over_any_axes_is_that_of_one_process(
     size, parallel = AXES[axes]
     sections = {**sections, "parallel": {**WAIT, **parallel}, "zero": {"stage": stage}}
     bound = TOLERANCES.get(way, 1e-9)
-    for found in workers.run(
-        size, "parallel_cases:fit", timeout=120, folder=str(tmp_path), **arguments, sections=sections
-    ):
+    for found in workers.run(size, "parallel_cases:fit", timeout=120, folder=str(tmp_path), **arguments, sections=sections):
         for numbers in ("losses", "norms", "evaluations"):  # One that is not finite is a word.
             both = list(zip(found[numbers], wanted[numbers], strict=True))
             assert all(a == b or apart([a], [b]) <= bound for a, b in both), (numbers, both)
@@ -183,9 +177,7 @@ def over(axes: str, **more: Any) -> dict[str, Any]:
         ("pipeline 2 x tensor 2", 3),
     ],
 )
-def test_what_is_not_finite_on_one_rank_is_skipped_by_all(
-    workers: Workers, tmp_path: Path, axes: str, rank: int
-) -> None:
+def test_what_is_not_finite_on_one_rank_is_skipped_by_all(workers: Workers, tmp_path: Path, axes: str, rank: int) -> None:
     """Also where it is a copy of what another rank counts."""
     found = workers.run(AXES[axes][0], "parallel_cases:poisoned", folder=str(tmp_path), rank=rank, **over(axes))
     assert {each["skipped"] for each in found} == {1}

@@ -74,10 +74,7 @@ test_a_divided_model_is_the_whole_one = pytest.mark.sampled(2)(
             ),
             *(row(2, "learns", name=name, note=note) for name, note in NOTES.items()),
             *(row(2, "scores", name=name) for name in ("llama", "cohere", "gpt2")),
-            *(
-                row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence)
-                for sequence in BOTH
-            ),
+            *(row(2, "generates", names=["llama", "llama-1kv", "gpt2", "falcon-mq", "t5"], sequence=sequence) for sequence in BOTH),
             *(row(2, "narrow", name="llama", sequence=sequence) for sequence in BOTH),
             row(2, "frozen_and_restored"),
         ],
@@ -137,9 +134,7 @@ def test_there_is_no_more_to_a_plan_than_numbers() -> None:
                 for rank, part in enumerate(parts):
                     assert (part is None) == (parts[0] is None), (name, fqn)
                     if part is not None and part.holders[0] == rank:
-                        counts.view(-1)[
-                            part_of(torch.arange(counts.numel()).view(counts.shape), part.region).reshape(-1)
-                        ] += 1
+                        counts.view(-1)[part_of(torch.arange(counts.numel()).view(counts.shape), part.region).reshape(-1)] += 1
                 if parts[0] is not None:
                     assert bool((counts == 1).all()), (name, size, fqn)
 
@@ -149,9 +144,7 @@ def test_heads_are_shared_out(keys: int, group: int, ranks: int) -> None:
     queries = keys * group
     assume(ranks <= queries)
     shares = divide_heads(queries, keys, ranks, "attention")
-    assert [query for share in shares for query in range(share.queries.start, share.queries.end)] == list(
-        range(queries)
-    )
+    assert [query for share in shares for query in range(share.queries.start, share.queries.end)] == list(range(queries))
     for share in shares:
         assert share.queries.length
         assert share.queries.length % share.keys.length == 0
@@ -271,10 +264,7 @@ def test_embeddings_that_are_tied_are_divided_together_or_not_at_all() -> None:
     [
         ({"*.self_attn.*": "replicate"}, "model.layers.0 has no attention divided among ranks"),
         ({"*.mlp.up_proj": "replicate"}, "model.layers.0.mlp.up_proj (Linear) may need the whole sequence"),
-        (
-            {"*.self_attn.*": "replicate", "*.mlp.*": "replicate"},
-            "the plan divides no layer of its blocks (LlamaDecoderLayer)",
-        ),
+        ({"*.self_attn.*": "replicate", "*.mlp.*": "replicate"}, "the plan divides no layer of its blocks (LlamaDecoderLayer)"),
     ],
 )
 def test_a_block_that_may_need_the_whole_sequence_gets_it(rules: dict[str, str], message: str) -> None:

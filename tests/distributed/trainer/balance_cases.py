@@ -93,9 +93,7 @@ def by_speed(mesh: Mesh, folder: str, slow: int, workers: int) -> None:
     """A rank that takes longer takes fewer samples after a while, and a run that goes on begins with the same shares; the losses
     and the weights are those of a plain process."""
     batch = {"global_size": 16, "micro_size": 8 // mesh.world_size, "balance": "speed"}
-    config = settings(
-        folder, batch=batch, run={"max_steps": 12}, checkpoint={"every_steps": 6}, data={"workers": workers}
-    )
+    config = settings(folder, batch=batch, run={"max_steps": 12}, checkpoint={"every_steps": 6}, data={"workers": workers})
     data, seconds = whole_sentences(), 0.02 if mesh.rank == slow else 0.002
     plain = plain_fit(seeded(Sizes), data, config, mean_of_samples)
     measured = step_stats.Balance.after

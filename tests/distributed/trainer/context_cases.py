@@ -54,9 +54,7 @@ def _latent() -> Any:
 def _adapted() -> Any:
     model = seeded(llama)
     torch.manual_seed(12)
-    return peft.get_peft_model(
-        model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    )
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 class Keywords(tf.LlamaForCausalLM):  # type: ignore[misc]  # transformers' types are skipped.
@@ -140,9 +138,7 @@ def bytes_told(mesh: Mesh, folder: str, method: str) -> None:
     rows, length, heads, keys, width = 2, 32, 4, 2, 8
     data = [{"input_ids": torch.arange(length) + 1, "labels": torch.arange(length) + 1} for _ in range(8)]
     axes = {"context": mesh.world_size, "context_method": method}
-    config = settings(
-        folder, parallel=axes, run={"max_steps": 1, "log_every": 1}, batch={"global_size": rows, "micro_size": rows}
-    )
+    config = settings(folder, parallel=axes, run={"max_steps": 1, "log_every": 1}, batch={"global_size": rows, "micro_size": rows})
     fitted(seeded(llama), config, data)
     told = lines_of(Path(folder) / "run")[-1]["communication"]["context"]
     ranks = mesh.world_size
@@ -179,8 +175,7 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
         ids = sentences()[1]["input_ids"][None]
         torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-9, atol=1e-9)
     said = error_of(
-        lambda: model.get_base_model().model(input_ids=ids) if kind == "lora" else model.model(input_ids=ids),
-        ZeromeshError,
+        lambda: model.get_base_model().model(input_ids=ids) if kind == "lora" else model.model(input_ids=ids), ZeromeshError
     )
     assert "a part of it" in said, said
     wanted = plain.state_dict()
@@ -194,9 +189,7 @@ def refused(mesh: Mesh, folder: str) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
     recurrent = tf.MambaForCausalLM(tf.MambaConfig(**sizes, state_size=4))
     masked = tf.BertForMaskedLM(tf.BertConfig(**sizes, num_attention_heads=4, intermediate_size=48))
-    offset = tf.RobertaForCausalLM(
-        tf.RobertaConfig(**sizes, num_attention_heads=4, intermediate_size=48, is_decoder=True)
-    )
+    offset = tf.RobertaForCausalLM(tf.RobertaConfig(**sizes, num_attention_heads=4, intermediate_size=48, is_decoder=True))
 
     def said(model: Any, data: Any = None, loss: Any = None, **sections: Any) -> str:
         config = settings(folder, parallel={**axes, **sections.pop("parallel", {})}, **sections)

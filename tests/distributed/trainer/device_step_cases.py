@@ -70,13 +70,7 @@ MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "dropout": _dropping}
 
 
 def fit(
-    mesh: Mesh,
-    *,
-    folder: str,
-    sections: Mapping[str, Any],
-    data: str = "plain",
-    model: str = "llama",
-    own_loss: bool = False,
+    mesh: Mesh, *, folder: str, sections: Mapping[str, Any], data: str = "plain", model: str = "llama", own_loss: bool = False
 ) -> dict[str, Any]:
     """Losses and waits of each step of a run."""
     watch = Watch(simulated=mesh.device.type == "sim")

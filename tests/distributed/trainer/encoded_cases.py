@@ -119,10 +119,7 @@ def beside_bitsandbytes(
         run={"max_steps": 20, "name": f"on-{mesh.world_size}-{start}"},
         optimizer={"lr": 1e-3, "eps": EPSILON, "betas": [0.9, 0.95], "weight_decay": 0.1},
         batch={"global_size": 8, "micro_size": 2, **(batch or {})},
-        checkpoint={
-            "every_steps": 10,
-            "resume": f"{folder}/on-4-0/checkpoints/step-0000{start:04}" if start else "never",
-        },
+        checkpoint={"every_steps": 10, "resume": f"{folder}/on-4-0/checkpoints/step-0000{start:04}" if start else "never"},
         zero={"stage": stage, "gathered_budget": 0},
         **{**sections, "model": {"weights": None if lora.use_dora else "nf4", **sections.get("model", {})}},
     )
@@ -161,9 +158,7 @@ def alike(
     """Adapters by configuration over a directory, and PEFT's own of the same settings over the values of the codec."""
     base, start, end = base_of(mesh, folder), Path(folder) / "start", Path(folder) / "end"
     sections = {"zero": {"stage": stage, "gathered_budget": 0}, "parallel": axes or {}}
-    config = settings(
-        folder, model={"source": str(base), "adapters": {"default": adapter}, "weights": weights}, **sections
-    )
+    config = settings(folder, model={"source": str(base), "adapters": {"default": adapter}, "weights": weights}, **sections)
     with Trainer(None, {**config, "run": {**config["run"], "name": "start"}}, sentences()) as trainer:
         trainer.save(start)
         drawn = {name: each.clone() for name, each in trainer.state_dict()}

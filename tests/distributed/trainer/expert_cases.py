@@ -404,9 +404,7 @@ def bytes_told(mesh: Mesh, folder: str, recompute: str) -> None:
     fitted(seeded(_mixtral), config, data)
     (line,) = lines_of(Path(folder) / "run")
     told = line["communication"]["expert"]
-    times = 4 + 2 * (
-        recompute == "block"
-    )  # Rows go and come back, in forward, in backward, and when it is computed again.
+    times = 4 + 2 * (recompute == "block")  # Rows go and come back, in forward, in backward, and when it is computed again.
     # Two ranks with equal samples send each other all rows of one of them.
     sent = rows * length * SIZES["num_experts_per_tok"] * (ranks - 1) / ranks * LLAMA["num_hidden_layers"]
     assert told["all-to-all"]["bytes"] == times * sent * LLAMA["hidden_size"] * 8
@@ -437,7 +435,5 @@ def refused(mesh: Mesh, folder: str) -> None:
     spread.model.layers[0].mlp.experts._is_expert_parallel = True
     assert "transformers has spread its experts over ranks" in said(spread, parallel={"expert": 1})
     divided = _mixtral()
-    divided.lm_head.weight.placements = (
-        "Shard(0)",
-    )  # As parameters of `from_pretrained(distributed_config=...)` have.
+    divided.lm_head.weight.placements = ("Shard(0)",)  # As parameters of `from_pretrained(distributed_config=...)` have.
     assert "lm_head.weight is divided over ranks already (a DTensor)" in said(divided, parallel={"expert": 1})

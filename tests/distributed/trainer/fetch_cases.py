@@ -130,9 +130,7 @@ def thawed(mesh: Mesh, folder: str, targets: str) -> None:
 
     plain = plain_fit(adapted("qwen", targets), sentences(), config, before_step=thaw)
     seen = [calling(on_step_begin=begin)]
-    found, _ = compare(
-        adapted("qwen", targets), config, sentences(), plain, callbacks=seen, gradients=False, losses=True
-    )
+    found, _ = compare(adapted("qwen", targets), config, sentences(), plain, callbacks=seen, gradients=False, losses=True)
     assert all(value <= 1e-9 for value in found.values()), found
     assert float(torch.stack(copies).max()) <= 1e-12
 

@@ -123,9 +123,7 @@ def _tensors(run: Run) -> dict[str, int]:
             found[Purpose.GRADIENTS] += 0 if bucket.grad is None else _bytes(bucket.grad)
             found[Purpose.PARTIAL_GRADIENTS] += 0 if bucket.partial is None else _bytes(bucket.partial)
             optimizer = run.engine.optimizer_step.optimizer_of(bucket) if bucket.trainable else None
-            found[Purpose.MOMENTS] += (
-                sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
-            )
+            found[Purpose.MOMENTS] += sum(moment.nbytes for moment in optimizer.moments.values()) if optimizer is not None else 0
     return _named({purpose: nbytes for purpose, nbytes in found.items() if nbytes})
 
 

@@ -17,11 +17,7 @@ from zeromesh.trainer.monitoring.step_metrics import read_metrics
 
 STEPS, SIZE, COUNT = 9, 8, 80
 NAN_BITS, HIGH, LOW = 64, 62, 3  # bits of a float64: of the exponent, and of a mantissa so low that no figure shows it
-SPIKE, NAN, BAD_STEP = (
-    63,
-    62,
-    5,
-)  # first tokens of samples whose loss is too large or no number, and the step that has one
+SPIKE, NAN, BAD_STEP = (63, 62, 5)  # first tokens of samples whose loss is too large or no number, and the step that has one
 
 
 def model(dropout: float = 0.0) -> Any:
@@ -45,9 +41,7 @@ def loss(model: Any, batch: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
     return total * (1 + 1e4 * (first == SPIKE).any()) * (torch.nan if (first == NAN).any() else 1.0), count
 
 
-def plain(
-    found: list[dict[str, torch.Tensor]], without: tuple[int, ...], *, steps: int = STEPS, shuffled: bool = True
-) -> Any:
+def plain(found: list[dict[str, torch.Tensor]], without: tuple[int, ...], *, steps: int = STEPS, shuffled: bool = True) -> Any:
     """A loop of one process that leaves out the data of steps `without`."""
     trained = seeded(model).double().train()
     order = SampleOrder(length=COUNT, seed=5)
@@ -60,9 +54,7 @@ def plain(
         return total / count
 
     schedule = tf.get_scheduler("linear", optimizer, 1, steps)
-    return plain_loop(
-        trained, (stacked(found, each) for each in rows), mean, optimizer, clip_norm=0.5, schedule=schedule
-    )
+    return plain_loop(trained, (stacked(found, each) for each in rows), mean, optimizer, clip_norm=0.5, schedule=schedule)
 
 
 def config(folder: str, recovery: Mapping[str, Any], **sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,9 +63,7 @@ def config(folder: str, recovery: Mapping[str, Any], **sections: Mapping[str, An
     return {**given, "recovery": {"spike_factor": 4.0, "spike_window": 3, **recovery}}
 
 
-def passed_over(
-    mesh: Mesh, folder: str, token: int = SPIKE, *, computed_again: bool = True, **sections: Mapping[str, Any]
-) -> None:
+def passed_over(mesh: Mesh, folder: str, token: int = SPIKE, *, computed_again: bool = True, **sections: Mapping[str, Any]) -> None:
     """Data of a step with a spike, or without a number as loss, are passed over as in a loop that leaves them out."""
     found, rows = data(token)
     wanted = plain(found, (BAD_STEP,))
@@ -116,9 +106,7 @@ class Faulty(Callback):
         return flipped(output, self.bit)
 
 
-def errors_of(
-    mesh: Mesh, folder: str, odd: int, bit: int, times: int = 1 << 30, recovery: Any = None, **sections: Any
-) -> str:
+def errors_of(mesh: Mesh, folder: str, odd: int, bit: int, times: int = 1 << 30, recovery: Any = None, **sections: Any) -> str:
     """The error of a run in which a rank computes wrongly from step 6 on."""
     trained = seeded(lambda: model(0.1))
     faults = [Faulty(trained, bit, 6, times)] if mesh.rank == odd else [Faulty(trained, 0, 1 << 30)]
@@ -241,9 +229,7 @@ def acts(mesh: Mesh, folder: str, act: str) -> None:
         with Trainer(seeded(model), usual, found, compute_loss=loss) as trainer:
             assert trainer.fit().losses == report.losses, "to the bit: the gradients are those of the own microbatches"
     if mesh.rank == 0:
-        told = [
-            each for line in read_metrics(Path(folder) / "run" / "metrics.jsonl") for each in line.get("judged", [])
-        ]
+        told = [each for line in read_metrics(Path(folder) / "run" / "metrics.jsonl") for each in line.get("judged", [])]
         assert [(each["act"], each["data_step"]) for each in told] == [(act, BAD_STEP)]
 
 
@@ -269,9 +255,7 @@ def refused(mesh: Mesh, folder: str) -> None:
     given = config(folder, {"audit_steps": 3})
     if mesh.world_size == 1:
         with Trainer(seeded(model), given, found) as trainer:
-            assert error_of(trainer.fit).startswith(
-                "ConfigError: recovery.audit_steps: a microbatch with one data rank"
-            )
+            assert error_of(trainer.fit).startswith("ConfigError: recovery.audit_steps: a microbatch with one data rank")
         return
     kept = seeded(model)
     kept.register_buffer("running", torch.zeros(3))

@@ -74,9 +74,7 @@ def train_apart(
     that the first one has."""
     section, run, found = config["optimizer"], config["run"], Apart()
     kind = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[section.get("name", "adamw")]
-    more: dict[str, Any] = (
-        {"betas": (0.9, 0.95)} if kind is torch.optim.AdamW else {"momentum": section.get("momentum", 0)}
-    )
+    more: dict[str, Any] = {"betas": (0.9, 0.95)} if kind is torch.optim.AdamW else {"momentum": section.get("momentum", 0)}
     replicas: list[tuple[Any, Any, Any]] = []
     center = [nn.Parameter(each.detach().clone()) for each in seeded(build).double().parameters()]
     momentum = outer.get("momentum", 0.0)
@@ -205,16 +203,11 @@ def together(mesh: Mesh, folder: str) -> None:
     model, summed = seeded(llama), seeded(llama)
     with Trainer(model, config, whole, eval_dataset=whole[:3]) as trainer:
         trainer.fit()
-    with Trainer(
-        summed, local_settings(folder + "/summed", {"replicate": 2}, **more), whole, eval_dataset=whole[:3]
-    ) as trainer:
+    with Trainer(summed, local_settings(folder + "/summed", {"replicate": 2}, **more), whole, eval_dataset=whole[:3]) as trainer:
         trainer.fit()
     assert distance(clones(model), clones(summed)) <= EXACT
     for name in ("loss", "tokens"):
-        assert (
-            apart([line[name] for line in lines_of(folder)], [line[name] for line in lines_of(folder + "/summed")])
-            <= EXACT
-        )
+        assert apart([line[name] for line in lines_of(folder)], [line[name] for line in lines_of(folder + "/summed")]) <= EXACT
 
 
 def equal(mesh: Mesh, folder: str) -> None:
@@ -256,9 +249,7 @@ def traffic(mesh: Mesh, folder: str, outer: Mapping[str, float] | None = None) -
     summed = round(sum(lengths) * 8 * 2 * (replicas - 1) / replicas)
     sent = [line.get("communication", {}).get("replicate", {}).get("all-reduce", {}).get("bytes", 0) for line in lines]
     assert sent == [summed if step % every == 0 else 0 for step in range(1, STEPS + 1)]
-    assert ["world" in line.get("communication", {}) for line in lines] == [
-        step % every == 0 for step in range(1, STEPS + 1)
-    ]
+    assert ["world" in line.get("communication", {}) for line in lines] == [step % every == 0 for step in range(1, STEPS + 1)]
     assert [line["tokens"] for line in lines] == [96, 192, 288, 320, 416, 512, 608, 640]
 
 
@@ -319,10 +310,7 @@ def resumed(mesh: Mesh, folder: str, before: int, after: int, outer: Mapping[str
     config = local_settings(folder, local(after, half, outer), checkpoint=saves)
     with Trainer(model, config, data) as trainer:
         trainer.fit()
-    rows = [
-        *samples_of(config, len(data), ranks, before)[:half],
-        *samples_of(config, len(data), ranks, after)[half:],
-    ]
+    rows = [*samples_of(config, len(data), ranks, before)[:half], *samples_of(config, len(data), ranks, after)[half:]]
     plain = train_apart(data, config, rows, [half, STEPS], outer or {})
     assert distance(clones(model), plain.weights[STEPS]) <= EXACT
     other = local_settings(folder, {"replicate": after}, checkpoint=saves, run={"max_steps": STEPS + 2})
@@ -339,9 +327,7 @@ def asked(mesh: Mesh, folder: str) -> None:
     """What a callback asks for between syncs waits for the next one, and what it does itself is refused; averages have the weights
     of syncs, and evaluations are of them."""
     data, held = sentences(8 * STEPS + 1), sentences(5, seed=9)
-    config = local_settings(
-        folder, local(2, 4), ema={"decay": 0.75}, checkpoint={"every_steps": 100, "asynchronous": False}
-    )
+    config = local_settings(folder, local(2, 4), ema={"decay": 0.75}, checkpoint={"every_steps": 100, "asynchronous": False})
 
     class Asks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -327,11 +327,7 @@ def theirs(mesh: Mesh, folder: str, flags: Mapping[str, str], alone: bool, **run
     config = settings(folder, batch={"last": "partial"}, run={"max_steps": 6, **run}, checkpoint={"every_steps": 4})
     callback = Theirs({} if alone and mesh.rank != 1 else flags)
     trainer = Trainer(
-        seeded(llama),
-        config,
-        train_dataset=sentences(),
-        eval_dataset=sentences(3),
-        callbacks=[callback, tf.PrinterCallback],
+        seeded(llama), config, train_dataset=sentences(), eval_dataset=sentences(3), callbacks=[callback, tf.PrinterCallback]
     )
     with trainer:
         report = trainer.fit()
@@ -445,12 +441,7 @@ def towers(mesh: Mesh, folder: str) -> None:
 
 
 def towered(
-    mesh: Mesh,
-    folder: str,
-    stage: int,
-    optimizer: str = "adamw",
-    update: Mapping[str, Any] = MappingProxyType({}),
-    **sections: Any,
+    mesh: Mesh, folder: str, stage: int, optimizer: str = "adamw", update: Mapping[str, Any] = MappingProxyType({}), **sections: Any
 ) -> None:
     """Train with decay a model whose tower gets a gradient in two steps, by one rank's microbatch alone, and so does torch."""
     cls, theirs, ours = TOWER_OPTIMIZERS[optimizer]

@@ -65,9 +65,7 @@ def base_of(mesh: Mesh, folder: str, dtype: torch.dtype = torch.float32, **how: 
 def adapted(base: Mapping[str, Any] | None = None, **changes: Any) -> Any:
     """A tiny Llama with adapters that already do something."""
     model = seeded(lambda: llama(**(base or {})))
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", **{"r": RANK, "lora_alpha": 5, "target_modules": TARGETS, **changes}
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", **{"r": RANK, "lora_alpha": 5, "target_modules": TARGETS, **changes})
     torch.manual_seed(12)
     made = peft.get_peft_model(model, config)
     for name, parameter in made.named_parameters():
@@ -93,12 +91,7 @@ def of_experts(mesh: Mesh, folder: str, stage: int) -> None:
 
 
 def variant(
-    mesh: Mesh,
-    folder: str,
-    stage: int,
-    base: Mapping[str, Any],
-    changes: Mapping[str, Any],
-    axes: Mapping[str, int] | None = None,
+    mesh: Mesh, folder: str, stage: int, base: Mapping[str, Any], changes: Mapping[str, Any], axes: Mapping[str, int] | None = None
 ) -> None:
     """One of PEFT's kinds of adapters: against a plain loop, and what plain PEFT makes of what is saved."""
     path, mine, other = Path(folder) / "adapter", adapted(base, **changes), adapted(base, **changes)
@@ -129,10 +122,7 @@ METHODS: dict[str, dict[str, Any]] = {
 def method(mesh: Mesh, folder: str, name: str, stage: int, axes: Mapping[str, int] | None = None) -> None:
     """One of PEFT's methods by configuration against a plain loop, and what plain PEFT makes of what is saved."""
     given = {"peft_type": name, "target_modules": TARGETS, **METHODS[name]}
-    section, path = (
-        ModelSection(config={"model_type": "llama", **LLAMA}, adapters={"default": given}),
-        Path(folder, "a"),
-    )
+    section, path = (ModelSection(config={"model_type": "llama", **LLAMA}, adapters={"default": given}), Path(folder, "a"))
     pair = []
     for _ in range(2):
         made = add_adapters(wrap_passed_model(seeded(llama), 3), section, 3, torch.float64).model
@@ -162,9 +152,7 @@ class Look(Callback):
             self.found["logits"] = trainer.model(input_ids=IDS).logits.clone()
         buckets = [bucket for unit in trainer.engine.units for bucket in unit.buckets]
         self.found["frozen"] = sum(not bucket.trainable for bucket in buckets)
-        self.found["optimized"] = sum(
-            b.layout.padded for b in buckets if trainer.engine.optimizer_step.optimizer_of(b) is not None
-        )
+        self.found["optimized"] = sum(b.layout.padded for b in buckets if trainer.engine.optimizer_step.optimizer_of(b) is not None)
         self.found["shares"] = {bucket.layout.padded // bucket.interval.length for bucket in buckets}
         self.found["trained"] = sum(slot.spec.numel for b in buckets if b.trainable for slot in b.layout.slots)
 
@@ -236,9 +224,7 @@ def exported(mesh: Mesh, folder: str) -> None:
     """What PEFT and transformers make of a checkpoint with adapters, and of its exports, against the trained model."""
     root, base = Path(folder), base_of(mesh, folder)
     model = {"source": str(base), "lora": {"rank": 2, "targets": TARGETS}}
-    config = settings(
-        folder, model=model, run={"name": "a", "max_steps": 3}, checkpoint={"every_steps": 3}, optimizer={"lr": 0.1}
-    )
+    config = settings(folder, model=model, run={"name": "a", "max_steps": 3}, checkpoint={"every_steps": 3}, optimizer={"lr": 0.1})
     with Trainer(None, config, sentences()) as trainer:
         trainer.fit()
         wanted = logits(trainer.model)
@@ -246,11 +232,7 @@ def exported(mesh: Mesh, folder: str) -> None:
         return
     checkpoint = root / "a/checkpoints/step-00000003"
     assert {*ADAPTER} <= {path.name for path in checkpoint.iterdir()}
-    for name, words in {
-        "adapter": ["--dtype", "keep"],
-        "merged": ["--merge", "--dtype", "keep"],
-        "small": ["--merge"],
-    }.items():
+    for name, words in {"adapter": ["--dtype", "keep"], "merged": ["--merge", "--dtype", "keep"], "small": ["--merge"]}.items():
         said = command(mesh, ["checkpoint", "export", str(root / "a"), str(root / name), *words])
         assert said["code"] == 0, said
     files = {name: sorted(path.name for path in (root / name).iterdir()) for name in ("adapter", "merged")}
@@ -341,9 +323,7 @@ def edited(mesh: Mesh, folder: str) -> None:
 
     config = settings(folder, run={"max_steps": 2}, checkpoint={"every_steps": 1}, zero={"stage": 3})
     fitted(model, config, sentences(), callbacks=[after_steps(change)])
-    manifests = [
-        json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))
-    ]
+    manifests = [json.loads(path.read_text()) for path in sorted(Path(folder, "run/checkpoints").glob("*/manifest.json"))]
     written = [{name for name, row in m["tensors"]["model"].items() if "source/" not in row[0]} for m in manifests]
     norm, head = "base_model.model.model.norm.weight", "base_model.model.lm_head.weight"
     assert [{name for name in names if "lora_" not in name} for names in written] == [{norm}, {head, norm}]
@@ -353,9 +333,7 @@ def classified(mesh: Mesh, folder: str, kind: str) -> None:
     """A classifier by configuration, whose new head is trained and saved with the adapters."""
     text, path = kind == "sequence", Path(folder) / "adapter"
     config: dict[str, Any] = {**SIZES, "num_labels": 3, "attention_probs_dropout_prob": 0.0}
-    config |= (
-        {"model_type": "bert", "vocab_size": 64} if text else {"model_type": "vit", "image_size": 8, "patch_size": 4}
-    )
+    config |= {"model_type": "bert", "vocab_size": 64} if text else {"model_type": "vit", "image_size": 8, "patch_size": 4}
     model = {
         "config": {**config, "hidden_dropout_prob": 0.0},
         "head": f"{kind}_classification",

@@ -137,9 +137,7 @@ PLAIN: dict[str, Callable[..., list[Optimizer]]] = {
     "adamw_torch_8bit": of("torchao.optim", "AdamW8bit"),
     "adamw_torch_4bit": of("torchao.optim", "AdamW4bit", block_size=256),
     "galore_adamw": low_rank("galore_torch", "GaLoreAdamW", **_RANKS),
-    "apollo_adamw": low_rank(
-        "apollo_torch", "APOLLOAdamW", **{**_RANKS, "proj": "random", "scale_type": "channel", "eps": 1e-8}
-    ),
+    "apollo_adamw": low_rank("apollo_torch", "APOLLOAdamW", **{**_RANKS, "proj": "random", "scale_type": "channel", "eps": 1e-8}),
     "stable_adamw": of("optimi", "StableAdamW", betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY),
     "schedule_free_adamw": of("schedulefree", "AdamWScheduleFree"),
     "schedule_free_sgd": of("schedulefree", "SGDScheduleFree"),
@@ -201,9 +199,7 @@ def call_all(optimizers: Iterable[Any], mode: str) -> None:
         getattr(each, mode, dict)()
 
 
-def named(
-    mesh: Mesh, folder: str, name: str, stage: int, whole: bool = False, tier: str = "none", within: float = 1e-9
-) -> None:
+def named(mesh: Mesh, folder: str, name: str, stage: int, whole: bool = False, tier: str = "none", within: float = 1e-9) -> None:
     """A run that stops after two steps and is resumed has the weights of the class, evaluates and saves them. The bytes of states
     are as predicted, and with `whole` those of the class."""
     with torch.compiler.set_stance("force_eager"):  # Compiled kernels round otherwise, and take seconds for each shape.

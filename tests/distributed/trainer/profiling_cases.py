@@ -82,9 +82,7 @@ def said(mesh: Mesh, folder: str, name: str, every_steps: int) -> list[str]:
     model, data = MODELS[name]
     out = io.StringIO()
     config = settings(
-        folder,
-        precision=dict.fromkeys(("compute", "master", "reduce"), "float32"),
-        checkpoint={"every_steps": every_steps},
+        folder, precision=dict.fromkeys(("compute", "master", "reduce"), "float32"), checkpoint={"every_steps": every_steps}
     )
     with contextlib.redirect_stdout(out), Trainer(model(), config, data()) as trainer:
         trainer.fit()
@@ -106,10 +104,7 @@ def profiled(mesh: Mesh, *, folder: str, sections: Mapping[str, Any], kind: str 
     torch.manual_seed(3)
     said = io.StringIO()
     config = settings(folder, **sections)
-    with (
-        contextlib.redirect_stdout(said),
-        Trainer(llama() if kind == "llama" else gpt2(), config, sentences()) as trainer,
-    ):
+    with contextlib.redirect_stdout(said), Trainer(llama() if kind == "llama" else gpt2(), config, sentences()) as trainer:
         report = trainer.fit()
     return {"losses": list(report.losses), "said": said.getvalue()}
 

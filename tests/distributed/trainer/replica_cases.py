@@ -31,9 +31,7 @@ SINGLE = {"compute": "float32", "master": "float32", "reduce": "float32"}
 NARROW = {**SINGLE, "compute": "bfloat16"}
 
 
-def exact(
-    mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int = 3, kind: str = "llama", **sections: Any
-) -> None:
+def exact(mesh: Mesh, folder: str, axes: Mapping[str, Any], stage: int = 3, kind: str = "llama", **sections: Any) -> None:
     """A model trains with divided states as in one process."""
     pair = seeded(KINDS[kind]), seeded(KINDS[kind])
     zero = {"stage": stage, "replicas": "divided", **sections.pop("zero", {})}
@@ -105,12 +103,8 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
             assert len({*mesh.replicate.gather_json(digest({"copy": copy}), "copies")}) == 1
             apart.append(float((own - bucket.master.load(mesh.device)).abs().max()))
         state = trainer.engine.checkpoint_state
-        written = {
-            each.spec.name: each.values.load(mesh.device) for each in state.shards_to_write() if each.spec.kind == MODEL
-        }
-        held = {
-            each.spec.name: each.values.load(mesh.device) for each in state.shards_to_read() if each.spec.kind == MASTER
-        }
+        written = {each.spec.name: each.values.load(mesh.device) for each in state.shards_to_write() if each.spec.kind == MODEL}
+        held = {each.spec.name: each.values.load(mesh.device) for each in state.shards_to_read() if each.spec.kind == MASTER}
         assert digest(written) == digest(held)  # A checkpoint has master weights, not what others were told.
 
     for name in ("exact", wire):
@@ -137,9 +131,7 @@ def encoded(mesh: Mesh, folder: str, wire: str, bound: float, offload: Mapping[s
 def own_part(mesh: Mesh, folder: str) -> None:
     """A sum has what its rank adds as it is, and of the others what the codec leaves of it, added in rank order."""
     ranks, numel, codec = mesh.world, 640, WireCodec(name="int4")
-    given = [
-        torch.randn(ranks.size * numel, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)
-    ]
+    given = [torch.randn(ranks.size * numel, generator=torch.Generator().manual_seed(rank)) for rank in range(ranks.size)]
     expected = torch.zeros(numel)
     for rank, each in enumerate(given):
         part = each[numel * ranks.index :][:numel]

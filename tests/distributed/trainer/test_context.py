@@ -32,9 +32,7 @@ test_loops_bytes_and_refusals = tried(
         row(2, "refused"),
         row(2, "stages_alike"),
         row(2, "exact", kind="keywords", axes=TWO),
-        row(
-            2, "exact", kind="asides", axes=TWO
-        ),  # The ranks whose gradients are complete wait for none that do not come.
+        row(2, "exact", kind="asides", axes=TWO),  # The ranks whose gradients are complete wait for none that do not come.
     ],
 )
 
@@ -58,11 +56,7 @@ def test_what_is_collected_is_of_whole_sequences(workers: Workers, tmp_path: Pat
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [
-        ("killed", "rank 1 is gone"),
-        ("stopped", "parallel.timeout_seconds"),
-        ("memory", "the machine has no memory left"),
-    ],
+    [("killed", "rank 1 is gone"), ("stopped", "parallel.timeout_seconds"), ("memory", "the machine has no memory left")],
 )
 def test_a_lost_rank_is_named(workers: Workers, tmp_path: Path, how: str, words: str) -> None:
     with workers.fresh(PoolOptions(size=2, timeout_seconds=3)) as pool:

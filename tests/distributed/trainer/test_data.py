@@ -71,10 +71,7 @@ def trains(
     dataset: Any = Samples(folder) if kind == "map" else Stream(folder)
     kill = after_steps(lambda _, step: (mesh.rank, step) == (1, after) and os.kill(os.getpid(), signal.SIGKILL))
     with Trainer(seeded(llama), config, dataset, data_collator=noisy, callbacks=[kill]) as trainer:
-        return {
-            "losses": list(trainer.fit().losses),
-            "parameters": digest({n: each.clone() for n, each in trainer.state_dict()}),
-        }
+        return {"losses": list(trainer.fit().losses), "parameters": digest({n: each.clone() for n, each in trainer.state_dict()})}
 
 
 def fails(mesh: Mesh, folder: str, fault: str) -> None:
@@ -161,14 +158,10 @@ def test_a_run_that_was_killed_goes_on_bitwise(workers: Workers, tmp_path: Path)
     ("fault", "error", "message"),
     [
         ("killed", "StorageError", "was ended by SIGKILL"),
-        pytest.param(
-            "hangs", "DataError", "a data worker took more than 2 seconds for one microbatch", marks=pytest.mark.full
-        ),
+        pytest.param("hangs", "DataError", "a data worker took more than 2 seconds for one microbatch", marks=pytest.mark.full),
     ],
 )
-def test_data_that_fails_on_one_rank_ends_all(
-    workers: Workers, tmp_path: Path, fault: str, error: str, message: str
-) -> None:
+def test_data_that_fails_on_one_rank_ends_all(workers: Workers, tmp_path: Path, fault: str, error: str, message: str) -> None:
     """The other rank is patient with one that waits for its data, and learns why it has failed. Samples are not lost."""
     whole, cut = folders(tmp_path)
     with workers.fresh(PoolOptions(size=2, timeout_seconds=5.0)) as pool:

@@ -72,9 +72,7 @@ def test_ranks_that_divide_layers_draw_alike_again_after_them(workers: Workers, 
     """Dropout draws from the device's generator, which is each rank's own inside a layer that is divided."""
     layouts: dict[int, dict[str, Any]] = {1: {}, 2: {"parallel": {"tensor": 2}}}
     one, two = (
-        workers.run(
-            ranks, "device_step_cases:fit", device="sim", folder=str(tmp_path), sections=sections, model="dropout"
-        )[0]
+        workers.run(ranks, "device_step_cases:fit", device="sim", folder=str(tmp_path), sections=sections, model="dropout")[0]
         for ranks, sections in layouts.items()
     )
     assert two["losses"] == pytest.approx(one["losses"], rel=1e-9)
@@ -95,9 +93,7 @@ def test_the_host_waits_once_a_step_of_a_users_loop(workers: Workers) -> None:
         pytest.param(4, {"parallel": {"replicate": 2}}, id="replicas"),
     ],
 )
-def test_what_is_launched_does_not_depend_on_time(
-    workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any]
-) -> None:
+def test_what_is_launched_does_not_depend_on_time(workers: Workers, tmp_path: Path, ranks: int, sections: dict[str, Any]) -> None:
     """Some hosts are far ahead of their devices, others find all done."""
     found = workers.run(ranks, "device_step_cases:launches", device="sim", folder=str(tmp_path), sections=sections)
     for rank in found:

@@ -45,10 +45,7 @@ test_losses_are_those_of_the_decoded_weights = pytest.mark.sampled(2)(
         "encoded_cases",
         [
             *(layout(*each) for each in LAYOUTS),
-            *(
-                row(2, "trained", *marks, stage=3, weights=name)
-                for name, *marks in (("fp4", FULL), ("int8",), ("fp8",))
-            ),
+            *(row(2, "trained", *marks, stage=3, weights=name) for name, *marks in (("fp4", FULL), ("int8",), ("fp8",))),
             *(row(2, "trained", *marks, stage=3, offload=tier) for tier, marks in ((HOST, (FULL,)), (FILE, ()))),
             row(2, "trained", stage=3, activation_checkpointing="block"),
         ],
@@ -76,23 +73,12 @@ test_twenty_steps_are_those_of_peft_with_bitsandbytes = tried(
 def test_a_run_of_four_ranks_goes_on_elsewhere_as_peft_with_bitsandbytes(workers: Workers, tmp_path: Path) -> None:
     for ranks, stage, axes, start in ((4, 3, {}, 0), (1, 0, {}, 10), (2, 1, {"tensor": 2}, 10)):
         workers.run(
-            ranks,
-            "encoded_cases:beside_bitsandbytes",
-            folder=str(tmp_path),
-            stage=stage,
-            parallel=axes,
-            start=start,
-            adapter=MANY,
+            ranks, "encoded_cases:beside_bitsandbytes", folder=str(tmp_path), stage=stage, parallel=axes, start=start, adapter=MANY
         )
 
 
 test_memory_is_what_was_predicted = tried(
-    "encoded_cases",
-    [
-        row(1, "counted", stage=0),
-        row(1, "counted", stage=3, offload=FILE, prefetch=2),
-        row(2, "counted", stage=3),
-    ],
+    "encoded_cases", [row(1, "counted", stage=0), row(1, "counted", stage=3, offload=FILE, prefetch=2), row(2, "counted", stage=3)]
 )
 ALL = {"r": 4, "lora_alpha": 6, "use_rslora": True, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}
 ALL |= {"modules_to_save": ["embed_tokens"]}
@@ -101,23 +87,12 @@ test_adapters_by_configuration_are_those_of_peft = pytest.mark.sampled(2)(
     tried(
         "encoded_cases",
         [
-            *(
-                row(2, "alike", *marks, stage=stage, adapter=ALL)
-                for stage, marks in ((0, (FULL,)), (1, (FULL,)), (3, ()))
-            ),
+            *(row(2, "alike", *marks, stage=stage, adapter=ALL) for stage, marks in ((0, (FULL,)), (1, (FULL,)), (3, ()))),
             *(row(2, "alike", stage=2, adapter=ALL, axes=axes) for axes in ({"tensor": 2}, {"pipeline": 2})),
             row(1, "alike", FULL, stage=2, adapter=ALL, weights=None),
             row(2, "alike", stage=3, adapter=PISSA, weights=None),
             row(2, "alike", FULL, stage=2, adapter=PISSA),
-            row(
-                2,
-                "alike",
-                FULL,
-                stage=1,
-                adapter={**PISSA, "init_lora_weights": "olora"},
-                weights=None,
-                axes={"tensor": 2},
-            ),
+            row(2, "alike", FULL, stage=1, adapter={**PISSA, "init_lora_weights": "olora"}, weights=None, axes={"tensor": 2}),
             row(1, "alike", FULL, stage=3, adapter={**PISSA, "init_lora_weights": "orthogonal"}),
         ],
     )
@@ -153,9 +128,7 @@ def test_a_model_without_frozen_matrices_or_trained_ones_is_refused(
     (tmp_path / "bad.jsonl").write_text("{")
     written(tmp_path / "base")
     section = {"weights": "nf4"} if model is None else {"source": str(tmp_path / "base"), **model}
-    config = settings(
-        str(tmp_path), model=section, **({} if model is None else {"data": {"train": str(tmp_path / "bad.jsonl")}})
-    )
+    config = settings(str(tmp_path), model=section, **({} if model is None else {"data": {"train": str(tmp_path / "bad.jsonl")}}))
     given = (llama(), config, sentences()) if model is None else (None, config)
     with pytest.raises(ConfigError, match=match), Trainer(*given) as trainer:
         trainer.fit()
@@ -172,20 +145,10 @@ def test_a_base_in_four_bits_is_evaluated_without_adapters(workers: Workers, tmp
     loaded(tmp_path / "base").save_pretrained(tmp_path / "layers")
     rounded(seeded(build).requires_grad_(False), "nf4").save_pretrained(tmp_path / "values")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
-    words = [
-        "precision.compute=float32",
-        f"run.output_dir={tmp_path}",
-        "data.tokenizer=bytes",
-        "data.sequence_length=16",
-    ]
+    words = ["precision.compute=float32", f"run.output_dir={tmp_path}", "data.tokenizer=bytes", "data.sequence_length=16"]
     words += [f"data.{name}={tmp_path / 'text.txt'}" for name in ("train", "eval")]
     found, held = [], []
-    for ranks, name, more in (
-        (1, "values", []),
-        (1, "layers", []),
-        (2, "layers", []),
-        (2, "base", ["model.weights=nf4"]),
-    ):
+    for ranks, name, more in ((1, "values", []), (1, "layers", []), (2, "layers", []), (2, "base", ["model.weights=nf4"])):
         all_words = ["evaluate", str(tmp_path / name), *words, *more]
         ended = workers.run(ranks, "input_cases:command", words=all_words)
         assert [each["code"] for each in ended] == [0] * ranks, ended

@@ -41,9 +41,7 @@ test_a_model_trains_with_spread_experts = pytest.mark.sampled(2)(
             row(2, "exact", FULL, kind="deep", axes=TWO),
             row(2, "exact", kind="skewed", axes=TWO, optimizer={"in_backward": True}, run=UNCLIPPED),
             # The auxiliary loss is of a microbatch, whose tokens are on both ranks.
-            row(
-                2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}
-            ),
+            row(2, "exact", kind="losing", axes={"expert": 2, "context": 2}, batch={"global_size": 10, "micro_size": 10}),
         ],
         timeout=120,
     )

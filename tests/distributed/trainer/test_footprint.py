@@ -25,8 +25,7 @@ BF16 = replace(LLAMA, precision="bfloat16")
 SETTINGS = {
     **{
         f"{dtype}, stage {stage}, {transport}, {accumulation} microbatches": Setting(
-            problem=replace(LLAMA, precision=dtype),
-            layout=Layout(stage=stage, transport=transport, accumulation=accumulation),
+            problem=replace(LLAMA, precision=dtype), layout=Layout(stage=stage, transport=transport, accumulation=accumulation)
         )
         for dtype in ("float32", "bfloat16")
         for stage in range(4)
@@ -34,9 +33,7 @@ SETTINGS = {
         for accumulation in (1, 2)
     },
     **{
-        f"{dtype}, stage {stage}, one rank": Setting(
-            ranks=1, problem=replace(LLAMA, precision=dtype), layout=Layout(stage=stage)
-        )
+        f"{dtype}, stage {stage}, one rank": Setting(ranks=1, problem=replace(LLAMA, precision=dtype), layout=Layout(stage=stage))
         for dtype in ("float32", "bfloat16")
         for stage in range(4)
     },
@@ -47,9 +44,7 @@ SETTINGS = {
     },
     "budget 0": Setting(problem=LLAMA, layout=Layout(transport="shared", budget=0)),
     "a budget for some": Setting(problem=BF16, layout=Layout(transport="gloo", budget=40_000, prefetch=2)),
-    "three ranks, odd sizes": Setting(
-        ranks=3, problem=replace(LLAMA, model="odd"), layout=Layout(transport="gloo", budget=0)
-    ),
+    "three ranks, odd sizes": Setting(ranks=3, problem=replace(LLAMA, model="odd"), layout=Layout(transport="gloo", budget=0)),
     "frozen beside trained, three slots": Setting(
         ranks=3, problem=replace(BF16, model="lora"), layout=Layout(transport="gloo", slots=3)
     ),
@@ -72,9 +67,7 @@ SETTINGS = {
             ("bfloat16", 1, 1, "auto", 2),
         )
     },
-    "inside backward, accumulating": Setting(
-        problem=LLAMA, layout=Layout(transport="shared", in_backward=True, accumulation=2)
-    ),
+    "inside backward, accumulating": Setting(problem=LLAMA, layout=Layout(transport="shared", in_backward=True, accumulation=2)),
 }
 
 

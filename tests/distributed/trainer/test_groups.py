@@ -30,10 +30,7 @@ test_patterns_choose_as_in_a_plain_loop = tried(
             {"model": {"train": ["*.layer.0.*"]}},
             r"model\.train: '\*\.layer\.0\.\*' matches no parameter .*nearest: model\.layers\.0",
         ),
-        (
-            {"optimizer": {"groups": [{"match": "embed"}]}},
-            r"optimizer\.groups: 'embed' matches no trained .*embed_tokens\.weight",
-        ),
+        ({"optimizer": {"groups": [{"match": "embed"}]}}, r"optimizer\.groups: 'embed' matches no trained .*embed_tokens\.weight"),
         (
             {"model": {"train": ["lm_head.*"]}, "optimizer": {"groups": [{"match": "*norm*", "lr_factor": 2}]}},
             r"optimizer\.groups: '\*norm\*' matches no trained parameter of the model; nearest: lm_head\.weight",
@@ -55,10 +52,7 @@ test_patterns_choose_as_in_a_plain_loop = tried(
     ],
 )
 def test_patterns_that_choose_nothing_are_refused(sections: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with (
-        pytest.raises(ConfigError, match=message),
-        Trainer(llama(), settings(str(tmp_path), **sections), sentences()) as t,
-    ):
+    with pytest.raises(ConfigError, match=message), Trainer(llama(), settings(str(tmp_path), **sections), sentences()) as t:
         t.fit()
 
 

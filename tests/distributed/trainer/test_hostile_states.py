@@ -38,14 +38,8 @@ for _ in range(900):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        *(
-            (name, HUGE, "integer of more than 1000 bits")
-            for name in ("step", "tokens", "loss", "loss_scale", "settings")
-        ),
-        *(
-            (name, 1 << 60, "fields of other types")
-            for name in ("step", "samples", "tokens", "max_steps", "passed_over")
-        ),
+        *((name, HUGE, "integer of more than 1000 bits") for name in ("step", "tokens", "loss", "loss_scale", "settings")),
+        *((name, 1 << 60, "fields of other types") for name in ("step", "samples", "tokens", "max_steps", "passed_over")),
         *((name, DEEP, "nested deeper than 64 levels") for name in ("settings", "callbacks", "log_history", "step")),
         ("loss_scale", 0, "fields of other types"),
         ("loss", True, "fields of other types"),
@@ -76,12 +70,7 @@ def test_a_best_evaluation_that_no_run_has_is_refused(best: dict[str, Any], word
 
 
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=5)
-    | st.sampled_from([HUGE, -HUGE, 1 << 53, 1e308]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from([HUGE, -HUGE, 1 << 53, 1e308]),
     lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=3),
     max_leaves=6,
 )

@@ -81,9 +81,7 @@ ASKED = {"on_step_end 1": "should_evaluate", "on_step_end 2": "should_save", "on
 
 
 @pytest.mark.parametrize("alone", [pytest.param(False, marks=FULL), True])
-def test_flags_of_transformers_callbacks_are_requests_of_all_ranks(
-    workers: Workers, tmp_path: Path, alone: bool
-) -> None:
+def test_flags_of_transformers_callbacks_are_requests_of_all_ranks(workers: Workers, tmp_path: Path, alone: bool) -> None:
     said = workers.run(2, f"{CASES}:theirs", folder=str(tmp_path), flags=ASKED, alone=alone)
     for found in said:
         assert (found["steps"], found["saved"]) == ([5], [2, 4, 5])
@@ -152,11 +150,7 @@ def fit(folder: Path, run: dict[str, Any], samples: int = 24) -> tuple[list[floa
 @pytest.mark.parametrize(
     ("run", "steps", "said"),
     [
-        (
-            {"epochs": 2, "max_steps": 4},
-            4,
-            "run.epochs 2 are 6 steps, and run.max_steps is 4: run.max_steps ends the run",
-        ),
+        ({"epochs": 2, "max_steps": 4}, 4, "run.epochs 2 are 6 steps, and run.max_steps is 4: run.max_steps ends the run"),
         ({"epochs": 1, "max_steps": 4}, 3, "run.epochs 1 are 3 steps, and run.max_steps is 4: run.epochs end the run"),
         ({"epochs": 1}, 3, ""),
     ],

@@ -68,9 +68,7 @@ def variant(name: str, stage: int, **axes: int) -> Any:
     marks = () if name in SHORT and stage == 3 else (FULL,)
     given = {"stage": stage, "base": base, "changes": changes, "axes": axes}
     words = [f"{axis} {size}" for axis, size in axes.items()]
-    return pytest.param(
-        max(prod(axes.values()), 2), "variant", given, marks=marks, id=" ".join([name, str(stage), *words])
-    )
+    return pytest.param(max(prod(axes.values()), 2), "variant", given, marks=marks, id=" ".join([name, str(stage), *words]))
 
 
 test_kinds_of_adapters_train_as_in_one_process_and_load_in_peft = pytest.mark.sampled(2)(
@@ -92,10 +90,7 @@ test_adapters_on_ranks = pytest.mark.sampled(2)(
             row(2, "of_experts", stage=3),
             *(row(2, case) for case in ("saved", "added", "exported", "edited", "resumed")),
             row(2, "prompted", stage=3),
-            *(
-                row(2, "generated", axes=axes, zero={"stage": 3})
-                for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})
-            ),
+            *(row(2, "generated", axes=axes, zero={"stage": 3}) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
             *(row(2, "mixed", axes=axes) for axes in ({"tensor": 2}, {"pipeline": 2}, {"shard": 2})),
             row(4, "mixed", FULL, axes={"tensor": 2, "pipeline": 2}),
             *(row(2, "method", *([] if name == "VERA" else [FULL]), name=name, stage=3) for name in METHODS),
@@ -177,9 +172,7 @@ def test_the_checkpoints_of_a_loop_name_frozen_weights_as_those_of_a_run_do(tmp_
 
 
 @pytest.mark.parametrize(("frozen", "away"), [("auto", False), ("reference", True)])
-def test_weights_that_requires_grad_freezes_are_named_where_that_is_asked_for(
-    tmp_path: Path, frozen: str, away: bool
-) -> None:
+def test_weights_that_requires_grad_freezes_are_named_where_that_is_asked_for(tmp_path: Path, frozen: str, away: bool) -> None:
     llama().save_pretrained(tmp_path / "base")
     model = tf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     model.model.layers[0].requires_grad_(False)
@@ -260,9 +253,7 @@ def test_adapters_are_on_what_multiplies_alone() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj = Router(32, 48)
     section = lora(rank=2, targets=("up_proj",))
-    with pytest.raises(
-        ConfigError, match=r"model\.layers\.0\.mlp\.up_proj cannot have adapters, as a Router does more"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.up_proj cannot have adapters, as a Router does more"):
         add_adapters(wrap_passed_model(model, 3), section, 3)
 
 
@@ -277,9 +268,7 @@ def test_adapters_do_not_depend_on_how_the_model_was_built() -> None:
 
 
 def test_what_else_is_trained_belongs_to_the_adapter() -> None:
-    config = tf.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60
-    )
+    config = tf.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=60)
     model = peft.get_peft_model(tf.BertModel(config), peft.LoraConfig(bias="all", target_modules=["query"]))
     names = adapter_names(model)
     assert {name.rpartition(".")[2] for name in names if "lora_" not in name} == {"bias"}
@@ -301,13 +290,7 @@ def test_the_model_inside_says_what_the_loss_is() -> None:
 
 @pytest.mark.parametrize(
     ("name", "chunked"),
-    [
-        ("head", False),
-        ("magnitudes", False),
-        ("whole modules", True),
-        ("tokens of a tied head", False),
-        ("tied embedding", True),
-    ],
+    [("head", False), ("magnitudes", False), ("whole modules", True), ("tokens of a tied head", False), ("tied embedding", True)],
 )
 def test_the_loss_is_that_of_the_adapted_head(name: str, chunked: bool) -> None:
     """A trial of the model's class knows nothing of what PEFT has made of its head."""
@@ -382,9 +365,7 @@ def test_one_of_several_adapters_is_trained_resumed_generated_with_and_merged(wo
 
 def test_adapters_of_another_base_are_refused(tmp_path: Path) -> None:
     adapted({"hidden_size": 64}).save_pretrained(tmp_path / "wide")
-    with pytest.raises(
-        ConfigError, match=r"another base: it has .*lora_A.weight of \[3, 64\], and LlamaForCausalLM.* \[3, 32\]"
-    ):
+    with pytest.raises(ConfigError, match=r"another base: it has .*lora_A.weight of \[3, 64\], and LlamaForCausalLM.* \[3, 32\]"):
         add_adapters(built(), from_directory(tmp_path / "wide"), 3)
     adapted({"num_hidden_layers": 3}).save_pretrained(tmp_path / "deep")
     with pytest.raises(ConfigError, match=r"it has .*layers\.2.*, for which LlamaForCausalLM has no place"):
@@ -413,22 +394,10 @@ ONE = {"target_modules": ["q_proj"]}
         ({"init_lora_weights": "corda"}, r"init_lora_weights: corda is refused"),
         ({"peft_type": "IA3", "target_modules": ["x"], "feedforward_modules": ["y"]}, "feedforward_modules"),
         ({**ONE, "rank_pattern": {"k_proj": 2}}, "rank_pattern: 'k_proj' matches no module with adapters of the model"),
-        (
-            {**ONE, "alpha_pattern": {"(self_attn|x).q_pro": 2}},
-            r"alpha_pattern: '.*q_pro' matches no module with adapters",
-        ),
-        (
-            {**ONE, "target_parameters": ["mlp.nope"]},
-            "target_parameters: 'mlp.nope' matches no parameter with adapters",
-        ),
-        (
-            {**ONE, "modules_to_save": ["norm", "lm_heda"]},
-            "modules_to_save: 'lm_heda' matches no module .*nearest: lm_head",
-        ),
-        (
-            {**ONE, "exclude_modules": ["v_pro"]},
-            "exclude_modules: 'v_pro' matches no module of the model; nearest: v_proj",
-        ),
+        ({**ONE, "alpha_pattern": {"(self_attn|x).q_pro": 2}}, r"alpha_pattern: '.*q_pro' matches no module with adapters"),
+        ({**ONE, "target_parameters": ["mlp.nope"]}, "target_parameters: 'mlp.nope' matches no parameter with adapters"),
+        ({**ONE, "modules_to_save": ["norm", "lm_heda"]}, "modules_to_save: 'lm_heda' matches no module .*nearest: lm_head"),
+        ({**ONE, "exclude_modules": ["v_pro"]}, "exclude_modules: 'v_pro' matches no module of the model; nearest: v_proj"),
     ],
 )
 def test_settings_of_peft_are_checked(given: dict[str, Any], message: str) -> None:

@@ -80,15 +80,11 @@ def test_other_ranks_and_stages_load_what_was_on_files(trained: Callable[..., An
 
 
 def test_a_checkpoint_streams_from_files_in_bounded_pieces(workers: Workers, tmp_path: Path) -> None:
-    found = workers.run(
-        2, "offload_cases:pieces", folder=str(tmp_path), steps=5, sections={"precision": BF16, "offload": FILES}
-    )
+    found = workers.run(2, "offload_cases:pieces", folder=str(tmp_path), steps=5, sections={"precision": BF16, "offload": FILES})
     assert all(0 < rank["largest"] <= 4 << 20 for rank in found)
 
 
-def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_are_in_the_metrics_and_the_console_says_what_rests_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings(str(tmp_path), offload=FILES, precision=BF16)
     with Trainer(llama(), config, sentences()) as trainer:
         trainer.fit()
@@ -127,19 +123,13 @@ def test_kept_inputs_of_blocks_rest_elsewhere_bit_by_bit(
 
 @pytest.mark.parametrize(
     ("how", "more", "words"),
-    [
-        ("short", {}, "ends after"),
-        ("short inside", {}, "ends after"),
-        ("changed", {"checksums": True}, "are not what was written"),
-    ],
+    [("short", {}, "ends after"), ("short inside", {}, "ends after"), ("changed", {"checksums": True}, "are not what was written")],
 )
 def test_a_swap_file_that_was_damaged_is_a_named_error(
     fresh: Any, tmp_path: Path, how: str, more: dict[str, Any], words: str
 ) -> None:
     sections = {"offload": {**FILES, **more}}
-    outcomes = fresh(
-        "offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections=sections
-    )
+    outcomes = fresh("offload_cases:vandalised", how=how, step=2, rank=1, folder=str(tmp_path), steps=4, sections=sections)
     assert outcomes[1].error == "StorageError"
     assert words in outcomes[1].message
     assert "zeromesh-run-rank1-" in outcomes[1].message
@@ -149,17 +139,14 @@ def test_a_swap_file_that_was_damaged_is_a_named_error(
 
 
 def test_a_disk_that_fills_up_before_training_is_a_named_error(fresh: Any, tmp_path: Path) -> None:
-    outcomes = fresh(
-        "offload_cases:full_disk", room=100_000, folder=str(tmp_path), steps=4, sections={"offload": FILES}
-    )
+    outcomes = fresh("offload_cases:full_disk", room=100_000, folder=str(tmp_path), steps=4, sections={"offload": FILES})
     assert [outcome.error for outcome in outcomes] == ["CollectiveError", "StorageError"]
     assert "No space left on device" in outcomes[1].message
     assert swap_files(tmp_path) == []
 
 
 @pytest.mark.parametrize(
-    ("site", "count"),
-    [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)],
+    ("site", "count"), [pytest.param("forward", 40, marks=FULL), pytest.param("reduce", 40, marks=FULL), ("optimizer", 18)]
 )
 def test_a_kill_inside_a_step_resumes_cleanly(
     trained: Callable[..., Any], fresh: Any, tmp_path: Path, site: str, count: int
@@ -206,10 +193,7 @@ def test_a_run_of_one_rank_goes_on_after_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("disk", "words"),
-    [
-        (200_000, ("swap files of", "195.3 KiB free", "{tier: file, fraction: 0.")),
-        (0, ("give offload.directory a larger disk",)),
-    ],
+    [(200_000, ("swap files of", "195.3 KiB free", "{tier: file, fraction: 0.")), (0, ("give offload.directory a larger disk",))],
 )
 def test_a_disk_that_is_too_small_is_refused_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: int, words: tuple[str, ...]

@@ -40,18 +40,8 @@ test_a_named_optimizer_is_its_class = pytest.mark.sampled(2)(
             (1, "named", {"name": "ademamix_8bit", "stage": 2, "whole": True}),
             (2, "named", {"name": MODES, "stage": 3}),
             (1, "named", {"name": MODES, "stage": 2, "tier": "file"}),
-            pytest.param(
-                2,
-                "named",
-                {"name": "adamw_torch_8bit", "stage": 3, **NARROW},
-                marks=WITHOUT["torchao"],
-            ),
-            pytest.param(
-                1,
-                "named",
-                {"name": "adamw_torch_4bit", "stage": 2, **NARROW},
-                marks=WITHOUT["torchao"],
-            ),
+            pytest.param(2, "named", {"name": "adamw_torch_8bit", "stage": 3, **NARROW}, marks=WITHOUT["torchao"]),
+            pytest.param(1, "named", {"name": "adamw_torch_4bit", "stage": 2, **NARROW}, marks=WITHOUT["torchao"]),
             pytest.param(2, "named", {"name": "adamw_torch_fp8", "stage": 3, **NARROW}, marks=WITHOUT["torchao"]),
             pytest.param(2, "named", {"name": "galore_adamw", "stage": 3}, marks=WITHOUT["galore_torch"]),
             pytest.param(2, "named", {"name": "apollo_adamw", "stage": 3}, marks=WITHOUT["apollo_torch"]),
@@ -118,8 +108,6 @@ def test_narrow_states_have_the_same_bits_on_any_number_of_ranks(
         pytest.param("none", "kahan", "has no master_compensation in it", marks=FULL),
     ],
 )
-def test_compensations_are_neither_lost_nor_made_up(
-    workers: Workers, tmp_path: Path, then: str, now: str, said: str
-) -> None:
+def test_compensations_are_neither_lost_nor_made_up(workers: Workers, tmp_path: Path, then: str, now: str, said: str) -> None:
     for each in workers.run(2, f"{CASES}:other_masters", folder=str(tmp_path), then=then, now=now):
         assert said in each

@@ -188,8 +188,7 @@ def trace(path: Path) -> list[dict[str, Any]]:
             marks=pytest.mark.full,
         ),
         pytest.param(
-            *(1, "llama", {"model": {"activation_checkpointing": "block"}}, "update model.layers.1/0"),
-            marks=pytest.mark.full,
+            *(1, "llama", {"model": {"activation_checkpointing": "block"}}, "update model.layers.1/0"), marks=pytest.mark.full
         ),
         (2, "llama", {"parallel": {"pipeline": 2}}, "point to point over pipeline"),
     ],
@@ -200,9 +199,7 @@ def test_traces_of_the_steps_that_were_asked_for(
     pipeline = sections.get("parallel", {}).get("pipeline", 1)
     case = {"folder": str(tmp_path), "kind": kind}
     profile = {"steps": [2, 3], "memory": size == 1}
-    found = workers.run(
-        size, f"{CASES}:profiled", pipeline=pipeline, sections={**sections, "profile": profile}, **case
-    )[0]
+    found = workers.run(size, f"{CASES}:profiled", pipeline=pipeline, sections={**sections, "profile": profile}, **case)[0]
     assert "steps 2 to 3 are recorded in" in found["said"]
     paths = sorted((tmp_path / "run" / "profile").iterdir())
     assert [path.name for path in paths] == [f"steps-2-3-rank-{rank}.json.gz" for rank in range(size)]
@@ -219,17 +216,12 @@ def test_traces_of_the_steps_that_were_asked_for(
             assert reduced <= names.keys(), sorted(names)
         require_nested(events, own)
         assert any("Input Dims" in event.get("args", {}) for event in events) is profile["memory"]
-    straight = workers.run(
-        size, f"{CASES}:profiled", pipeline=pipeline, sections=sections, **{**case, "folder": f"{tmp_path}/b"}
-    )
+    straight = workers.run(size, f"{CASES}:profiled", pipeline=pipeline, sections=sections, **{**case, "folder": f"{tmp_path}/b"})
     assert straight[0]["losses"] == found["losses"]
     assert not (tmp_path / "b" / "run" / "profile").exists()
 
 
-OURS = (
-    *("step ", "forward", "backward", "gather ", "wait for "),
-    *("reduce ", "finish reducing ", "update ", "data", "optimizer"),
-)
+OURS = (*("step ", "forward", "backward", "gather ", "wait for "), *("reduce ", "finish reducing ", "update ", "data", "optimizer"))
 
 
 def require_nested(events: list[dict[str, Any]], unit: str) -> None:
@@ -254,9 +246,7 @@ def require_nested(events: list[dict[str, Any]], unit: str) -> None:
 
 
 @pytest.mark.parametrize("full", [False, True])
-def test_a_run_that_ends_early_writes_what_it_has_and_warns_where_it_cannot(
-    workers: Workers, tmp_path: Path, full: bool
-) -> None:
+def test_a_run_that_ends_early_writes_what_it_has_and_warns_where_it_cannot(workers: Workers, tmp_path: Path, full: bool) -> None:
     folder = tmp_path / "run" / "profile"
     if full:
         folder.parent.mkdir()
@@ -411,9 +401,7 @@ def test_the_peak_is_measured_or_from_a_table(monkeypatch: pytest.MonkeyPatch) -
 # Ranks that wait
 
 
-def test_a_run_says_who_is_slow_and_where_everyone_is(
-    workers: Workers, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_who_is_slow_and_where_everyone_is(workers: Workers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = workers.run(3, "checkpoint_cases:slowed", folder=str(tmp_path), rank=1, seconds=0.12)
     assert "rank 1 is slow" in found[0]["said"]
     during = found[0]["during"]
@@ -442,9 +430,7 @@ def test_waits_in_evaluations_are_no_part_of_steps(workers: Workers, tmp_path: P
 
 @pytest.mark.full
 @pytest.mark.parametrize("hosts", [0, 2])
-def test_the_ranks_of_a_host_and_a_link_between_hosts_are_measured(
-    workers: Workers, tmp_path: Path, hosts: int
-) -> None:
+def test_the_ranks_of_a_host_and_a_link_between_hosts_are_measured(workers: Workers, tmp_path: Path, hosts: int) -> None:
     with workers.fresh(PoolOptions(size=3, hosts=hosts)) as pool:
         found = pool.run(f"{CASES}:measured", folder=str(tmp_path))
     assert len({each["machine"] for each in found}) == 1, "all ranks have the same machine"

@@ -55,9 +55,7 @@ class Keeps(Callback):
         self.value = state["value"]
 
 
-def trainer_in(
-    folder: Path, model: nn.Module | None = None, *, callbacks: Sequence[Callback] = (), **sections: Any
-) -> Trainer:
+def trainer_in(folder: Path, model: nn.Module | None = None, *, callbacks: Sequence[Callback] = (), **sections: Any) -> Trainer:
     """A trainer of 2 steps with a checkpoint after the second."""
     config = settings(str(folder), **{"run": {"max_steps": 2}, "checkpoint": {"every_steps": 2}, **sections})
     return Trainer(model or seeded(llama), config, sentences(), sentences(5, seed=4), callbacks=list(callbacks))
@@ -96,8 +94,7 @@ def test_states_that_are_not_finite_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("callback", "callbacks.Keeps.value: a set, which"), ("config", "trial of a checkpoint: .*object")],
+    ("name", "said"), [("callback", "callbacks.Keeps.value: a set, which"), ("config", "trial of a checkpoint: .*object")]
 )
 def test_what_cannot_be_written_is_found_before_the_first_step(tmp_path: Path, name: str, said: str) -> None:
     model = seeded(llama)
@@ -308,10 +305,7 @@ def test_callbacks_hear_of_the_last_checkpoint_after_its_evaluation(tmp_path: Pa
 
 def test_the_best_checkpoint_is_chosen_with_the_last_evaluation(tmp_path: Path) -> None:
     """The last checkpoint is written before it is judged: the one that it beats goes then."""
-    sections = {
-        "run": {"max_steps": 3, "eval_every": 1},
-        "checkpoint": {"every_steps": 1, "keep_last": 1, "keep_best": 1},
-    }
+    sections = {"run": {"max_steps": 3, "eval_every": 1}, "checkpoint": {"every_steps": 1, "keep_last": 1, "keep_best": 1}}
     with trainer_in(tmp_path, **sections) as trainer:
         trainer.fit()
     losses = {line["step"]: line["eval_loss"] for line in evaluations(tmp_path)}

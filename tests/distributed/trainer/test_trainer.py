@@ -24,9 +24,7 @@ test_a_run_is_that_of_a_plain_loop = pytest.mark.sampled(2)(
             *(pytest.param(size, "story", {"stage": stage}, marks=FULL) for size, stage in ((2, 1), (3, 2))),
             # Microbatches and ranks do not divide the global batch.
             *(
-                pytest.param(
-                    size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL
-                )
+                pytest.param(size, "uneven", {"kind": kind, "micro": micro}, marks=() if (kind, size) in UNEVEN else FULL)
                 for size, micro in ((1, 3), (2, 4), (3, 2))
                 for kind in ("text", "mean", "sum")
             ),
@@ -44,8 +42,7 @@ test_a_run_is_that_of_a_plain_loop = pytest.mark.sampled(2)(
 
 def test_initial_weights_depend_on_seed_and_name_alone(workers: Workers, tmp_path: Path) -> None:
     found = [
-        workers.run(size, "trainer_cases:initial", folder=str(tmp_path), stage=stage)[0]
-        for size, stage in ((1, 0), (2, 2), (3, 3))
+        workers.run(size, "trainer_cases:initial", folder=str(tmp_path), stage=stage)[0] for size, stage in ((1, 0), (2, 2), (3, 3))
     ]
     assert all(each == found[0] for each in found), found
     assert found[0]["config"] == found[0]["callable"] == found[0]["meta"] != found[0]["tied"]
@@ -65,9 +62,7 @@ DRAWN, NORMED = "reset_parameters", "BatchNorm"
         ("frozen", "model    Redrawn, trained 9 of 49 parameters (18.37%)", (DRAWN,)),
     ],
 )
-def test_what_is_said_of_a_model(
-    workers: Workers, tmp_path: Path, name: str, wanted: str, absent: tuple[str, ...]
-) -> None:
+def test_what_is_said_of_a_model(workers: Workers, tmp_path: Path, name: str, wanted: str, absent: tuple[str, ...]) -> None:
     """Rank 0 says it once, and the others nothing."""
     lines, others = workers.run(2, "profiling_cases:said", folder=str(tmp_path), name=name, every_steps=0)
     assert others == []

@@ -133,8 +133,7 @@ each_bug = pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS)
 
 
 @pytest.mark.parametrize(
-    "bug",
-    [pytest.param(bug, id=name, marks=[] if name in SHORT else pytest.mark.full) for name, bug in BUGS.items()],
+    "bug", [pytest.param(bug, id=name, marks=[] if name in SHORT else pytest.mark.full) for name, bug in BUGS.items()]
 )
 def test_a_planted_bug_bites(workers: Workers, tmp_path: Path, bug: SeededBug) -> None:
     def run(planted: bool) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -233,10 +233,7 @@ def test_a_kind_has_as_many_files_as_writers_where_that_is_faster(monkeypatch: p
 
 @pytest.mark.parametrize(
     ("longer", "first", "part", "words", "steps"),
-    [
-        (0, 1, (1, 2), r"is part 2 of 2.*zeromesh checkpoint merge", [1]),
-        (1, 0, (0, 1), r"the pieces of .* end at byte", []),
-    ],
+    [(0, 1, (1, 2), r"is part 2 of 2.*zeromesh checkpoint merge", [1]), (1, 0, (0, 1), r"the pieces of .* end at byte", [])],
     ids=["a part may have gaps, and is not read alone", "what no reader would take is not committed"],
 )
 def test_a_whole_checkpoint_has_all_pieces(

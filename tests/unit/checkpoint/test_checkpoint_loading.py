@@ -78,9 +78,7 @@ def test_a_checkpoint_of_another_model_is_refused_before_it_is_read(
 ) -> None:
     shards = [shard_of(each) for each in (W, V)]
     reader = open_checkpoint(mesh_of(lambda own: [own] * 2), stored)
-    with pytest.raises(
-        LayoutError, match=f"{stored} does not fit this model and optimizer: {'.*; '.join(said)}"
-    ) as caught:
+    with pytest.raises(LayoutError, match=f"{stored} does not fit this model and optimizer: {'.*; '.join(said)}") as caught:
         fill_shards(mesh_of(), reader, wanted, shards)
     assert str(caught.value).count(";") == len(said) - 1
     assert all(bool((shard.values.memory == -1).all()) for shard in shards)

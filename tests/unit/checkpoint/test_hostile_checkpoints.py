@@ -60,9 +60,7 @@ def field(**values: Any) -> Callable[[Json], object]:
     return lambda content: content.update(values)
 
 
-WRONG_NUMBERS: list[Any] = [
-    *(-1, True, False, 0.0, 1.5, float("nan"), float("inf"), 1 << 62, 10**30, 10**4000, "0", None, [], {})
-]
+WRONG_NUMBERS: list[Any] = [*(-1, True, False, 0.0, 1.5, float("nan"), float("inf"), 1 << 62, 10**30, 10**4000, "0", None, [], {})]
 
 
 @pytest.mark.parametrize("number", WRONG_NUMBERS, ids=lambda number: repr(number)[:20])

@@ -67,9 +67,7 @@ def test_runs_are_where_numpy_has_the_elements_and_as_long_as_they_can_be(region
         assert len(runs) == bool(interval.length)
 
 
-@given(
-    shape=shapes, world=st.integers(1, 7), alignment=st.sampled_from([1, 4]), copies=st.integers(1, 3), data=st.data()
-)
+@given(shape=shapes, world=st.integers(1, 7), alignment=st.sampled_from([1, 4]), copies=st.integers(1, 3), data=st.data())
 def test_tensor_parallel_and_data_parallel_ranks_hold_every_element_once(
     shape: tuple[int, ...], world: int, alignment: int, copies: int, data: st.DataObject
 ) -> None:
@@ -122,12 +120,7 @@ def test_a_few_elements_of_a_vast_tensor_cost_no_more_than_their_rows() -> None:
     assert [(run.logical, run.length) for run in runs] == [(last - 3, 3), (last + size // 2, 4)]
 
 
-@given(
-    start=st.integers(0, 500),
-    length=st.integers(0, 500),
-    parts=st.integers(1, 9),
-    alignment=st.sampled_from([1, 3, 8, 64]),
-)
+@given(start=st.integers(0, 500), length=st.integers(0, 500), parts=st.integers(1, 9), alignment=st.sampled_from([1, 3, 8, 64]))
 def test_shares_tile_the_interval(start: int, length: int, parts: int, alignment: int) -> None:
     interval = Interval(start=start, end=start + length)
     shares = [share_of(interval, parts, index, alignment) for index in range(parts)]

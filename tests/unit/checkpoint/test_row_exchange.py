@@ -11,18 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.stored_cases import (
-    KINDS,
-    bits,
-    exchanged,
-    runs_of,
-    small_units,
-    spec,
-    targets_of,
-    tell,
-    verify,
-    write,
-)
+from tests.support.stored_cases import KINDS, bits, exchanged, runs_of, small_units, spec, targets_of, tell, verify, write
 from tests.unit.checkpoint.test_regions import Slices, intervals_of, oracle, regions
 from zeromesh.checkpoint.io import writer
 from zeromesh.checkpoint.io.file_slices import TensorShard
@@ -71,9 +60,7 @@ def shard_of(each: TensorSpec, value: torch.Tensor, own: Slices, interval: Inter
     return TensorShard(spec=each, region=region, interval=interval, values=values, owner=3)
 
 
-def dealt(
-    values: dict[TensorSpec, torch.Tensor], tensor: int, shards: int, rng: random.Random
-) -> list[list[TensorShard]]:
+def dealt(values: dict[TensorSpec, torch.Tensor], tensor: int, shards: int, rng: random.Random) -> list[list[TensorShard]]:
     """Columns to tensor ranks, and to each shard an interval, of which other tensor ranks have another."""
     ranks: list[list[TensorShard]] = [[] for _ in range(tensor * shards)]
     for each, value in values.items():
@@ -161,9 +148,7 @@ def test_a_rank_that_cannot_read_its_values_ends_the_exchange_and_then_says_so(m
         return Transfer.with_error(StorageError("the disk is gone"))
 
     monkeypatch.setattr(
-        lost,
-        "slice",
-        lambda start, end: SimpleNamespace(read=fail, dtype=None, numel=end - start, whole=lambda device: None),
+        lost, "slice", lambda start, end: SimpleNamespace(read=fail, dtype=None, numel=end - start, whole=lambda device: None)
     )
     with pytest.raises(StorageError, match="the disk is gone"):
         exchanged(ranks, 2)

@@ -17,9 +17,7 @@ def _decoded(codec: WireCodec, data: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 @given(
-    codec=st.sampled_from(CODECS),
-    numel=st.sampled_from([1, 63, 64, 255, 256, 257, 3000, (1 << 16) + 320]),
-    seed=st.integers(0, 9),
+    codec=st.sampled_from(CODECS), numel=st.sampled_from([1, 63, 64, 255, 256, 257, 3000, (1 << 16) + 320]), seed=st.integers(0, 9)
 )
 def test_a_value_is_off_by_half_a_code_at_most(codec: WireCodec, numel: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

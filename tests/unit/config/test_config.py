@@ -61,10 +61,7 @@ BAD = [
     ("offload: {parameters: cpu}", ["offload.parameters: cpu is not available", "called host"]),
     ("offload: {optimizer: auto}", ["offload.optimizer: got 'auto'"]),
     ("offload: {optimizer: {tier: file, fraction: 0}}", ["offload.optimizer.fraction: got 0", "> 0 and <= 1"]),
-    (
-        "offload: {optimizer: {tier: file, ratio: 1}}",
-        ["ratio: unknown key", "did you mean offload.optimizer.fraction?"],
-    ),
+    ("offload: {optimizer: {tier: file, ratio: 1}}", ["ratio: unknown key", "did you mean offload.optimizer.fraction?"]),
     ("offload: {staging: 1KiB}", ["offload.staging: got '1KiB'", "4MiB or more"]),
     ("offload: {parameters: file}\nzero: {stage: 2}", ["offload.parameters: file does not go with zero.stage 2"]),
     ("offload: {activations: file}", ["offload.activations: file moves", "set it to block"]),
@@ -83,17 +80,11 @@ BAD = [
     ("optimizer: {lr: [1e-3]}", ["optimizer.lr: got [0.001]"]),
     ("optimizer: {betas: [0.9]}", ["optimizer.betas: got [0.9]; allowed is a list of two numbers"]),
     ("optimizer: {betas: [0.9, 1.0]}", ["optimizer.betas: got [0.9, 1.0]"]),
-    (
-        "optimizer: {name: lomo}",
-        ["optimizer.name: lomo is not available: it updates each parameter by hooks", "in_backward"],
-    ),
+    ("optimizer: {name: lomo}", ["optimizer.name: lomo is not available: it updates each parameter by hooks", "in_backward"]),
     ("optimizer: {name: galore_adamw_layerwise}", ["optimizer.name: galore_adamw_layerwise", "without _layerwise"]),
     ("optimizer: {name: adamvv}", ["optimizer.name: got 'adamvv'", "muon, lion", "adafactor", "did you mean adam"]),
     ("optimizer: {name: adamw, options: {amsgrid: true}}", ["optimizer.options: adamw takes no 'amsgrid'", "amsgrad"]),
-    (
-        "optimizer: {name: muon, options: {lr: 1}}",
-        ["optimizer.options: muon takes no 'lr'", "ns_steps", "optimizer.lr"],
-    ),
+    ("optimizer: {name: muon, options: {lr: 1}}", ["optimizer.options: muon takes no 'lr'", "ns_steps", "optimizer.lr"]),
     ("optimizer: {name: adafactor, betas: [0.5, 0.5]}", ["optimizer.betas: adafactor takes no betas"]),
     ("optimizer: {name: nadam, betas: [0.5, 0.5], options: {betas: [0.5, 0.6]}}", ["betas is optimizer.betas too"]),
     ("optimizer: {name: nadam, options: {optim_target_modules: [a]}}", ["nadam takes no 'optim_target_modules'"]),
@@ -133,10 +124,7 @@ BAD = [
         ["zero.replicas: divided does not go with optimizer.in_backward"],
     ),
     ("parallel: {wire: int8, replicate: 2}", ["parallel.wire: int8 encodes what replicas send each other that divide"]),
-    (
-        "parallel: {wire: int4}\nzero: {replicas: divided}",
-        ["parallel.wire: int4 encodes what replicas send each other"],
-    ),
+    ("parallel: {wire: int4}\nzero: {replicas: divided}", ["parallel.wire: int4 encodes what replicas send each other"]),
     (
         "parallel: {wire: bfloat16, replicate: 2}\nzero: {replicas: divided}\n"
         "precision: {compute: float64, master: float64, reduce: float64}",
@@ -154,20 +142,11 @@ BAD = [
     ("parallel: {timeout_seconds: 0}", ["parallel.timeout_seconds: got 0"]),
     (
         "precision: {compute: float64, reduce: float64}",
-        [
-            "precision.master float32, precision.reduce float64: the two have to be float64 where ",
-            "is; set both to float64",
-        ],
+        ["precision.master float32, precision.reduce float64: the two have to be float64 where ", "is; set both to float64"],
     ),
     ("precision: {compute: float64, master: float64}", ["precision.master float64, precision.reduce float32"]),
-    (
-        "precision: {compute: float64}",
-        ["float32, precision.reduce float32: the two have to be float64", "set both to float64"],
-    ),
-    (
-        "precision: {master: float64}",
-        ["precision.master float64, precision.reduce float32", "set both to float32, or both"],
-    ),
+    ("precision: {compute: float64}", ["float32, precision.reduce float32: the two have to be float64", "set both to float64"]),
+    ("precision: {master: float64}", ["precision.master float64, precision.reduce float32", "set both to float32, or both"]),
     ("precision: {reduce: float64}", ["precision.master float32, precision.reduce float64"]),
     ("precision: {compute: float16}\nrun: {on_nonfinite: stop}", ["run.on_nonfinite: stop", "float16"]),
     ("optimizer: {in_backward: true}\nrun: {on_nonfinite: stop}", ["run.clip_norm: 1.0 does not go with"]),
@@ -329,8 +308,7 @@ def test_numbers_in_text_are_taken_where_a_number_is_meant(tmp_path: Path) -> No
 
 def test_overrides() -> None:
     config = load_config(
-        {"optimizer": {"lr": 1.0}},
-        ["optimizer.lr=1e-3", "data.train=[., tests]", "data.eval=", "run.name='7'", "parallel.shard=2"],
+        {"optimizer": {"lr": 1.0}}, ["optimizer.lr=1e-3", "data.train=[., tests]", "data.eval=", "run.name='7'", "parallel.shard=2"]
     )
     assert (config.optimizer.lr, config.data.train, config.data.eval) == (1e-3, (".", "tests"), None)
     assert (config.run.name, config.parallel.shard) == ("7", 2)
@@ -399,8 +377,7 @@ def test_max_steps_and_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
-    ["parallel.auto=1", "run.epochs=1e308", "schedule.num_cycles=1e308", "batch.global_size=1000000000"],
+    "override", ["parallel.auto=1", "run.epochs=1e308", "schedule.num_cycles=1e308", "batch.global_size=1000000000"]
 )
 def test_numbers_without_end_are_refused_by_their_key(override: str) -> None:
     assert problems_of({}, (override,))[0].startswith(override.partition("=")[0])
@@ -425,9 +402,7 @@ def test_configurations_are_frozen_and_check_themselves() -> None:
         load_config(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "make", [load_config, lambda given: Trainer(None, given), lambda given: Trainer(None, args=given)]
-)
+@pytest.mark.parametrize("make", [load_config, lambda given: Trainer(None, given), lambda given: Trainer(None, args=given)])
 def test_arguments_of_transformers_are_sent_to_their_own_trainer(tmp_path: Path, make: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError) as caught:
         make(TrainingArguments(output_dir=str(tmp_path)))
@@ -570,8 +545,7 @@ def test_suggestions_point_at_keys_that_exist() -> None:
     for foreign in ("learning_rate", "max_grad_norm", "per_device_train_batch_size", "bf16", "seq_len", "epochs"):
         assert (suggestion(f"run.{foreign}") or "").split(" ")[0] in known_paths()
     found = [
-        suggestion(each)
-        for each in ("model.name", "model.path", "parallel.ep", "parallel.outer.beta", "run.nam", "qwertyuiop")
+        suggestion(each) for each in ("model.name", "model.path", "parallel.ep", "parallel.outer.beta", "run.nam", "qwertyuiop")
     ]
     assert found == ["model.source", "model.source", "parallel.expert", "parallel.outer.momentum", "run.name", None]
 

@@ -48,22 +48,14 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (ZeroOptions, {"stage": 5}, ["zero.stage is 5; it must be one of"]),
         (ZeroOptions, {"prefetch": -1}, ["zero.prefetch is -1"]),
         (ZeroOptions, {"gathered_budget": -1}, ["zero.gathered_budget is -1; it must be 0 or more bytes, or auto"]),
-        (
-            ZeroOptions,
-            {"stage": 2, "offload": ON_HOST},
-            ["offload.parameters is host at stage 2: only stage 3 gathers"],
-        ),
+        (ZeroOptions, {"stage": 2, "offload": ON_HOST}, ["offload.parameters is host at stage 2: only stage 3 gathers"]),
         (ZeroOptions, {"gathered_budget": "1MiB"}, ["zero.gathered_budget is '1MiB'"]),
         (ZeroOptions, {**IN_BACKWARD, "clip_norm": 1.0}, ["optimizer.in_backward needs run.clip_norm 0"]),
         (ZeroOptions, {"optimizer_in_backward": True}, ["optimizer.in_backward needs run.on_nonfinite: stop"]),
         (ZeroOptions, {**IN_BACKWARD, "precision": HALF}, ["cannot run with a loss scale"]),
         (ZeroOptions, {**IN_BACKWARD, "optimizer": WHOLE}, ["cannot run with an optimizer that needs whole tensors"]),
         (ZeroOptions, {**DIVIDED, "stage": 0}, ["zero.replicas is divided, and zero.stage 0 divides nothing"]),
-        (
-            ZeroOptions,
-            {**DIVIDED, "optimizer": WHOLE},
-            ["zero.replicas divided cannot run with an optimizer that needs"],
-        ),
+        (ZeroOptions, {**DIVIDED, "optimizer": WHOLE}, ["zero.replicas divided cannot run with an optimizer that needs"]),
         (ZeroOptions, {**DIVIDED, **IN_BACKWARD}, ["optimizer.in_backward cannot run with zero.replicas divided"]),
         (
             ZeroOptions,
@@ -74,11 +66,7 @@ HALF = Precision(compute=torch.float16, loss_scale=ScalerSettings())
         (Precision, {"compute": torch.float64}, ["precision.master is torch.float32, less than", "precision.reduce"]),
         (Precision, {"reduce": torch.float16}, ["precision.reduce is torch.float16, less than", "differ: an update"]),
         (Precision, {"compute": torch.float16, "reduce": torch.bfloat16}, ["differ: an update needs equal ones"]),
-        (
-            Precision,
-            {"compute": torch.bfloat16, "reduce": torch.bfloat16, "master": torch.float64},
-            ["differ: an update"],
-        ),
+        (Precision, {"compute": torch.bfloat16, "reduce": torch.bfloat16, "master": torch.float64}, ["differ: an update"]),
         (Precision, {"master": torch.float64}, ["differ: an update needs equal ones"]),
         (Precision, {"reduce": torch.float64}, ["differ: an update needs equal ones"]),
     ],
@@ -107,14 +95,8 @@ def test_impossible_options(make: Any, given: dict[str, Any], said: list[str]) -
             {"offload": OffloadOptions(optimizer=TO_FILES, gradients=TierChoice())},
             (False, False, False, torch.bfloat16, torch.float32),
         ),
-        (
-            {**IN_BACKWARD, "offload": OffloadOptions(gradients=TO_FILES)},
-            (False, False, True, torch.bfloat16, torch.float32),
-        ),
-        (
-            {"stage": 1, "accumulation": 2, "reduce": torch.bfloat16},
-            (True, True, False, torch.bfloat16, torch.bfloat16),
-        ),
+        ({**IN_BACKWARD, "offload": OffloadOptions(gradients=TO_FILES)}, (False, False, True, torch.bfloat16, torch.float32)),
+        ({"stage": 1, "accumulation": 2, "reduce": torch.bfloat16}, (True, True, False, torch.bfloat16, torch.bfloat16)),
     ],
 )
 def test_what_becomes_of_gradients_follows_from_the_options(given: dict[str, Any], found: Any) -> None:
@@ -173,8 +155,7 @@ def test_groups_by_name() -> None:
 def test_the_roles_of_dtypes_are_one_line() -> None:
     line = Precision(compute=torch.bfloat16).table("adamw")
     assert line == (
-        "precision: parameters and gradients bfloat16, sums float32, master weights float32, adamw moments float32, "
-        "no loss scale"
+        "precision: parameters and gradients bfloat16, sums float32, master weights float32, adamw moments float32, no loss scale"
     )
 
     line = Precision(reduce=torch.bfloat16, compute=torch.float32).table("sgd")
@@ -194,13 +175,7 @@ def test_updates_pass_through_buffers_of_a_share_of_the_device(monkeypatch: pyte
 
 
 def test_what_is_at_the_edge_is_allowed() -> None:
-    for given in (
-        {"prefetch": 0},
-        {"gathered_budget": 0},
-        {"gathered_budget": None},
-        {"stage": 0},
-        {"offload": ON_HOST},
-    ):
+    for given in ({"prefetch": 0}, {"gathered_budget": 0}, {"gathered_budget": None}, {"stage": 0}, {"offload": ON_HOST}):
         ZeroOptions(**given)
     ZeroOptions(stage=2, offload=OffloadOptions(parameters=TierChoice(tier="host", fraction=0.0)))
     ZeroOptions(**{**IN_BACKWARD, "clip_norm": 0.0})
@@ -211,12 +186,7 @@ def test_what_an_engine_refuses_of_a_model(alone: Mesh) -> None:
     wide.blocks[1].norm.double()
     for model, options, error, said in (
         (wide, ZeroOptions(), LayoutError, r"blocks\.1\.norm\.weight is torch\.float64, wider than precision\.master"),
-        (
-            nn.Linear(8, 8),
-            optimizer(name="muon"),
-            ConfigError,
-            "optimizer.name is 'muon', and not adamw or adam",
-        ),
+        (nn.Linear(8, 8), optimizer(name="muon"), ConfigError, "optimizer.name is 'muon', and not adamw or adam"),
     ):
         with pytest.raises(error, match=said):
             ZeroEngine.build(model, alone, options)

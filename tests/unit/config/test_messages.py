@@ -96,14 +96,8 @@ def test_names_of_secrets_of_all_kinds() -> None:
 def test_known_secrets_are_replaced_whole_in_texts_and_keys() -> None:
     redaction = Redaction(["abcd", "abcdefgh"])
     assert redaction.text("x abcdefgh abcd") == f"x {REDACTED} {REDACTED}"
-    assert redaction.values({"abcd": 1, 3: ("abcd", True), "password": ""}) == {
-        REDACTED: 1,
-        3: [REDACTED, True],
-        "password": "",
-    }
-    assert redaction.values({"password": {"a": None, "b": False, "c": 0}}) == {
-        "password": {"a": None, "b": False, "c": REDACTED}
-    }
+    assert redaction.values({"abcd": 1, 3: ("abcd", True), "password": ""}) == {REDACTED: 1, 3: [REDACTED, True], "password": ""}
+    assert redaction.values({"password": {"a": None, "b": False, "c": 0}}) == {"password": {"a": None, "b": False, "c": REDACTED}}
 
 
 def test_a_configuration_of_another_trainer_is_known_by_two_of_its_keys() -> None:
@@ -133,11 +127,7 @@ def test_keys_become_arguments_of_transformers() -> None:
 
 def test_a_name_that_deepspeed_alone_has_leads_to_its_key() -> None:
     found = {name: suggestion(f"x.{name}") for name in ("nvme_path", "AUTOTP_SIZE", "profile_step")}
-    assert found == {
-        "nvme_path": "offload.directory",
-        "AUTOTP_SIZE": "parallel.tensor",
-        "profile_step": "profile.steps",
-    }
+    assert found == {"nvme_path": "offload.directory", "AUTOTP_SIZE": "parallel.tensor", "profile_step": "profile.steps"}
 
 
 def test_trackers_are_suggested_by_similar_names() -> None:
@@ -160,10 +150,7 @@ def problems_of(source: Any, *overrides: str) -> tuple[str, ...]:
         ({"data": {"mixture": {"a": {"weight": 1}}}}, "data.mixture.a: has no train; give the paths of its data"),
         ({"data": {"mixture": {"a": 3}}}, "data.mixture.a: got 3; allowed is a mapping of train, weight"),
         ({"data": {"mixture": {"a": {"train": ".", "x": 1}}}}, "data.mixture.a.x: unknown; allowed are train, weight"),
-        (
-            {"data": {"mixture": {"a": {"train": ".", "weight": 0}}}},
-            "data.mixture.a.weight: got 0; allowed is a number > 0",
-        ),
+        ({"data": {"mixture": {"a": {"train": ".", "weight": 0}}}}, "data.mixture.a.weight: got 0; allowed is a number > 0"),
         ({"data": {"columns": {"txt": "a"}}}, "data.columns.txt: unknown; allowed are "),
         ({"data": {"columns": {"prompt": 3}}}, "data.columns.prompt: got 3; allowed is text"),
         ({"data": {"train": "~nobody-of-this-name/x"}}, "data.train: '~nobody-of-this-name/x' cannot be reached"),
@@ -172,10 +159,7 @@ def problems_of(source: Any, *overrides: str) -> tuple[str, ...]:
         ({"checkpoint": {"resume": "/nowhere"}}, "checkpoint.resume: '/nowhere' does not exist; give auto, never"),
         ({"model": {"source": "owner/name/more"}}, "model.source: 'owner/name/more' does not exist"),
         ({"run": {"name": 1.5}}, "run.name: got 1.5"),
-        (
-            {"run": {"max_steps": " 3 "}},
-            "run.max_steps: got ' 3 '; allowed is an integer >= 1; write it without quotes",
-        ),
+        ({"run": {"max_steps": " 3 "}}, "run.max_steps: got ' 3 '; allowed is an integer >= 1; write it without quotes"),
         ({"optimizer": {"name": "Adamw"}}, "; did you mean adamw?"),
         ({"optimizer": {"name": "float32"}}, "optimizer.name: got 'float32'; allowed are "),
     ],
@@ -222,10 +206,7 @@ def test_code_runs_on_an_override_of_its_own_key_or_of_one_that_holds_it(tmp_pat
 
 def test_defaults_for_tuning_give_way_to_what_is_given() -> None:
     whole, adapters = (load_config({"data": {"shuffle": True}}, tunes=tunes) for tunes in ("whole", "adapters"))
-    assert [(each.optimizer.lr, each.optimizer.weight_decay) for each in (whole, adapters)] == [
-        (2e-5, 0.01),
-        (2e-4, 0.0),
-    ]
+    assert [(each.optimizer.lr, each.optimizer.weight_decay) for each in (whole, adapters)] == [(2e-5, 0.01), (2e-4, 0.0)]
     assert load_config({"model": {"lora": {"rank": 2}}}, tunes="whole").optimizer.lr == 2e-4
     for given, micro in ((16, 4), (6, 2), (5, 1)):
         assert load_config({"batch": {"global_size": given}}, tunes="whole").batch.micro_size == micro

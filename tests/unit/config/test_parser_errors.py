@@ -167,10 +167,7 @@ def test_another_kind_replaces_what_was_of_the_first(tmp_path: Path) -> None:
         ({"root_yaml": "optimizer: {lr: -1}"}, r"optimizer.lr: got -1; .*\(set in .*root.yaml\)"),
         ({"root_yaml": "batch: {micro_size: 99}"}, r"batch.micro_size: 99 is more .*\(set in .*root.yaml\)"),
         ({"root_yaml": "data: {mixture: {a: {trian: x}}}"}, r"data.mixture.a.*\(set in .*root.yaml\)"),
-        (
-            {"root_yaml": "base: top.yaml"},
-            r"root.yaml: base: 'top.yaml' inherits itself: .*top.yaml -> .*root.yaml -> .*top",
-        ),
+        ({"root_yaml": "base: top.yaml"}, r"root.yaml: base: 'top.yaml' inherits itself: .*top.yaml -> .*root.yaml -> .*top"),
         ({"root_yaml": "base: none.yaml"}, r"root.yaml: base: '.*none.yaml' does not exist"),
         ({"root_yaml": "base: [a, b]"}, r"root.yaml: base: got \['a', 'b'\]; allowed is a YAML"),
         ({"root_yaml": "run: {max_steps: ${NOT_SET_HERE}}"}, "root.yaml"),
@@ -189,13 +186,9 @@ def test_a_key_of_the_file_itself_is_its_own(tmp_path: Path) -> None:
     assert "root.yaml" not in str(raised.value)
 
 
-KEYS = st.sampled_from(
-    ["<<", "=", "null", "?", "1", "true", "run", "max_steps", "model", "config", "a b", "\u0085", ""]
-)
+KEYS = st.sampled_from(["<<", "=", "null", "?", "1", "true", "run", "max_steps", "model", "config", "a b", "\u0085", ""])
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | KEYS
-VALUES = st.recursive(
-    LEAVES, lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=3), max_leaves=10
-)
+VALUES = st.recursive(LEAVES, lambda each: st.lists(each, max_size=3) | st.dictionaries(KEYS, each, max_size=3), max_leaves=10)
 SECTIONS = st.dictionaries(st.sampled_from([*TrainerConfig.model_fields, "x"]), VALUES, max_size=3)
 
 
@@ -215,10 +208,7 @@ ODD = [
 NAMES = st.sampled_from([row.name for row in TABLE])
 
 
-@given(
-    st.dictionaries(NAMES, st.sampled_from(ODD), max_size=5),
-    st.sampled_from(["WarmupLR", "OneCycle", "WarmupCosineLR", ["x"]]),
-)
+@given(st.dictionaries(NAMES, st.sampled_from(ODD), max_size=5), st.sampled_from(["WarmupLR", "OneCycle", "WarmupCosineLR", ["x"]]))
 @settings(max_examples=300, deadline=None)
 def test_any_values_of_deepspeed_are_a_configuration_or_an_error(values: dict[str, Any], scheduler: Any) -> None:
     source: dict[str, Any] = {}

@@ -37,11 +37,7 @@ def test_a_model_and_a_file_make_a_configuration(tmp_path: Path) -> None:
     config = load_config(None, options.overrides, tunes="whole")
     assert (config.model.source, config.data.train, config.data.format) == (str(model), str(data), "pairs")
     assert (config.data.sequence_length, config.run.name, config.run.epochs) == (64, "m-lora", 3)
-    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.exempt) == (
-        2e-4,
-        0.0,
-        "biases_and_norms",
-    )
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.optimizer.exempt) == (2e-4, 0.0, "biases_and_norms")
     assert (config.optimizer.betas, config.batch.micro_size) == ((0.5, 0.6), 2)
     assert "defaults for tuning" in config.notes[0]
     (tmp_path / "saved.yaml").write_text(config.to_yaml())
@@ -132,15 +128,11 @@ def test_the_keys_of_a_start(
 @pytest.mark.parametrize(("key", "epochs"), [("run.max_steps=40", None), ("run.max_steps=null", 3)])
 def test_a_start_of_so_many_steps_has_them(tmp_path: Path, key: str, epochs: float | None) -> None:
     (tmp_path / "a.txt").write_text("a")
-    run = load_config(
-        None, parsed(key, "--model", str(directory(tmp_path)), "--data", f"{tmp_path}/a.txt").overrides
-    ).run
+    run = load_config(None, parsed(key, "--model", str(directory(tmp_path)), "--data", f"{tmp_path}/a.txt").overrides).run
     assert (run.epochs, run.most_steps) == (epochs, None if epochs else 40)
 
 
-@pytest.mark.parametrize(
-    "words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)]
-)
+@pytest.mark.parametrize("words", [(), ("--model", "m"), ("--data", "f"), ("x.yaml", "--model", "m", "--data", "f"), ("--lora",)])
 def test_half_a_start_is_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="give either a configuration, or --model DIR --data FILE"):
         parsed(*words)

@@ -21,9 +21,7 @@ from zeromesh.trainer.config.yaml_reader import (
 SCALARS: dict[str, Any] = {"True": True, "TRUE": True, "False": False, "FALSE": False, "false": False}
 SCALARS |= dict.fromkeys(("null", "Null", "NULL"))
 SCALARS |= {"+7": 7, "-1_0": -10, "0": 0, "1.5e+3": 1500.0, "-.5": -0.5, "+.Inf": float("inf"), "-.inf": -float("inf")}
-SCALARS |= {
-    text: text for text in ("tRUE", "nULL", "_1", "0b1", "0x", "0o8", "-0x1", ".", "1e", ".iNF", "-.nan", "1 2")
-}
+SCALARS |= {text: text for text in ("tRUE", "nULL", "_1", "0b1", "0x", "0o8", "-0x1", ".", "1e", ".iNF", "-.nan", "1 2")}
 
 
 @pytest.mark.parametrize(("text", "value"), SCALARS.items())
@@ -129,14 +127,7 @@ def test_variables_have_types_defaults_and_escapes(monkeypatch: pytest.MonkeyPat
         "d": "$NUMBER",
     }
     found = with_variables(given, lambda path: path in ("t.u",))
-    assert found == {
-        "a": 7,
-        "b": "x7",
-        "c": [1.5, None, 1, "${NUMBER}"],
-        "t": {"u": "7"},
-        "${x}": 3,
-        "d": "$NUMBER",
-    }
+    assert found == {"a": 7, "b": "x7", "c": [1.5, None, 1, "${NUMBER}"], "t": {"u": "7"}, "${x}": 3, "d": "$NUMBER"}
     assert json.dumps(with_variables({"a": 1, "b": None}, lambda path: True)) == '{"a": 1, "b": null}'
     for text, said in (
         ("${}", r"a\.b: \$\{\} is no variable"),

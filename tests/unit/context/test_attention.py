@@ -25,13 +25,7 @@ WHOLE = whole(2, LENGTH)
 DOCUMENTS = Documents(
     rows=3,
     length=LENGTH,
-    spans=(
-        Span(0, 0, 17, 17),
-        Span(0, 17, 73, LENGTH),
-        Span(1, 5, 40, 40),
-        Span(1, 40, 41, LENGTH),
-        Span(2, 0, LENGTH, LENGTH),
-    ),
+    spans=(Span(0, 0, 17, 17), Span(0, 17, 73, LENGTH), Span(1, 5, 40, 40), Span(1, 40, 41, LENGTH), Span(2, 0, LENGTH, LENGTH)),
 )
 PATTERNS = {
     "causal": Pattern(),

@@ -13,13 +13,7 @@ from transformers import BatchEncoding, DataCollatorForLanguageModeling, default
 
 from tests.support.text_files import word_tokenizer
 from zeromesh.errors import DataError
-from zeromesh.trainer.data.collate import (
-    BatchRules,
-    check_dataset,
-    count_targets,
-    default_collate,
-    without_padding,
-)
+from zeromesh.trainer.data.collate import BatchRules, check_dataset, count_targets, default_collate, without_padding
 from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.data.sampler import BatchPlan, SampleOrder
 
@@ -80,10 +74,7 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
         (stack({"text": "x"}, {"text": "y"}), r"sample 7 has no field that holds numbers: 'text' \(str\)"),
         (check("input_ids", [[1, 2], [3, 10]]), r"sample 8: input_ids\[1\] is 10, .* has 10 tokens"),
         (check("input_ids", [[1, 2], [-1, 3]]), r"sample 8: input_ids\[0\] is -1"),
-        (
-            check("input_ids", [[1, 2], [-100, 3]]),
-            r"sample 8: input_ids\[0\] is -100, .* \(ids 0 to 9\); use the model's own",
-        ),
+        (check("input_ids", [[1, 2], [-100, 3]]), r"sample 8: input_ids\[0\] is -100, .* \(ids 0 to 9\); use the model's own"),
         (lambda: check_dataset("rows.csv"), "train_dataset is 'rows.csv'; give a dataset"),
         (
             lambda: BatchRules(causal=True).check(
@@ -107,10 +98,7 @@ def test_mappings_that_are_no_dicts_wide_unsigned_arrays_and_rows_of_datasets_ar
         (lambda: check_dataset([]), "is empty"),
         (lambda: check_dataset({"train": [1], "test": [2]}), r"a mapping of splits \('train', 'test'\)"),
         (lambda: check_dataset(iter([1, 2])), "without length or indexing"),
-        (
-            lambda: check_dataset(DataLoader([1, 2], 2), name="eval_dataset"),
-            "eval_dataset is a DataLoader, whose items",
-        ),
+        (lambda: check_dataset(DataLoader([1, 2], 2), name="eval_dataset"), "eval_dataset is a DataLoader, whose items"),
         (lambda: count_targets(torch.tensor([1, 2]), causal=True), r"\[batch, sequence\]; these have shape \[2\]"),
         (lambda: BatchRules(collate=list).make_batch([1, 2], [0, 1]), "data_collator gave a list for samples 0, 1"),
     ],
@@ -179,16 +167,7 @@ def test_text_that_forward_takes_is_not_dropped() -> None:
         rules.make_batch([{"x": 1, "task": "a"}] * 2, [1])
 
 
-SAMPLE = {
-    "x": 1,
-    "label": 2,
-    "label_ids": 3,
-    "labels": 4,
-    "text": "a",
-    "words": ["a"],
-    "none": None,
-    "special_tokens_mask": [0],
-}
+SAMPLE = {"x": 1, "label": 2, "label_ids": 3, "labels": 4, "text": "a", "words": ["a"], "none": None, "special_tokens_mask": [0]}
 SAMPLE |= {"y": 5.0, "tags": []}
 NAMED = frozenset({"x", "labels"})
 NUMBERS = {"x", "label", "label_ids", "labels", "special_tokens_mask"}
@@ -257,9 +236,7 @@ def test_columns_of_padding_are_cut_off() -> None:
     assert without_padding(full, 1)["labels"].shape == (2, 6)
     classes = without_padding({"input_ids": labels, "attention_mask": mask, "labels": torch.tensor([3, 4])}, 2)
     assert (list(classes["input_ids"].shape), classes["labels"].tolist()) == ([2, 4], [3, 4])
-    cut = BatchRules(length_multiple=2).make_batch(
-        [{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1] * 3 + [0] * 3}], [0]
-    )
+    cut = BatchRules(length_multiple=2).make_batch([{"input_ids": [5, 6, 7, 0, 0, 0], "attention_mask": [1] * 3 + [0] * 3}], [0])
     assert cut["input_ids"].tolist() == [[5, 6, 7, 0]]
 
 

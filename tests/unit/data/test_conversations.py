@@ -167,8 +167,7 @@ def test_templates_that_mark_answers_are_as_in_transformers(tmp_path: Path, raw:
 def test_parts_of_text_are_trained_on_as_text(tmp_path: Path, own: PretrainedTokenizer) -> None:
     """Rows in OpenAI's form, with a list of parts for each content, have the tokens and targets of the same rows as text."""
     rows: Any = [
-        {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in row["messages"]]}
-        for row in ROWS
+        {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in row["messages"]]} for row in ROWS
     ]
     parts, text = [load(tmp_path, each, own) for each in (rows, ROWS)]
     assert [learnt(sample) for sample in parts.train] == [learnt(sample) for sample in text.train]
@@ -262,11 +261,7 @@ def test_a_tokenizer_may_begin_texts(tmp_path: Path, raw: Any) -> None:
         ([{"messages": []}], PAIRS, "row 0 has no field 'prompt', only 'messages'; set data.format: chat"),
         ([{"prompt": "a", "completion": "b"}], {"format": "text"}, "set data.format: pairs"),
         ([{"prompt": "a", "chosen": "b", "rejected": "c"}], {"format": "text"}, "'rejected'; set train.method: dpo"),
-        (
-            [{"question": "a", "answer": "b"}],
-            {"format": "text"},
-            "; set data.text_field, or data.format: pairs and data.c",
-        ),
+        ([{"question": "a", "answer": "b"}], {"format": "text"}, "; set data.text_field, or data.format: pairs and data.c"),
         ([{"messages": "hello"}], {}, "field 'messages' is str; it should be a list of messages"),
         ([{"messages": []}], {}, "field 'messages' is an empty list"),
         ([{"messages": [{"from": "human", "value": "a"}]}], {}, "a message without role, only 'from', 'value'"),
@@ -538,14 +533,7 @@ def test_columns_of_a_template_have_the_names_of_the_files(tmp_path: Path, own: 
     keys = {"chat_template": template, "loss_on": "all", "columns": {"tools": "calls", "chat_template_kwargs": "more"}}
     tool = {"type": "function", "function": {"name": "a", "parameters": {}}}
     said = [{"role": "user", "content": "how are you?"}]
-    others = (
-        {},
-        {"calls": ""},
-        {"calls": None},
-        {"calls": [tool]},
-        {"calls": json.dumps([tool])},
-        {"more": {"suffix": "!"}},
-    )
+    others = ({}, {"calls": ""}, {"calls": None}, {"calls": [tool]}, {"calls": json.dumps([tool])}, {"more": {"suffix": "!"}})
     data = load(tmp_path, [{"messages": said, **each} for each in others], own, **keys)
     found = [own.decode(learnt(data.train[index])[0]) for index in range(len(others))]
     assert found == ["how are you?"] * 3 + ["with how are you?"] * 2 + ["how are you?!"]

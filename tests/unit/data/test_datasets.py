@@ -46,9 +46,7 @@ def test_documents_of_one_sequence_are_enough_to_be_held_out(tmp_path: Path, len
     data = load(train=str(tmp_path), sequence_length=length, eval_fraction=0.25)
     kept, held = b"documen1\xffdocum333\xff", b"docume22\xff"
     stored, entropic = kept + held, kept if whole else kept + held
-    assert (joined_text(data.train), joined_text(data.eval)) == (
-        (kept, held) if whole else (stored[:10], stored[10:20])
-    )
+    assert (joined_text(data.train), joined_text(data.eval)) == ((kept, held) if whole else (stored[:10], stored[10:20]))
     assert data.byte_pair_entropy == byte_pair_entropy(np.frombuffer(entropic, np.uint8))
 
 
@@ -116,19 +114,11 @@ def words() -> PretrainedTokenizer:
     return PretrainedTokenizer(tokenizer=made)
 
 
-@pytest.mark.parametrize(
-    ("names", "classes"),
-    [(["b", "a"], "a b"), ([10, 9, 0], "0 9 10"), (["10", "9", "x"], "10 9 x")],
-)
-def test_every_row_has_its_own_class(
-    tmp_path: Path, words: PretrainedTokenizer, names: list[Any], classes: str
-) -> None:
+@pytest.mark.parametrize(("names", "classes"), [(["b", "a"], "a b"), ([10, 9, 0], "0 9 10"), (["10", "9", "x"], "10 9 x")])
+def test_every_row_has_its_own_class(tmp_path: Path, words: PretrainedTokenizer, names: list[Any], classes: str) -> None:
     """Also one that is held out; a text that is too long keeps the token that ends it."""
     order = {"a": 3, "b": 4, "c": 5}
-    rows = [
-        {"text": " ".join("abc"[n % 3] * (8 if n == 2 else n % 4 + 1)), "label": names[n % 3 % len(names)]}
-        for n in range(12)
-    ]
+    rows = [{"text": " ".join("abc"[n % 3] * (8 if n == 2 else n % 4 + 1)), "label": names[n % 3 % len(names)]} for n in range(12)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     keys: dict[str, Any] = {"train": path, "format": "labels", "sequence_length": 6}
     data = load(words, **keys, eval_fraction=0.25, separate_documents=True)
@@ -146,9 +136,7 @@ def test_every_row_has_its_own_class(
     assert not any(isinstance(note, Detail) for note in data.notes)
     few = write_rows(tmp_path / "few.jsonl", [rows[4], rows[0]])
     alone = load(words, **keys, eval=few)
-    assert [each["labels"] for each in samples(alone.eval)] == [
-        data.classes.index(str(rows[n]["label"])) for n in (4, 0)
-    ]
+    assert [each["labels"] for each in samples(alone.eval)] == [data.classes.index(str(rows[n]["label"])) for n in (4, 0)]
 
 
 # Mixtures and evaluation sets

@@ -70,13 +70,7 @@ def test_what_a_resumed_run_has_to_have() -> None:
     text, mixed = tokens(1, 2, 3, 4), MixedDataset([tokens(1, 2), tokens(3, 4)], [0.5, 1.0])
     found = [
         RunData(train=train, tokenizer=tokenizer).description(shuffle=shuffle)
-        for train, tokenizer in (
-            (text, ByteTokenizer()),
-            (mixed, ByteTokenizer()),
-            (STREAM, None),
-            (ROWS, None),
-            (None, None),
-        )
+        for train, tokenizer in ((text, ByteTokenizer()), (mixed, ByteTokenizer()), (STREAM, None), (ROWS, None), (None, None))
         for shuffle in (True, False)
     ]
     of_text = {"train": text.fingerprint(), "sequence_length": 2}
@@ -117,9 +111,7 @@ IDS = [{"input_ids": list(range(length)), "labels": index % 2} for index, length
 def padded(samples: Any, multiple: int = 1) -> dict[str, Any]:
     """`input_ids` with padding to the longest sample."""
     longest = -(-max(len(each["input_ids"]) for each in samples) // multiple) * multiple
-    rows = [
-        functional.pad(torch.as_tensor(each["input_ids"]), (0, longest - len(each["input_ids"]))) for each in samples
-    ]
+    rows = [functional.pad(torch.as_tensor(each["input_ids"]), (0, longest - len(each["input_ids"]))) for each in samples]
     return {"input_ids": torch.stack(rows)}
 
 

@@ -146,9 +146,7 @@ def test_a_classifier_that_is_sure_and_right_has_no_loss(tmp_path: Path, words: 
     load = tf.AutoModelForSequenceClassification.from_pretrained
     if given == "callable":
         made = partial(tf.BertForSequenceClassification, tf.BertConfig(**BERT, vocab_size=64, **NAMED))
-        check_refused(
-            ConfigError, "model: it is built with classes good, bad, .* as bad, good", tmp_path, made, **sections
-        )
+        check_refused(ConfigError, "model: it is built with classes good, bad, .* as bad, good", tmp_path, made, **sections)
         return
     model = [load(source)] if given == "model" else []
     sections |= {} if model else {"model": {"source": source, "head": "sequence_classification"}}
@@ -211,10 +209,7 @@ def test_a_masked_language_model_learns_plain_text(tmp_path: Path, words: str) -
 
 ALPACA = {"instruction": "Add.", "input": "1 and 2", "output": "3"}
 CHAT = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]
-SHAREGPT = {
-    "conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}],
-    "system": "Be brief.",
-}
+SHAREGPT = {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}], "system": "Be brief."}
 
 
 @pytest.mark.parametrize(
@@ -239,11 +234,7 @@ def test_rows_of_other_trainers_are_conversations(tmp_path: Path, form: str, row
     ("form", "row", "message"),
     [
         ("alpaca", {**ALPACA, "output": None}, "what the assistant says is NoneType"),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "robot", "value": "a"}]},
-            "from 'robot', and has to be from one of hu",
-        ),
+        ("sharegpt", {"conversations": [{"from": "robot", "value": "a"}]}, "from 'robot', and has to be from one of hu"),
         ("sharegpt", {"conversations": [{"value": "a"}]}, "from"),
         ("sharegpt", {"conversations": "a"}, "no row of data.format sharegpt"),
     ],
@@ -506,10 +497,7 @@ def test_pictures_that_cannot_be_had_are_refused(tmp_path: Path) -> None:
     (root / "dog" / "broken.png").write_bytes(b"none")
     with pytest.raises(DataError, match=r"1 of 25 files are no pictures: .*dog/broken.png"):
         pictures(root)
-    with (
-        patch.dict("sys.modules", {"PIL": None, "PIL.Image": None}),
-        pytest.raises(DataError, match="pip install Pillow"),
-    ):
+    with patch.dict("sys.modules", {"PIL": None, "PIL.Image": None}), pytest.raises(DataError, match="pip install Pillow"):
         pictures(root)
     with pytest.raises(ConfigError, match=r"data.format: pictures is for all data"):
         load_config({"data": {"mixture": {"a": {"train": str(root), "format": "pictures"}}}})
@@ -526,11 +514,7 @@ def test_a_picture_that_ends_early_is_named_when_it_is_read(tmp_path: Path) -> N
 def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -> None:
     config: dict[str, Any] = {
         "model": {"head": "image_classification", "config": {**VIT, "image_size": 8, "patch_size": 4}},
-        "data": {
-            "train": str(folder(tmp_path / "all")),
-            "eval": str(folder(tmp_path / "test", 3)),
-            "format": "pictures",
-        },
+        "data": {"train": str(folder(tmp_path / "all")), "eval": str(folder(tmp_path / "test", 3)), "format": "pictures"},
         "run": {"output_dir": str(tmp_path), "name": "run", "max_steps": 6},
         "optimizer": {"lr": 1e-2},
         "precision": {"compute": "float32"},
@@ -548,7 +532,6 @@ def test_a_model_learns_pictures_and_is_saved_with_their_names(tmp_path: Path) -
         assert trainer.evaluate()["eval_loss"] == pytest.approx(learnt, abs=1e-5)
     config["model"]["head"] = "base"
     with pytest.raises(
-        ConfigError,
-        match=r"data.format: pictures are for a model that has classes.* set model.head: image_classification",
+        ConfigError, match=r"data.format: pictures are for a model that has classes.* set model.head: image_classification"
     ):
         Trainer(config=config).evaluate()

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.errors import ConfigError
-from zeromesh.trainer.data.sampler import (
-    BatchPlan,
-    Microbatch,
-    SampleOrder,
-    blocks_of_tokens,
-    integer_weights,
-    shares_by,
-)
+from zeromesh.trainer.data.sampler import BatchPlan, Microbatch, SampleOrder, blocks_of_tokens, integer_weights, shares_by
 
 ORDER_OF_TEN = [3, 5, 9, 4, 2, 8, 6, 0, 7, 1, 8, 2, 1, 9, 7, 0, 5, 3, 4, 6]
 
@@ -44,9 +37,7 @@ def test_weighted_microbatches_are_the_global_batch(plan: BatchPlan, step: int) 
 
 
 @given(
-    seconds=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4),
-    micro=st.integers(1, 4),
-    cap=st.sampled_from([1.0, 2.0, 9.0]),
+    seconds=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4), micro=st.integers(1, 4), cap=st.sampled_from([1.0, 2.0, 9.0])
 )
 def test_no_other_shares_end_earlier(seconds: list[float], micro: int, cap: float) -> None:
     """Among all that have 1 to the most samples of each rank."""
@@ -62,9 +53,7 @@ def test_shares_cut_the_samples_of_each_round_in_their_order(plan: BatchPlan, st
     seconds = data.draw(st.lists(st.floats(0.1, 10.0), min_size=plan.data_ranks, max_size=plan.data_ranks))
     shares = shares_by(seconds, plan.round_size, plan.round_size)
     cut = replace(plan, shares=shares)
-    rounds = [
-        [cut.microbatch(step, rank, index) for rank in range(plan.data_ranks)] for index in range(plan.rounds_of(step))
-    ]
+    rounds = [[cut.microbatch(step, rank, index) for rank in range(plan.data_ranks)] for index in range(plan.rounds_of(step))]
     counted = [each for one in rounds for each in one if each.weight]
     assert [sample for each in counted for sample in each.samples] == [*plan.samples_of(step)]
     assert [[len(each.samples) for each in one] for one in rounds[:-1]] == [[*shares]] * (len(rounds) - 1)
@@ -271,11 +260,7 @@ def test_a_microbatch_is_found_whatever_the_length() -> None:
     assert plan.microbatch(0, 1, plan.accumulation - 1).samples == tuple(range(10**9 - 4, 10**9))
 
 
-@given(
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
-    tokens=st.integers(60, 200),
-    ranks=st.integers(1, 5),
-)
+@given(lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40), tokens=st.integers(60, 200), ranks=st.integers(1, 5))
 def test_blocks_of_tokens_hold_every_sample_once_within_the_budget(lengths: list[int], tokens: int, ranks: int) -> None:
     samples = range(7, 7 + len(lengths))
     blocks = blocks_of_tokens(samples, lengths, tokens)
@@ -285,9 +270,7 @@ def test_blocks_of_tokens_hold_every_sample_once_within_the_budget(lengths: list
     assert longest == sorted(longest, reverse=True)
     assert all(list(block) == sorted(block) for block in blocks)
     # Every rank runs as many, and those past the end have no weight.
-    plan = BatchPlan(
-        global_size=len(lengths), micro_size=1, data_ranks=ranks, tokens=tokens, blocks=lambda step: blocks
-    )
+    plan = BatchPlan(global_size=len(lengths), micro_size=1, data_ranks=ranks, tokens=tokens, blocks=lambda step: blocks)
     mine = [plan.microbatches(0, rank) for rank in range(ranks)]
     assert {len(each) for each in mine} == {plan.rounds_of(0)} == {-(-len(blocks) // ranks)}
     dealt = [each.samples for row in zip(*mine, strict=True) for each in row if each.weight]

@@ -256,8 +256,7 @@ def test_blocks_draw_numbers_of_their_own_and_none_of_the_process() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"position": -1}, {"chain": 1.5}, {"epoch": True}, {"begun": None}, {"earlier": {"position": 0}}, {"earlier": 3}],
+    "change", [{"position": -1}, {"chain": 1.5}, {"epoch": True}, {"begun": None}, {"earlier": {"position": 0}}, {"earlier": 3}]
 )
 def test_a_state_of_another_form_is_refused(change: dict[str, Any]) -> None:
     state = StreamedDataset(Stateful(40), block=4, proof=8).state(24)
@@ -269,17 +268,7 @@ def test_contents_tell_samples_apart() -> None:
     numbers, ones = torch.arange(6), np.ones(3, np.float32)
     different: list[Any] = [
         *({"x": numbers}, {"y": numbers}, {"x": numbers.flip(0)}, {"x": ones}, {"x": ones * 2}, {"x": "1"}, {"x": 1}),
-        *(
-            {"x": None},
-            {"x": [1, 2]},
-            {"x": "<a at 0x1f>"},
-            {"x": "<a at 0x2f>"},
-            {},
-            [numbers],
-            [numbers, numbers],
-            5,
-            "5",
-        ),
+        *({"x": None}, {"x": [1, 2]}, {"x": "<a at 0x1f>"}, {"x": "<a at 0x2f>"}, {}, [numbers], [numbers, numbers], 5, "5"),
         *({"x": np.array(["a"], object)}, {"x": np.array(["b"], object)}),
     ]
     assert len({digest(each) for each in different}) == len(different)

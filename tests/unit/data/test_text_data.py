@@ -370,8 +370,7 @@ def test_a_tokenizer_that_is_absent_or_without_end_is_one_error(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype"),
-    [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32), (256000, np.int32)],
+    ("vocabulary", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.int32), (256000, np.int32)]
 )
 def test_tokens_are_stored_in_the_narrowest_dtype(vocabulary: int, dtype: type) -> None:
     """And a tokenizer that breaks its word is named."""

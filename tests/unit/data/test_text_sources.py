@@ -13,14 +13,7 @@ from zeromesh.errors import DataError
 from zeromesh.trainer.data.text_sources import TextSource, find_text, picture_suffixes, stdlib_source
 
 PYTHON = (
-    *(
-        "site-packages/a.py",
-        "dist-packages/a.py",
-        "__pycache__/a.py",
-        "test/a.py",
-        "tests/a.py",
-        "idlelib/idle_test/a.py",
-    ),
+    *("site-packages/a.py", "dist-packages/a.py", "__pycache__/a.py", "test/a.py", "tests/a.py", "idlelib/idle_test/a.py"),
     *("encodings/a.py", "pydoc_data/a.py", "config-3.11-x86/a.py", "_sysconfigdata__linux.py", "sitecustomize.py"),
     *("usercustomize.py", ".hidden/a.py", ".hidden.py", "lib/site-packages/a.py", "readme.txt"),
 )
@@ -38,15 +31,7 @@ def written(root: Path, content: str, *names: str) -> Path:
 
 
 def test_what_is_no_source_of_the_standard_library_is_left_out(tmp_path: Path) -> None:
-    kept = (
-        "argparse.py",
-        "config.py",
-        "json/config-a.py",
-        "json/decoder.py",
-        "latest.py",
-        "reconfig-a/x.py",
-        "unittest/case.py",
-    )
+    kept = ("argparse.py", "config.py", "json/config-a.py", "json/decoder.py", "latest.py", "reconfig-a/x.py", "unittest/case.py")
     root = written(tmp_path, "x = 1", *PYTHON, *kept)
     assert [file.key for file in stdlib_source(root).files] == list(kept)
 

@@ -139,17 +139,8 @@ def test_where_a_tokenizer_is_looked_for(tmp_path: Path, monkeypatch: pytest.Mon
     assert has_tokenizer(tmp_path / "own")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert (
-        load_tokenizer("~/own").digest() == load_tokenizer(tmp_path / "own").digest() == load_tokenizer("own").digest()
-    )
-    for name in (
-        "tokenizer.json",
-        "tokenizer.model",
-        "spiece.model",
-        "vocab.json",
-        "vocab.txt",
-        "tokenizer_config.json",
-    ):
+    assert load_tokenizer("~/own").digest() == load_tokenizer(tmp_path / "own").digest() == load_tokenizer("own").digest()
+    for name in ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tokenizer_config.json"):
         (tmp_path / name).touch()
         assert has_tokenizer(tmp_path), name
         (tmp_path / name).unlink()

@@ -34,13 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 def base_of(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": 48,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     ends = {"eos_token_id": None, "pad_token_id": 0, "bos_token_id": None}
     model = tf.AutoModelForCausalLM.from_config(tf.AutoConfig.for_model(kind, **{**sizes, **ends, **fields}))
     with torch.no_grad():
@@ -84,11 +78,7 @@ def test_each_row_has_its_own_adapter(name: str, tmp_path: Path) -> None:
     if "peft_type" not in other:  # The second one has another rank, and is on other layers too.
         # PEFT puts no adapter around an embedding with another one.
         same = {"tokens": {"trainable_token_indices": [6, 9]}, "whole modules": {}}.get(name)
-        other = {
-            "r": 2,
-            "target_modules": ["q_proj", "gate_proj", *(["embed_tokens"] if same is None else [])],
-            **(same or {}),
-        }
+        other = {"r": 2, "target_modules": ["q_proj", "gate_proj", *(["embed_tokens"] if same is None else [])], **(same or {})}
     models = {"style": first, "task": saved(base, tmp_path / "task", 2, **other)}
     models[BASE] = tf.AutoModelForCausalLM.from_pretrained(base).eval()
     names = ["style", "task", BASE, "task", "style"]
@@ -106,9 +96,7 @@ def test_each_row_has_its_own_adapter(name: str, tmp_path: Path) -> None:
         assert made.generate([PROMPTS[1]], max_new_tokens=7)[0].tokens == alone(first, PROMPTS[1], 7)[0]
         beams = made.generate([{"input_ids": PROMPTS[1], "adapter": "task"}] * 2, max_new_tokens=3, num_beams=2)
         ids = torch.tensor([PROMPTS[1]])
-        (rows,) = models["task"].generate(
-            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, num_beams=2
-        )
+        (rows,) = models["task"].generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=3, num_beams=2)
         assert beams[0].tokens == rows[len(PROMPTS[1]) :].tolist()
         with torch.no_grad():  # And nothing of it is left.
             torch.testing.assert_close(made.engine.model(input_ids=ids).logits, first(input_ids=ids).logits)

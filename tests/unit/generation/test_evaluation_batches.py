@@ -94,9 +94,7 @@ def test_what_comes_after_an_end_is_padding(
 
 def test_draws_depend_on_the_seed_and_on_the_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
-    monkeypatch.setattr(
-        evaluation_prompts, "generate", lambda *_, seed: [seed(), seeds.append(torch.initial_seed()), IDS][-1]
-    )
+    monkeypatch.setattr(evaluation_prompts, "generate", lambda *_, seed: [seed(), seeds.append(torch.initial_seed()), IDS][-1])
     with torch.random.fork_rng(devices=[]):
         for seed, samples in (("0", [0, 1]), ("0", [0, 5]), ("0", [1, 0]), ("1", [0, 1])):
             generation(llama(), seed=seed, max_new_tokens=4).tokens({"input_ids": IDS}, samples, torch.float32)

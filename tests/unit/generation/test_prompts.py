@@ -44,10 +44,7 @@ def test_all_bad_lines_are_named_at_once() -> None:
     ("line", "message"),
     [
         (b"{", "line 2: a prompt is an object with one of text, messages, input_ids; it is not JSON"),
-        (
-            b"[1]",
-            r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is not a JSON object: \[1\]",
-        ),
+        (b"[1]", r"p.jsonl, line 2: a prompt is an object with one of text, messages, input_ids; it is not a JSON object: \[1\]"),
         (b'{"text": "a", "input_ids": [1]}', "line 2: a prompt has one of .*; it has text and input_ids"),
         (b'{"id": 3}', "line 2: a prompt has one of .*; it has none"),
         (b'{"text": "a", "id": [1]}', "line 2: id is text or a number, not .1."),
@@ -95,8 +92,7 @@ class _Tokens:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "tokens"),
-    [("ab", [97, 98]), ([3, 0], [3, 0]), ((5,), [5]), ([{"role": "user"}, {"role": "user"}], [2])],
+    ("prompt", "tokens"), [("ab", [97, 98]), ([3, 0], [3, 0]), ((5,), [5]), ([{"role": "user"}, {"role": "user"}], [2])]
 )
 def test_tokens_of_prompts(prompt: Any, tokens: list[int]) -> None:
     assert (problem_of(prompt), tokens_of(prompt, cast("Any", _Tokens()), "p")) == ("", tokens)

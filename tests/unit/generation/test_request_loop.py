@@ -60,9 +60,7 @@ def finished(number: int) -> dict[str, Any]:
         (True, 4, [5] * 11, {0, 2, 4, 6, 8, 10}),
     ],
 )
-def test_requests_go_to_the_replica_with_the_fewest_open_tokens(
-    streams: bool, rows: int, costs: list[int], own: set[int]
-) -> None:
+def test_requests_go_to_the_replica_with_the_fewest_open_tokens(streams: bool, rows: int, costs: list[int], own: set[int]) -> None:
     """`costs` are the tokens of each request, of which one is the prompt; the other replica finishes last."""
     inbox, heard, ended = Inbox(streams=streams), list[Progress](), set[int]()
 

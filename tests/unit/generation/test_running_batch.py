@@ -206,8 +206,7 @@ def test_prompts_up_to_twice_a_length_join_within_the_cache(lengths: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("running", "waiting", "eager", "rows"),
-    [(14, 3, False, 16), (15, 3, False, 15), (15, 3, True, 16), (15, 1, False, 16)],
+    ("running", "waiting", "eager", "rows"), [(14, 3, False, 16), (15, 3, False, 15), (15, 3, True, 16), (15, 1, False, 16)]
 )
 def test_requests_join_when_an_eighth_of_the_rows_is_free(running: int, waiting: int, eager: bool, rows: int) -> None:
     batch = _batch(_model("full"), rows=16)
@@ -319,9 +318,7 @@ def test_a_forward_asks_for_what_generation_needs() -> None:
         ([], [10, 21, 21, 10, 10, 10], 1 << 30, 2),
     ],
 )
-def test_joining_requests_fit_beside_running_ones(
-    running: list[int], lengths: list[int], cache_tokens: int, rows: int
-) -> None:
+def test_joining_requests_fit_beside_running_ones(running: list[int], lengths: list[int], cache_tokens: int, rows: int) -> None:
     """Of a row's tokens in the cache and of those to come, times the rows; of twice as many as there are free rows."""
     model = _model("full")
     batch = _batch(model, rows=2, prefill_tokens=1000, cache_tokens=cache_tokens)

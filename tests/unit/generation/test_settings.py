@@ -199,13 +199,7 @@ def test_what_a_layout_allows(model: Any, arguments: dict[str, Any], mesh: Any, 
 
 @pytest.mark.parametrize(
     ("before", "added", "after", "notes"),
-    [
-        (None, [7], [7], 1),
-        (5, [7, 7, 5], [5, 7], 1),
-        ([5, 6], [8, 6, 7], [5, 6, 8, 7], 2),
-        (5, [5], 5, 0),
-        (None, [], None, 0),
-    ],
+    [(None, [7], [7], 1), (5, [7, 7, 5], [5, 7], 1), ([5, 6], [8, 6, 7], [5, 6, 8, 7], 2), (5, [5], 5, 0), (None, [], None, 0)],
 )
 def test_end_tokens_are_added_once(before: Any, added: list[int], after: Any, notes: int) -> None:
     model = llama()
@@ -218,9 +212,7 @@ def test_end_tokens_are_added_once(before: Any, added: list[int], after: Any, no
 
 
 def test_positions_and_rotary_kinds() -> None:
-    layers = {
-        "rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "yarn"}}
-    }
+    layers = {"rope_parameters": {"full_attention": {"rope_type": "linear"}, "sliding_attention": {"rope_type": "yarn"}}}
     nested: Any = SimpleNamespace(**layers)
     nested.get_text_config = lambda **_: nested
     assert rope_kinds(nested) == {"linear", "yarn"}

@@ -102,9 +102,7 @@ def test_sources(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="checkpoint"):
         find_source(tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        ConfigError, match=r"a directory without config.json or config.resolved.yaml; .*TRL has one: model"
-    ):
+    with pytest.raises(ConfigError, match=r"a directory without config.json or config.resolved.yaml; .*TRL has one: model"):
         find_source(tmp_path / "empty")
 
 
@@ -125,9 +123,7 @@ def test_a_model_computes_in_its_own_dtype(tmp_path: Path, dtype: torch.dtype, s
 
 
 def test_a_model_with_an_encoder_is_built_with_its_head(tmp_path: Path) -> None:
-    config = tf.T5Config(
-        vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=1
-    )
+    config = tf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=1)
     tf.T5ForConditionalGeneration(config).save_pretrained(tmp_path / "m")
     with Generator(tmp_path / "m") as made:
         assert (made.config.model.head, made.model_type, made.positions) == ("seq2seq_lm", "t5", None)
@@ -186,9 +182,7 @@ def test_an_adapter_without_a_base_is_refused(folder: Path, tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"names no directory of its base; give it as model\.source=DIRECTORY"):
         layout_of(tmp_path / "adapter", None, {})
     assert layout_of(tmp_path / "adapter", None, {}, [f"model.source={folder}"]).model.source == str(folder)
-    with pytest.raises(
-        ConfigError, match=r"model\.adapters\.a has settings of a new adapter, and nothing is trained here"
-    ):
+    with pytest.raises(ConfigError, match=r"model\.adapters\.a has settings of a new adapter, and nothing is trained here"):
         layout_of(folder, None, {"model": {"adapters": {"a": {"r": 2}}}})
 
 
@@ -213,10 +207,7 @@ def test_results_and_options_of_a_prompt(generator: Generator) -> None:
     seen: dict[int, Any] = {}
     free = {"input_ids": [72, 105], "max_new_tokens": 4}
     first = generator.generate(["Hi", free], max_new_tokens=2, on_results=seen.update)
-    assert [(each.prompt_tokens, each.new_tokens, each.finish) for each in first] == [
-        (2, 2, "length"),
-        (2, 4, "length"),
-    ]
+    assert [(each.prompt_tokens, each.new_tokens, each.finish) for each in first] == [(2, 2, "length"), (2, 4, "length")]
     assert first == [seen[0], seen[1]]
     assert generator.computed == (1 + 2) + (1 + 4)
     assert [each.text for each in first] == [generator.decode(each.tokens) for each in first]
@@ -289,9 +280,7 @@ def test_the_names_of_served_models(folder: Path, tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa", "target_modules": ["q_proj"]}, r"default subtracts from the base what it adds"),
     ],
 )
-def test_an_adapter_that_changes_the_base_runs_alone(
-    folder: Path, tmp_path: Path, settings: dict[str, Any], why: str
-) -> None:
+def test_an_adapter_that_changes_the_base_runs_alone(folder: Path, tmp_path: Path, settings: dict[str, Any], why: str) -> None:
     adapter(folder, tmp_path / "adapter", **settings)
     with Generator(tmp_path / "adapter") as made:
         assert made.generate([{"input_ids": [5, 6], "adapter": "default"}], max_new_tokens=2)
@@ -331,9 +320,7 @@ def test_an_adapter_that_is_not_there(folder: Path, tmp_path: Path) -> None:
             made.serve(inbox)
 
 
-def test_a_prompt_that_is_streamed_has_its_adapter(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_prompt_that_is_streamed_has_its_adapter(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     adapter(folder, tmp_path / "one")
     adapter(folder, tmp_path / "two", seed=2)
     keys = [f"model.adapters={{one: {tmp_path / 'one'}, two: {tmp_path / 'two'}}}", "data.tokenizer=bytes"]

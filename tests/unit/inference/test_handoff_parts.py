@@ -140,9 +140,7 @@ def test_a_token_is_that_of_both_ends(tmp_path: Path) -> None:
     for token, said in (("a", ""), (None, "another token"), ("b", "another token")):
         thread, found = listening(tmp_path / "s.sock", token="a")
         if said:
-            with pytest.raises(
-                TransferError, match=r"weights were not handed over: the receiver at .* has another token"
-            ):
+            with pytest.raises(TransferError, match=r"weights were not handed over: the receiver at .* has another token"):
                 send_weights(iter(TENSORS.items()), Mesh(), [str(tmp_path / "s.sock")], token=token)  # type: ignore[arg-type]
         else:
             send_weights(iter(TENSORS.items()), Mesh(), [str(tmp_path / "s.sock")], token=token)  # type: ignore[arg-type]

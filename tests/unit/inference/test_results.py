@@ -192,11 +192,7 @@ def test_samples_of_a_step_are_there_when_it_is_saved(tmp_path: Path) -> None:
     ("run", "sections", "said"),
     [
         ({"prompts": ["x" * 47]}, {}, r"run.prompts: the prompt of sample 0 has 47 tokens"),
-        (
-            {"prompts": ["x"], "generation": {"max_new_tokens": 48}},
-            {},
-            r"run.prompts: the prompt of sample 0 has 1 tokens",
-        ),
+        ({"prompts": ["x"], "generation": {"max_new_tokens": 48}}, {}, r"run.prompts: the prompt of sample 0 has 1 tokens"),
         ({"prompts": ["x"], "generation": {"max_token": 3}}, {}, r"run.prompts: max_token is no field"),
         ({"prompts": "/no/such/file"}, {}, r"run.prompts: .*No such file"),
         ({"prompts": ["x"], "prompts_every": 0}, {}, r"run.prompts_every: got 0; allowed is an integer >= 1"),

@@ -125,10 +125,7 @@ def test_completions(scene: Scene) -> None:
 
 @pytest.mark.parametrize(("model", "adapter"), [("repeater", None), ("styled", "style"), (None, None)])
 def test_a_model_is_a_name_of_an_adapter(scene: Scene, model: str | None, adapter: str | None) -> None:
-    for path, prompt in (
-        ("completions", {"prompt": "Hi"}),
-        ("chat/completions", {"messages": [{**USER, "content": "Hi"}]}),
-    ):
+    for path, prompt in (("completions", {"prompt": "Hi"}), ("chat/completions", {"messages": [{**USER, "content": "Hi"}]})):
         for stream in (False, True):
             asked = {**prompt, "max_tokens": 2, "stream": stream, **({} if model is None else {"model": model})}
             found = scene.http.post(f"/v1/{path}", json=asked)
@@ -224,12 +221,7 @@ CALLING = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "argum
         ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature: Input should be less than or equal to 2"),
         ("completions", {"prompt": "a", "generation_config": "{}"}, 400, "generation_config: Extra inputs"),
         ("completions", {"prompt": "a", "stop": ["x"] * 5}, 400, "stop"),
-        (
-            "completions",
-            {"prompt": "a", "model": "other"},
-            404,
-            "the model other is not served; there are repeater, styled",
-        ),
+        ("completions", {"prompt": "a", "model": "other"}, 404, "the model other is not served; there are repeater, styled"),
         ("completions", {"prompt": "a" * 3000}, 400, "too many"),
         ("completions", {"prompt": "a" * (1 << 20)}, 413, "the body has more than 1048576 bytes"),
         ("chat/completions", {"messages": []}, 400, "messages: List should have at least 1 item"),

@@ -89,13 +89,7 @@ SPREAD = OPENMPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SI
         (without(SLURM, *LISTS[:1], "SLURM_STEP_ID"), (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
         (without(SLURM, *LISTS[:1], "SLURM_STEP_NUM_TASKS"), (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
         (without(SLURM, "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"), (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
-        (
-            ONE_NODE | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"},
-            (3, 4, 1, 4),
-            "slurm",
-            "node07",
-            range(10000, 30000),
-        ),
+        (ONE_NODE | {"SLURM_STEP_NUM_NODES": "1", "SLURM_NNODES": "2"}, (3, 4, 1, 4), "slurm", "node07", range(10000, 30000)),
         ({name: SLURM[name] for name in NEEDED}, (3, 4, 1, 2), "slurm", "node01", range(10000, 30000)),
         (SLURM | {"MASTER_PORT": "1234", "MASTER_ADDR": "10.0.0.1"}, (3, 4, 1, 2), "slurm", "10.0.0.1", 1234),
         (SLURM | {"PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, 2), "slurm", "node07", range(10000, 30000)),
@@ -224,10 +218,7 @@ def test_gloo_is_told_an_interface_on_a_host_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_place_without_an_address_or_before_the_first_is_refused() -> None:
-    for place, said in (
-        ((0, 1, 0, 1, "", 0), "address of rank 0 is empty"),
-        ((0, 2, -1, 2, "a", 1), "local rank -1 is"),
-    ):
+    for place, said in (((0, 1, 0, 1, "", 0), "address of rank 0 is empty"), ((0, 2, -1, 2, "a", 1), "local rank -1 is")):
         with pytest.raises(ConfigError, match=said):
             launch.LaunchEnvironment(*place, "single")
 

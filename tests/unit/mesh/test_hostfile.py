@@ -70,9 +70,7 @@ def line(message: object) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-PIECES = st.one_of(
-    st.binary(max_size=20), st.sampled_from([BEGIN, b"\n", BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]\n"])
-)
+PIECES = st.one_of(st.binary(max_size=20), st.sampled_from([BEGIN, b"\n", BEGIN[:4], BEGIN + b"{no json", BEGIN + b"[]\n"]))
 
 
 class Printed(Output):
@@ -275,12 +273,7 @@ def test_a_host_knows_itself_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -
     }
     found = {name: [SimpleNamespace(family=a, address=b) for a, b in rows] for name, rows in listed.items()}
     monkeypatch.setattr(network_interfaces.psutil, "net_if_addrs", lambda: found)
-    assert network_interfaces.by_address() == {
-        "10.0.0.5": "eth0",
-        "fe80::1": "eth0",
-        "10.0.0.6": "eth0",
-        "127.0.0.1": "lo",
-    }
+    assert network_interfaces.by_address() == {"10.0.0.5": "eth0", "fe80::1": "eth0", "10.0.0.6": "eth0", "127.0.0.1": "lo"}
     names = {"me": ["10.9.9.9", "10.0.0.6"], "old": ["127.0.1.1"], "other": ["10.9.9.9"], "unknown": []}
     monkeypatch.setattr(network_interfaces, "addresses_of", names.__getitem__)
     assert [network_interfaces.is_this_host(name) for name in names] == [True, True, False, False]

@@ -26,9 +26,7 @@ def said(launcher: Connection) -> list[object]:
     return found
 
 
-def test_a_rank_rests_until_it_has_a_place(
-    ends: tuple[LauncherLine, Connection], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_rests_until_it_has_a_place(ends: tuple[LauncherLine, Connection], monkeypatch: pytest.MonkeyPatch) -> None:
     line, launcher = ends
     monkeypatch.setenv("RANK", "3")
     launcher.send_bytes(json.dumps({"lost": "rank 1"}).encode())

@@ -182,10 +182,7 @@ def test_tensor_groups_that_span_hosts_are_named() -> None:
     assert "2 of 2 tensor groups span hosts (ranks 0, 1; ranks 2, 3)" in tensor_groups_warning(shape, places)
     ordered = [places[each] for each in rank_order(places)]
     assert tensor_groups_warning(shape, ordered) == ""
-    for count, ranks, sizes in (
-        (3, "ranks 4, 5), and", "1, 1, 1)"),
-        (4, "ranks 4, 5 ...), and", "1, 1, 1 and 2 more)"),
-    ):
+    for count, ranks, sizes in ((3, "ranks 4, 5), and", "1, 1, 1)"), (4, "ranks 4, 5 ...), and", "1, 1, 1 and 2 more)")):
         text = tensor_groups_warning(MeshShape(shard=count, tensor=2), cyclic(2 * count, 2 * count))
         assert f"(ranks 0, 1; ranks 2, 3; {ranks}" in text
         assert text.endswith(f"(1, 1, 1, {sizes}")

@@ -151,9 +151,7 @@ def test_a_start_has_numbers_in_their_ranges() -> None:
     ],
 )
 def test_a_host_refuses_nonsense_of_the_launching_side(said: dict[str, Any], named: str) -> None:
-    assert named in refusal(
-        lambda: Follower(ALONE, 1, print, bool, lambda: pytest.fail("no leader is asked"))._take(said)
-    )
+    assert named in refusal(lambda: Follower(ALONE, 1, print, bool, lambda: pytest.fail("no leader is asked"))._take(said))
 
 
 @pytest.mark.parametrize("said", [{"variables": {"LD_PRELOAD": "evil.so"}}, {"signal": 9}])

@@ -205,9 +205,7 @@ def test_shapes_are_sent_once_for_each_kind_of_message(monkeypatch: pytest.Monke
         (header, "values b"), ((2, 3), "values b"), ((2, 3), "values c"),
     ]  # fmt: skip
     for other in ([values[:1]], [values.double()], [values, values]):
-        with pytest.raises(
-            CollectiveError, match=r"values are .* for inputs of the same shapes they were torch\.float32"
-        ):
+        with pytest.raises(CollectiveError, match=r"values are .* for inputs of the same shapes they were torch\.float32"):
             channels.send(1, "a", other, "values")
     channels.send(1, "a", [values.detach()], "values")  # What is not sent back does not change a shape.
     monkeypatch.setattr("zeromesh.comm.point_to_point._MOST_KINDS", 1)

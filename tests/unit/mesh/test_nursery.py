@@ -88,9 +88,7 @@ def test_a_fork_runs_a_module_with_its_variables_and_ends_in_order(nursery, tmp_
     assert notified == []
 
 
-@pytest.mark.parametrize(
-    ("what", "code", "written"), [("3", 3, ""), ("a text", 1, ""), ("raises", 1, "KeyError: 'gone'\n")]
-)
+@pytest.mark.parametrize(("what", "code", "written"), [("3", 3, ""), ("a text", 1, ""), ("raises", 1, "KeyError: 'gone'\n")])
 def test_the_end_of_a_fork_is_that_of_an_interpreter(nursery, tmp_path, what, code, written):
     (tmp_path / "out").touch()
     assert fork(nursery("imported")[0], what, tmp_path / "out").wait() == code
@@ -141,17 +139,12 @@ def test_forks_die_with_their_nursery(nursery, tmp_path):
     assert found.lost
     assert fork(found, 0, "-").wait() == -signal.SIGKILL
     until = time.monotonic() + 10
-    while (
-        Path(f"/proc/{waiting.pid}").exists()
-        and "Z" not in Path(f"/proc/{waiting.pid}/stat").read_text().split(")")[1][:3]
-    ):
+    while Path(f"/proc/{waiting.pid}").exists() and "Z" not in Path(f"/proc/{waiting.pid}/stat").read_text().split(")")[1][:3]:
         assert time.monotonic() < until
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"), [("threaded", "has started a thread"), ("broken", "ValueError: not today")]
-)
+@pytest.mark.parametrize(("module", "reason"), [("threaded", "has started a thread"), ("broken", "ValueError: not today")])
 def test_where_imports_hinder_forks_nothing_is_imported(nursery, module, reason):
     found, notified = nursery(module)
     assert fork(found, 3, "-").wait() == 3

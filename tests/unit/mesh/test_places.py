@@ -29,10 +29,7 @@ CPU = torch.device("cpu")
         ([{"a": "1"}, {"a": "1"}, {"a": "1"}], []),
         ([{"a": "1"}, {"a": "2"}, {"a": "1"}], ["a is 1 on ranks 4, 6, 2 on rank 5"]),
         ([{"a": "1", "b": "x"}, {"a": "1"}, {"a": "1", "b": "x"}], ["b is x on ranks 4, 6, (absent) on rank 5"]),
-        (
-            [{"a": "y" * 100}, {"a": "z" * 101}, {"a": "y" * 100}],
-            [f"a is {'y' * 100} on ranks 4, 6, {'z' * 97}... on rank 5"],
-        ),
+        ([{"a": "y" * 100}, {"a": "z" * 101}, {"a": "y" * 100}], [f"a is {'y' * 100} on ranks 4, 6, {'z' * 97}... on rank 5"]),
     ],
 )
 def test_what_differs_between_ranks_is_said_with_who_has_what(rows: list[dict[str, str]], found: list[str]) -> None:
@@ -61,12 +58,7 @@ class Places(dict[str, str]):
         ("here", "topology", "GPU-2", ""),
         ("there", "topology", "GPU-1", ""),
         ("here", "topology", "", ""),
-        (
-            "here",
-            "launch",
-            "GPU-2",
-            "ranks ask for different meshes: order is topology on rank 0, launch on rank 1. Give",
-        ),
+        ("here", "launch", "GPU-2", "ranks ask for different meshes: order is topology on rank 0, launch on rank 1. Give"),
     ],
 )
 def test_processes_ask_for_one_mesh_and_have_a_device_each(
@@ -177,8 +169,6 @@ def test_ranks_of_rank_0s_host_meet_it_where_it_listens(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.2", 0)) as free:
         port = free.getsockname()[1]
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    first, second = (
-        run_store.run_store(read_environment(place | {"RANK": rank, "LOCAL_RANK": rank}), 5.0) for rank in "01"
-    )
+    first, second = (run_store.run_store(read_environment(place | {"RANK": rank, "LOCAL_RANK": rank}), 5.0) for rank in "01")
     first.set("met", "here")
     assert second.get("met") == b"here"

@@ -87,9 +87,7 @@ def record(forks: Forks, number: int, **details: Any) -> None:
         (-50, 178, 0, "was killed by signal 50"),
     ],
 )
-def test_what_is_said_of_an_end_without_an_error(
-    started: Started, code: int, exit_code: int, distance: int, message: str
-) -> None:
+def test_what_is_said_of_an_end_without_an_error(started: Started, code: int, exit_code: int, distance: int, message: str) -> None:
     ranks, forks = started
     assert not ranks.over()
     for fork, ended in zip(forks.forks, (0, code, 0), strict=True):
@@ -129,9 +127,7 @@ def test_the_cause_is_named_before_what_it_has_led_to(started: Started) -> None:
 
 
 @pytest.mark.parametrize(("code", "named"), [(-9, 5), (-11, 5), (-6, 4), (7, 4)])
-def test_a_rank_that_was_killed_is_named_before_an_error_that_it_may_have_led_to(
-    started: Started, code: int, named: int
-) -> None:
+def test_a_rank_that_was_killed_is_named_before_an_error_that_it_may_have_led_to(started: Started, code: int, named: int) -> None:
     """In loops that use torch's groups any error may come of it; such an error may end a process too, but not kill it."""
     ranks, forks = started
     for fork, ended in zip(forks.forks, (1, code, 0), strict=True):
@@ -154,9 +150,7 @@ def test_ranks_that_end_alike_are_named_together(started: Started) -> None:
 
 
 @pytest.mark.parametrize("how", ["cause", "noticed", "recorded"])
-def test_the_others_are_stopped_once_the_cause_is_known(
-    started: Started, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+def test_the_others_are_stopped_once_the_cause_is_known(started: Started, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """At once, or after a while if its error does not come; those that go on long after that are killed."""
     ranks, forks = started
     clock, sent = [100.0], list[tuple[int, int]]()
@@ -245,11 +239,7 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     assert [each.process for each in ranks._ranks] == [forks.forks[0], forks.forks[3], forks.forks[2]]
     assert [os.fstat(memory).st_ino for each in ranks._ranks for memory in each.memories] == states
     places = [forks.heard(0)[0]["place"], forks.variables[3], forks.heard(2)[0]["place"]]
-    assert [(each["RANK"], each["TORCHELASTIC_RESTART_COUNT"]) for each in places] == [
-        ("2", "1"),
-        ("3", "1"),
-        ("4", "1"),
-    ]
+    assert [(each["RANK"], each["TORCHELASTIC_RESTART_COUNT"]) for each in places] == [("2", "1"), ("3", "1"), ("4", "1")]
     assert not ranks.over()
     forks.forks[3].returncode = -9
     ranks.over()
@@ -264,9 +254,7 @@ def test_ranks_that_rest_are_those_of_the_next_start(started: Started, monkeypat
     assert (found.ranks, found.limit) == ((3,), 20), "but the run goes on, with new processes"
 
 
-def test_ranks_that_end_in_order_are_killed_when_they_are_to_end_now(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_end_in_order_are_killed_when_they_are_to_end_now(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, _ = started
     sent = list[tuple[int, int]]()
     monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
@@ -292,13 +280,7 @@ def test_ranks_that_end_in_order_are_killed_when_they_are_to_end_now(
     ],
 )
 def test_how_ranks_are_told_to_leave(
-    started: Started,
-    monkeypatch: pytest.MonkeyPatch,
-    patience: float,
-    seconds: int,
-    lost: str,
-    number: Any,
-    until: float,
+    started: Started, monkeypatch: pytest.MonkeyPatch, patience: float, seconds: int, lost: str, number: Any, until: float
 ) -> None:
     """Those that can do without the lost ranks have their own patience, and others a signal; then they are killed."""
     ranks, forks = started
@@ -336,9 +318,7 @@ def test_ranks_that_stay_end_their_step_where_more_come(started: Any, monkeypatc
     assert len(sent) == 1
 
 
-def test_a_stopped_process_is_killed_once_the_others_have_noticed(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_process_is_killed_once_the_others_have_noticed(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, forks = started
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(rank_processes, "process_state", lambda pid: "T" if pid == 101 else "S")
@@ -355,9 +335,7 @@ def test_a_stopped_process_is_killed_once_the_others_have_noticed(
     assert str(ranks.failure()).startswith("ranks 4, 6: rank 5 does not go on")
 
 
-def test_ranks_that_rest_end_by_themselves_where_there_is_no_next_start(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_rest_end_by_themselves_where_there_is_no_next_start(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, forks = started
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *given: sent.append(given))
@@ -394,9 +372,7 @@ def test_ranks_without_a_place_in_the_next_start_do_not_delay_it(started: Starte
     forks.forks[2].wait = lambda: 1
 
 
-def test_ranks_read_the_files_of_the_command_as_they_were_at_its_start(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_read_the_files_of_the_command_as_they_were_at_its_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Configurations, their bases and scripts may be edited or removed while others train."""
     first, other = tmp_path / "first.yaml", tmp_path / "other.yaml"
     for path in (first, other):

@@ -188,9 +188,7 @@ def test_a_host_that_comes_waits_where_the_run_does_not_grow() -> None:
     ("code", "limit", "lost", "taken"), [(137, 20, False, False), (137, 20, True, True), (143, 0, False, True)]
 )
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_start_that_replaces_a_rank_has_the_same_hosts(
-    code: int, limit: int, lost: bool, taken: bool, grows: bool
-) -> None:
+def test_a_start_that_replaces_a_rank_has_the_same_hosts(code: int, limit: int, lost: bool, taken: bool, grows: bool) -> None:
     """Steps are in memory, which counts in the layout that there was; a host that has come is taken in after that."""
     hosts = [member("b"), member("c")]
     leader = leader_of(hosts, most=4, least=2, grows=grows, max_restarts=1)
@@ -340,9 +338,7 @@ def recovering(message: str = "gone", step: int = 0, limit: int = 20, code: int 
         ((5,), 20, 2, 0, []),
     ],
 )
-def test_a_run_recovers_within_its_limit(
-    steps: tuple[int, ...], limit: int, code: int, recoveries: int, end: list[str]
-) -> None:
+def test_a_run_recovers_within_its_limit(steps: tuple[int, ...], limit: int, code: int, recoveries: int, end: list[str]) -> None:
     """Not from what the user has to change, nor where nobody is left, nor from what comes back at the same step."""
     told: list[str] = []
     leader = Leader(ALONE, 1, told.append, bool)
@@ -467,15 +463,7 @@ def following(*coming: list[Message] | Exception, attached: bool = True) -> tupl
     return follower, wire
 
 
-START = {
-    "first": 2,
-    "processes": 2,
-    "world_size": 4,
-    "master_port": 1,
-    "restart": 0,
-    "master_address": "a",
-    "run_id": "",
-}
+START = {"first": 2, "processes": 2, "world_size": 4, "master_port": 1, "restart": 0, "master_address": "a", "run_id": ""}
 
 
 @pytest.mark.parametrize(("own", "theirs", "ranks"), [(1, 0, 3), (0, 1, 3), (1, 1, 2), (2, 0, 4)])

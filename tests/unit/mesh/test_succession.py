@@ -27,11 +27,7 @@ def heir(own: str, others: str, ended: set[str], former: str = "127.0.0.1:1", **
     server = socket.create_server(("127.0.0.1", 0))
     where = f"127.0.0.1:{server.getsockname()[1]}"
     found = Leader(Nodes(endpoint=where, most=9, **nodes), 1, lambda line: None, bool, listener=server)
-    will = {
-        "heirs": {each: f"10.0.0.1:{1 + at}" for at, each in enumerate(others)},
-        "failures": 2,
-        "recoveries": {"1500": 7},
-    }
+    will = {"heirs": {each: f"10.0.0.1:{1 + at}" for at, each in enumerate(others)}, "failures": 2, "recoveries": {"1500": 7}}
     found.inherit(will, own, LATEST, ended, GONE, former)
     return found
 
@@ -77,12 +73,7 @@ def test_an_heir_waits_until_ranks_elsewhere_are_dead(monkeypatch: pytest.Monkey
     """Not where all are here; once for the silence of a leader, and twice where another launcher is missing."""
     clock = [100.0]
     monkeypatch.setattr(leading.time, "monotonic", lambda: clock[0])
-    for ended, silent, seconds in (
-        ({""}, set(), 0.0),
-        (set(), {""}, 3.0),
-        ({""}, {"d"}, 5.0),
-        (set(), {"", "d"}, None),
-    ):
+    for ended, silent, seconds in (({""}, set(), 0.0), (set(), {""}, 3.0), ({""}, {"d"}, 5.0), (set(), {"", "d"}, None)):
         found = heir("b", "bcd", ended, silence_seconds=2.0)
         found._silent, began, found._wait = silent, clock[0], lambda: clock.__setitem__(0, clock[0] + 0.5)  # type: ignore[method-assign]
         start = found.first_start()
@@ -126,9 +117,7 @@ def leader_of(*names: str) -> tuple[Leader, dict[str, Any]]:
     found, wires = Leader(Nodes(endpoint="127.0.0.1:0", most=9, last_call_seconds=0.0), 1, lambda line: None, bool), {}
     for name in names:
         wires[name] = Wire()
-        found._members.append(
-            leading.Member(connection=wires[name], name=name, drawn=name, address="there", port=7, processes=1)
-        )
+        found._members.append(leading.Member(connection=wires[name], name=name, drawn=name, address="there", port=7, processes=1))
     assert isinstance(found.first_start(), RankRange)
     for name in names:
         assert wires[name].sent[0]["heirs"] == dict.fromkeys(names, "there:7")
@@ -214,9 +203,7 @@ def test_heirs_have_addresses() -> None:
 def launchers(number: int) -> Iterator[tuple[Nodes, list[Follower], list[Any]]]:
     """Followers of one run that are on their way in threads of their own, and what each of them has found."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        nodes = Nodes(
-            endpoint=f"127.0.0.1:{probe.getsockname()[1]}", most=number + 1, least=number + 1, silence_seconds=1.0
-        )
+        nodes = Nodes(endpoint=f"127.0.0.1:{probe.getsockname()[1]}", most=number + 1, least=number + 1, silence_seconds=1.0)
     stop, found = threading.Event(), [None] * number
     followers = [Follower(nodes, 1, print, stop.is_set) for _ in range(number)]
 

@@ -83,11 +83,7 @@ def test_the_second_start_encodes_nothing_and_computes_the_same(base: Path, monk
 def test_other_values_in_the_directory_are_encoded_anew(base: Path) -> None:
     first = losses(base)
     file = base / "model.safetensors"
-    save_file(
-        {name: each * 2 if "up_proj" in name else each for name, each in load_file(file).items()},
-        file,
-        {"format": "pt"},
-    )
+    save_file({name: each * 2 if "up_proj" in name else each for name, each in load_file(file).items()}, file, {"format": "pt"})
     assert losses(base) != first
 
 

@@ -129,9 +129,7 @@ def test_a_head_that_is_not_its_class_own_keeps_its_loss(change: Callable[[Any],
     assert own != pytest.approx(before, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    "chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None]
-)
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.full), 4, pytest.param(1000, marks=pytest.mark.full), None])
 @pytest.mark.parametrize("name", MODELS)
 def test_the_chunked_loss_is_the_models_own(name: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch, seed = model_of(name), batch_of(), 1 / 64
@@ -329,8 +327,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "form",
-    [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}, lambda t: (t, 1), lambda t: t.reshape(1)],
+    "form", [lambda t: t, lambda t: SimpleNamespace(loss=t), lambda t: {"loss": t}, lambda t: (t, 1), lambda t: t.reshape(1)]
 )
 def test_any_module_counts_examples_and_says_so(form: Callable[[torch.Tensor], Any]) -> None:
     net, batch = Net(form), {"x": torch.ones(4, 3)}
@@ -437,9 +434,7 @@ def test_a_classifier_knows_its_classes(labels: int, kind: str | None, classes: 
 Fused = Callable[..., torch.Tensor]
 
 
-def stand_in(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Any, **settings: Any
-) -> torch.Tensor:
+def stand_in(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Any, **settings: Any) -> torch.Tensor:
     """What liger's function computes, by its documentation."""
     assert (settings["reduction"], settings["accum_dtype"]) == ("sum", torch.float32)
     logits = (hidden @ weight.t()).float() + (0 if bias is None else bias.float())

@@ -132,9 +132,7 @@ def test_directories_are_checked_before_they_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [("{'a': 1}", r"is not JSON \(Expecting"), ("[]", "is not a JSON object")])
-def test_a_configuration_that_is_no_json_is_refused_before_weights_are_looked_for(
-    tmp_path: Path, text: str, said: str
-) -> None:
+def test_a_configuration_that_is_no_json_is_refused_before_weights_are_looked_for(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=rf"^model\.source: {tmp_path}/config\.json {said}"):
         open_files(tmp_path)

@@ -67,9 +67,7 @@ def test_the_choice_is_made_and_undone() -> None:
 
 
 def test_flex_attention_gets_a_mask_of_blocks_by_document(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "transformers.masking_utils.create_block_mask", lambda mask_mod, **_: SimpleNamespace(mask_mod=mask_mod)
-    )
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", lambda mask_mod, **_: SimpleNamespace(mask_mod=mask_mod))
     made = create_causal_mask(
         config=llama(attn_implementation="flex_attention").config,
         inputs_embeds=torch.zeros(2, 8, 16),
@@ -135,11 +133,7 @@ def test_batches_without_packed_documents_stay_as_they_are() -> None:
     told = lambda batch: PackedAttention(batch, model).told()  # noqa: E731
     assert told(batch) is batch  # sdpa
     object.__setattr__(model, "config", flash)
-    for other in (
-        {"input_ids": POSITIONS},
-        {"position_ids": POSITIONS[1:]},
-        {"position_ids": POSITIONS.expand(3, 2, 8)},
-    ):
+    for other in ({"input_ids": POSITIONS}, {"position_ids": POSITIONS[1:]}, {"position_ids": POSITIONS.expand(3, 2, 8)}):
         assert told(other) is other
     assert told(batch)["cu_seq_lens_q"].tolist() == [0, 3, 7, 8, 16]
     padded = told({**batch, "attention_mask": (torch.arange(16).view(2, 8) < 14).long()})
@@ -157,9 +151,7 @@ def test_attention_that_documents_do_not_reach_is_refused() -> None:
 
 
 def test_selective_recomputation_keeps_results_of_flash_attention() -> None:
-    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(
-        prepare._KEPT_OPERATORS
-    )
+    assert {"flash_attn::_flash_attn_varlen_forward", "flash_attn_3::_flash_attn_forward"} <= set(prepare._KEPT_OPERATORS)
 
 
 IDS = torch.arange(44).reshape(2, 22) % 64

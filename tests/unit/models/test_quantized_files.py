@@ -119,15 +119,11 @@ def test_other_forms_are_refused_by_name(base: Path, tmp_path: Path) -> None:
     tensors[f"{UP}.absmax"] = tensors[f"{UP}.absmax"][:-1].clone()
     save_file(tensors, small / "model.safetensors", {"format": "pt"})
     section = ModelSection(source=str(small))
-    with pytest.raises(
-        ConfigError, match=rf"{UP} is not quantized as bitsandbytes 0.50 does it \(.*absmax has 23 elements"
-    ):
+    with pytest.raises(ConfigError, match=rf"{UP} is not quantized as bitsandbytes 0.50 does it \(.*absmax has 23 elements"):
         build_model(section, 3)
     for method in ("gptq", "awq", "hqq", "unheard-of"):
         mark(small, {"quant_method": method, "bits": 4})
-        with pytest.raises(
-            ConfigError, match=rf"by {method}, which transformers does not decode .* dequantize it with"
-        ):
+        with pytest.raises(ConfigError, match=rf"by {method}, which transformers does not decode .* dequantize it with"):
             build_model(section, 3)
 
 

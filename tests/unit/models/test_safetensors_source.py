@@ -333,9 +333,7 @@ def test_pickles_and_absent_directories_are_refused_with_the_cure(tmp_path: Path
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match=r"pytorch_model.bin is pickle.*save it as safetensors"):
         TensorFiles(tmp_path)
-    with pytest.raises(
-        ConfigError, match="is not a directory on this machine, and cannot be the name of a model on the Hub"
-    ):
+    with pytest.raises(ConfigError, match="is not a directory on this machine, and cannot be the name of a model on the Hub"):
         load(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"no config\.json; give a directory"):
         load(tmp_path)

@@ -91,9 +91,7 @@ def test_the_first_copy_that_is_small_enough_and_passes_is_taken() -> None:
 
 
 def test_a_model_of_which_there_is_no_small_copy_says_why() -> None:
-    assert (
-        small_copy(nn.Linear(1, 1), lambda each: each) == "it has no configuration of which a small one could be made"
-    )
+    assert small_copy(nn.Linear(1, 1), lambda each: each) == "it has no configuration of which a small one could be made"
     with torch.device("meta"):
         model = tf.LlamaForCausalLM(tf.LlamaConfig(num_hidden_layers=1, hidden_size=64, intermediate_size=64))
     said = small_copy(model, lambda each: each.lm_head.weight.sum() / 0)

@@ -86,9 +86,7 @@ def test_what_acts_on_each_token_alone_is_found(kind: str, fields: dict[str, Any
 )
 def test_where_nothing_is_found_tiles_are_refused(kind: str, fields: dict[str, Any]) -> None:
     model = on_meta(kind, vocab_size=96, **fields)
-    with pytest.raises(
-        ConfigError, match=r"model.tile_tokens: \w+ cannot run in tiles: .* no MLP in .*; set it to null"
-    ):
+    with pytest.raises(ConfigError, match=r"model.tile_tokens: \w+ cannot run in tiles: .* no MLP in .*; set it to null"):
         in_tiles(model)
 
 
@@ -231,16 +229,12 @@ def test_modules_that_are_not_as_their_class_makes_them_stay_as_they_are(change:
     assert not isinstance(found, str)
     assert "mlp" not in use_tiles(model, 7, found)
     mlp = {key: module for key, module in found.items() if key[0] == "mlp"}
-    with pytest.raises(
-        ConfigError, match=r"model.tile_tokens: LlamaForCausalLM .* its MLPs have hooks, or .*; set it to null"
-    ):
+    with pytest.raises(ConfigError, match=r"model.tile_tokens: LlamaForCausalLM .* its MLPs have hooks, or .*; set it to null"):
         use_tiles(change(build("llama", **KV)), 7, mlp)
 
 
 def test_a_model_without_a_copy_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"model.tile_tokens: Linear cannot run in tiles: .* no model of .*; set it to null"
-    ):
+    with pytest.raises(ConfigError, match=r"model.tile_tokens: Linear cannot run in tiles: .* no model of .*; set it to null"):
         in_tiles(nn.Linear(2, 2))
 
 
@@ -248,9 +242,7 @@ def test_hooks_that_come_later_are_refused_and_not_fed_with_tiles() -> None:
     """Such as those by which transformers records what routers choose, when a loss asks for it."""
     model = in_tiles(build("mixtral", **KV, **EXPERTS, experts_implementation="eager"))
     gradients(model)
-    with pytest.raises(
-        PhaseError, match=r"hooks inside a MixtralSparseMoeBlock, such as .* set model.tile_tokens: null"
-    ):
+    with pytest.raises(PhaseError, match=r"hooks inside a MixtralSparseMoeBlock, such as .* set model.tile_tokens: null"):
         gradients(model, output_router_logits=True)
 
 
@@ -260,9 +252,7 @@ def test_a_trace_has_what_tiles_save(recompute: Any) -> None:
     ids = torch.ones(1, 4096, dtype=torch.long)
     loss = make_loss(model)
     peaks = [
-        trace_microbatch(
-            model, {"input_ids": ids, "labels": ids}, loss, torch.bfloat16, recompute=recompute, tiles=tokens
-        ).peak
+        trace_microbatch(model, {"input_ids": ids, "labels": ids}, loss, torch.bfloat16, recompute=recompute, tiles=tokens).peak
         for tokens in (0, 256)
     ]
     assert peaks[1] < 0.5 * peaks[0]

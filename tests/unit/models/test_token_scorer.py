@@ -72,19 +72,9 @@ def test_what_cannot_be_scored_is_refused() -> None:
     with pytest.raises(DataError, match="no `labels`"):
         TokenScorer(model)(model, {"input_ids": torch.ones(1, 2, dtype=torch.long)})
     hooked(model)
-    sizes = {
-        "vocab_size": 9,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     classifier = tf.BertForSequenceClassification(tf.BertConfig(**sizes))
-    for each, said in (
-        (model, "its head has hooks"),
-        (torch.nn.Linear(2, 2), "no language model"),
-        (classifier, "no lang"),
-    ):
+    for each, said in ((model, "its head has hooks"), (torch.nn.Linear(2, 2), "no language model"), (classifier, "no lang")):
         with pytest.raises(ConfigError, match=said):
             TokenScorer(each)
 

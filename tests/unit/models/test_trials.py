@@ -52,18 +52,10 @@ def test_what_keeps_documents_apart_passes(kind: str, fields: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("kind", "fields", "module"),
     [
-        (
-            "roberta",
-            {"is_decoder": True},
-            "first in roberta.embeddings, a RobertaEmbeddings",
-        ),  # Its positions begin at 2.
+        ("roberta", {"is_decoder": True}, "first in roberta.embeddings, a RobertaEmbeddings"),  # Its positions begin at 2.
         ("openai-gpt", {}, "first in transformer.h.0.attn, a Attention"),
         ("qwen3_next", {**KV, **EXPERTS, **LINEAR}, "first in model.layers.0.linear_attn, a Qwen3NextGatedDeltaNet"),
-        (
-            "jamba",
-            {**KV, **EXPERTS, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
-            "a JambaMambaMixer",
-        ),
+        ("jamba", {**KV, **EXPERTS, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False}, "a JambaMambaMixer"),
     ],
 )
 def test_what_mixes_documents_is_refused_by_name(kind: str, fields: dict[str, Any], module: str) -> None:

@@ -12,15 +12,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from tests.support.architectures import on_meta
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
-from zeromesh.trainer.models.user_model import (
-    ForwardInputs,
-    integer,
-    positive,
-    require_layout_fits,
-    source_of,
-    text_part,
-    unwrap,
-)
+from zeromesh.trainer.models.user_model import ForwardInputs, integer, positive, require_layout_fits, source_of, text_part, unwrap
 
 
 class OptimizedModule(nn.Module):
@@ -71,9 +63,7 @@ def test_layers_that_are_left_out_at_random_and_hooks_bound_the_mesh() -> None:
     require_layout_fits(drops, data, trains=False)
     require_layout_fits(drops, MeshShape(tensor=2), trains=True)
     for mesh, ranks in ((data, 2), (MeshShape(replicate=3, tensor=2), 3)):
-        with pytest.raises(
-            ConfigError, match=rf"^model\.config: decoder_layerdrop is 0\.25: each of {ranks} data ranks"
-        ):
+        with pytest.raises(ConfigError, match=rf"^model\.config: decoder_layerdrop is 0\.25: each of {ranks} data ranks"):
             require_layout_fits(drops, mesh, trains=True)
     nested = on_meta("llama", vocab_size=8)
     nested.config.inside = {"name": {"layerdrop": True, "other": 3}, "text_layerdrop": 1, "layerdrops": 1}
@@ -151,10 +141,7 @@ def test_a_batch_is_as_long_as_there_are_positions_and_has_what_is_needed() -> N
     for batch, message in (
         ({"labels": ids, "x": 1}, r"LlamaForCausalLM\.forward needs input_ids, and the batch has labels, x; name"),
         ({}, "and the batch has nothing; name"),
-        (
-            {"input_ids": torch.zeros(1, 6)},
-            r"of 6 tokens are longer than the 5 positions .*; cut the samples, or build",
-        ),
+        ({"input_ids": torch.zeros(1, 6)}, r"of 6 tokens are longer than the 5 positions .*; cut the samples, or build"),
     ):
         with pytest.raises(DataError, match=message):
             found.check(batch)
@@ -171,11 +158,7 @@ class Varies:
 def test_numbers_of_a_configuration() -> None:
     config = SimpleNamespace(a=0, b=-2, c=3, d=4, e=True, f=2.0, g=None)
     assert [integer(config, name) for name in "abcdefgh"] == [0, -2, 3, 4, None, None, None, None]
-    assert (positive(config, "h", "a", "b", "e", "f", "d", "c"), positive(config, "a", "b"), positive(None, "a")) == (
-        4,
-        0,
-        0,
-    )
+    assert (positive(config, "h", "a", "b", "e", "f", "d", "c"), positive(config, "a", "b"), positive(None, "a")) == (4, 0, 0)
     assert integer(Varies(), "vocab_size") is None
     llava = tf.LlavaConfig(text_config={"model_type": "llama", "hidden_size": 64})
     assert text_part(llava).hidden_size == 64

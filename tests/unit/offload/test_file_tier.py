@@ -241,20 +241,12 @@ def test_stripes_of_several_disks_are_moved_at_once(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("how", MOVES)
 @settings(max_examples=25)
-@given(
-    begin=near_blocks(9 * BLOCK),
-    count=near_blocks(9 * BLOCK),
-    shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),
-)
+@given(begin=near_blocks(9 * BLOCK), count=near_blocks(9 * BLOCK), shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)))
 def test_only_unaligned_reads_of_a_file_use_a_buffer(how: str, begin: int, count: int, shift: int | None) -> None:
     """Without `shift` the blocks of memory begin where those of the file do."""
     stored = some_bytes(9 * BLOCK + 100, 5)
     end = min(begin + count, stored.numel())
-    with (
-        small_tier(1, how, checksums=False) as tier,
-        tempfile.NamedTemporaryFile() as file,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with small_tier(1, how, checksums=False) as tier, tempfile.NamedTemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
         Path(file.name).write_bytes(stored.numpy().tobytes())
         used = []
         buffer = FileTier.buffer
@@ -299,8 +291,7 @@ def test_a_stored_file_that_is_overwritten_is_an_error(tmp_path: Path, renamed: 
 
 
 @pytest.mark.parametrize(
-    ("begin", "end", "first", "last"),
-    [(10, 4 * BLOCK + 3, 1, 4), (0, 2 * BLOCK, 0, 2), (5, 100, 0, 0), (7, BLOCK, 0, 0)],
+    ("begin", "end", "first", "last"), [(10, 4 * BLOCK + 3, 1, 4), (0, 2 * BLOCK, 0, 2), (5, 100, 0, 0), (7, BLOCK, 0, 0)]
 )
 def test_a_file_is_read_and_written_past_the_page_cache_from_its_first_whole_block_to_its_last(
     tmp_path: Path, moved: Moved, begin: int, end: int, first: int, last: int
@@ -534,9 +525,7 @@ def test_a_disk_that_cannot_read(tier: FileTier, monkeypatch: pytest.MonkeyPatch
 # Bytes that change on the disk
 
 
-@pytest.mark.parametrize(
-    "offset", [0, file_tier.PIECE - 1, file_tier.PIECE, 2 * file_tier.PIECE + 99, 2 * file_tier.PIECE + 100]
-)
+@pytest.mark.parametrize("offset", [0, file_tier.PIECE - 1, file_tier.PIECE, 2 * file_tier.PIECE + 99, 2 * file_tier.PIECE + 100])
 def test_a_changed_byte_is_an_error(summed: FileTier, offset: int) -> None:
     slot = summed.allocate(2 * file_tier.PIECE + 100, "exp_avg of layer 3")
     slot.write(0, some_bytes(slot.nbytes, 1)).wait()

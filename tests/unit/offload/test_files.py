@@ -100,9 +100,7 @@ def test_a_file_is_written_whole(tmp_path: Path, umask: Callable[[int], int], mo
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_files_that_need_not_outlast_the_machine_are_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_that_need_not_outlast_the_machine_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", refusing(errno.EIO))
     write_whole(tmp_path / "file", b"new", sync=False)
     assert read_whole(tmp_path / "file") == b"new"
@@ -207,9 +205,7 @@ def mesh() -> Iterator[Mesh]:
 
 
 @pytest.mark.parametrize("kind", PLANTED)
-@pytest.mark.parametrize(
-    "name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"]
-)
+@pytest.mark.parametrize("name", ["run.lock", "config.resolved.yaml", "starts.jsonl", "evaluations.jsonl", "metrics.jsonl"])
 def test_nothing_planted_in_a_run_is_written_through(tmp_path: Path, mesh: Mesh, name: str, kind: str) -> None:
     """A link's target is not touched; what cannot be replaced as a whole is refused, and no pipe is waited for."""
     plant, words = PLANTED[kind]
@@ -217,11 +213,7 @@ def test_nothing_planted_in_a_run_is_written_through(tmp_path: Path, mesh: Mesh,
     replaced = name == "config.resolved.yaml" and kind != "directory"
     refused = pytest.raises(StorageError, match=rf"{re.escape(name)}.*({words}|cannot be written: Is a directory)")
     directory = RunDirectory(tmp_path, 0)
-    with (
-        contextlib.nullcontext() if replaced else refused,
-        directory.locked(),
-        directory.open(TrainerConfig(), 0, {}, mesh),
-    ):
+    with contextlib.nullcontext() if replaced else refused, directory.locked(), directory.open(TrainerConfig(), 0, {}, mesh):
         pass
     if kind == "link":
         assert (tmp_path / "target").read_text() == "untouched"

@@ -43,11 +43,7 @@ def growth(settled: str, variables: dict[str, str]) -> int:
     """Bytes by which the heap grows over forty layers, of which 0.1 MB stay."""
     environment = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, settled],
-        env={**environment, **variables},
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", SCRIPT, settled], env={**environment, **variables}, capture_output=True, text=True, check=True
     )
     return int(done.stdout)
 

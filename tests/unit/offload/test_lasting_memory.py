@@ -74,14 +74,10 @@ def test_memory_is_refused_where_it_is_known_to_be_too_little(monkeypatch: pytes
     allocation.require_memory("parameters", 1 << 40)
 
 
-@pytest.mark.parametrize(
-    ("count", "nbytes", "fits"), [(0, PAGE, 1), (2, 3 * PAGE, 1), (-1, PAGE, 0), (1, 0, 0), (1, 6000, 0)]
-)
+@pytest.mark.parametrize(("count", "nbytes", "fits"), [(0, PAGE, 1), (2, 3 * PAGE, 1), (-1, PAGE, 0), (1, 0, 0), (1, 6000, 0)])
 def test_a_pool_has_buffers_of_whole_pages(count: int, nbytes: int, fits: int) -> None:
     if not fits:
-        with pytest.raises(
-            ValueError, match=f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE}"
-        ):
+        with pytest.raises(ValueError, match=f"{count} buffers of {nbytes} bytes; give 0 or more, of a multiple of {PAGE}"):
             StagingPool(count, nbytes)
         return
     pool = StagingPool(count, nbytes)
@@ -128,8 +124,7 @@ def test_blocks_of_a_device_are_written_where_torch_knows_them(monkeypatch: pyte
     device, path = torch.device("cuda", 0), tmp_path / "blocks.pickle"
     said: list[object] = []
     memory = SimpleNamespace(
-        _record_memory_history=lambda max_entries: said.append(max_entries),
-        _dump_snapshot=lambda name: said.append(name),
+        _record_memory_history=lambda max_entries: said.append(max_entries), _dump_snapshot=lambda name: said.append(name)
     )
     monkeypatch.setattr(accelerator, "_module", lambda device: SimpleNamespace(memory=memory))
     assert accelerator.record_allocations(device)

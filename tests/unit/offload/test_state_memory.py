@@ -93,9 +93,7 @@ def update(kept: Journal, states: list[torch.Tensor], gradient: torch.Tensor, di
 
 
 @pytest.mark.parametrize("dies_in", range(5))
-def test_an_update_is_finished_by_who_takes_the_memory_over(
-    descriptor: int, monkeypatch: pytest.MonkeyPatch, dies_in: int
-) -> None:
+def test_an_update_is_finished_by_who_takes_the_memory_over(descriptor: int, monkeypatch: pytest.MonkeyPatch, dies_in: int) -> None:
     monkeypatch.setattr(journal, "CHUNK_ELEMENTS", 10)
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(2, 47, generator=generator), torch.randn(47, generator=generator)
@@ -126,9 +124,7 @@ def test_an_update_is_finished_by_who_takes_the_memory_over(
     assert all(torch.equal(*pair) for pair in zip(states, wanted, strict=True)), "nothing is done twice"
 
 
-@pytest.mark.parametrize(
-    ("count", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (4, torch.float64), (7, torch.float64)]
-)
+@pytest.mark.parametrize(("count", "dtype"), [(1, torch.bfloat16), (3, torch.float32), (4, torch.float64), (7, torch.float64)])
 def test_chunks_are_as_long_as_there_is_room_for_undo(descriptor: int, count: int, dtype: torch.dtype) -> None:
     length = 3 << 20
     updated = StreamOperand(tensor=TieredTensor.of(torch.empty(length, dtype=dtype)), mode=Access.UPDATE)

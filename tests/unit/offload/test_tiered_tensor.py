@@ -169,16 +169,8 @@ def test_every_byte_is_in_the_ledger(tiers: Tiers) -> None:
     half = on(tiers, "file", 0.5, 6 * GRAIN)
     other = tiers.allocate(5 * GRAIN, torch.bfloat16, TierChoice(tier="host", fraction=0.3), Purpose.PARAMETERS, "copy")
     counted = {tier: tiers.ledger.by_purpose(tier) for tier in Tier}
-    assert [sum(each.end - each.start for each in half.parts if each.tier is tier) for tier in Tier] == [
-        3 * GRAIN,
-        0,
-        3 * GRAIN,
-    ]
-    assert [sum(each.end - each.start for each in other.parts if each.tier is tier) for tier in Tier] == [
-        3 * GRAIN,
-        2 * GRAIN,
-        0,
-    ]
+    assert [sum(each.end - each.start for each in half.parts if each.tier is tier) for tier in Tier] == [3 * GRAIN, 0, 3 * GRAIN]
+    assert [sum(each.end - each.start for each in other.parts if each.tier is tier) for tier in Tier] == [3 * GRAIN, 2 * GRAIN, 0]
     assert counted[Tier.FILE] == {Purpose.MOMENTS: 12 * GRAIN}
     assert counted[Tier.HOST] == {Purpose.PARAMETERS: 4 * GRAIN, Purpose.STAGING: file_tier.THREAD_BYTES}
     assert counted[Tier.DEVICE] == {Purpose.MOMENTS: 12 * GRAIN, Purpose.PARAMETERS: 6 * GRAIN}
@@ -437,15 +429,11 @@ def test_changes_are_recorded_from_the_state_at_the_start_up_to_a_bound() -> Non
 
 def test_figures_of_the_process_are_those_of_the_system() -> None:
     lines = Path("/proc/self/status").read_text().splitlines()
-    status = {
-        name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
-    }
+    status = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
     assert ledgers.mapped_file_bytes() == pytest.approx(status["RssFile"], rel=0.05)
     assert ledgers.peak_bytes() == pytest.approx(status["VmHWM"], rel=0.05)
     assert ledgers.resident_bytes() == pytest.approx(status["VmRSS"], rel=0.05)
-    models = [
-        line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
+    models = [line.partition(": ")[2] for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line]
     assert ledgers.cpu_name() == (models[0].strip() if models else os.uname().machine)
 
 

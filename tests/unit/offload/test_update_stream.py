@@ -65,9 +65,7 @@ class Pool(StagingPool):
 
     def all_come_back(self) -> bool:
         with self._changed:
-            return (
-                self._changed.wait_for(lambda: not self._out, SECONDS) and self.qsize() == self.count and not self.twice
-            )
+            return self._changed.wait_for(lambda: not self._out, SECONDS) and self.qsize() == self.count and not self.twice
 
 
 def pool_of(found: UpdateStream) -> Pool:
@@ -406,8 +404,7 @@ def test_a_row_that_cannot_be_read_is_an_error_at_its_turn(tiers: Tiers, monkeyp
     for _ in range(2 * IN_FLIGHT):  # Were buffers lost, there would soon be none to wait for.
         computed.clear()
         check_refused(
-            r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)",
-            lambda: found.run(numbers.rows(found), computed),
+            r"file tier, numbers 1: .* cannot be read \(16,384 bytes at 49,152\)", lambda: found.run(numbers.rows(found), computed)
         )
         assert computed == [0, 1, 2]
         assert pool_of(found).all_come_back()
@@ -502,9 +499,7 @@ def test_a_row_that_is_too_wide_does_not_wait_for_ever(tiers: Tiers, width: int)
     rows = list(make(2).rows(0, ROW, uses))
     for _ in range(2 * IN_FLIGHT):
         check_refused(
-            f"a row of 2 tensors out of reach, in a stream of width {width}",
-            lambda: found.run(rows, add),
-            error=ValueError,
+            f"a row of 2 tensors out of reach, in a stream of width {width}", lambda: found.run(rows, add), error=ValueError
         )
 
 

@@ -21,13 +21,7 @@ Case = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def case(
-    shape: tuple[int, ...],
-    width: int,
-    vocab: int,
-    *,
-    bias: bool = True,
-    masked: float = 0.3,
-    dtype: torch.dtype = torch.float64,
+    shape: tuple[int, ...], width: int, vocab: int, *, bias: bool = True, masked: float = 0.3, dtype: torch.dtype = torch.float64
 ) -> Case:
     """Hidden states, weight, targets and bias."""
     generator = torch.Generator().manual_seed(vocab * 31 + sum(shape))
@@ -134,8 +128,7 @@ def test_is_as_precise_as_whole_logits(dtype: torch.dtype, widened: bool, monkey
     monkeypatch.setattr(chunked_head, "product_dtype", lambda *_: torch.float32 if widened else dtype)
     one = case((4, 16), 16, 300, dtype=dtype)
     exact: Case = tuple(  # type: ignore[assignment]
-        each.detach().double().requires_grad_() if each is not None and each.is_floating_point() else each
-        for each in one
+        each.detach().double().requires_grad_() if each is not None and each.is_floating_point() else each for each in one
     )
     scores, whole, truth = scores_of(one, chunk=7), plain(one), plain(exact)
     assert all(each.dtype is torch.float32 for each in scores[:4])

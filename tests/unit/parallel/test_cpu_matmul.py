@@ -149,12 +149,7 @@ def test_a_run_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "chosen"),
-    [
-        ((3.0, 1.0), torch.float32),
-        ((1.0, 0.8), torch.float32),
-        ((1.0, 0.81), torch.bfloat16),
-        ((1.0, 2.0), torch.bfloat16),
-    ],
+    [((3.0, 1.0), torch.float32), ((1.0, 0.8), torch.float32), ((1.0, 0.81), torch.bfloat16), ((1.0, 2.0), torch.bfloat16)],
 )
 def test_trials_decide_once(monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], chosen: torch.dtype) -> None:
     asked: list[torch.dtype] = []

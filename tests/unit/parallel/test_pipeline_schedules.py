@@ -140,8 +140,7 @@ def _runs(schedule: PipelineSchedule) -> bool:
         needs = {
             Kind.FORWARD: [(Kind.FORWARD, rank - 1, number)] if rank else [],
             Kind.BACKWARD: [(Kind.FORWARD, rank, number)] + [(Kind.BACKWARD, rank + 1, number)] * (rank < last),
-            Kind.BACKWARD_INPUT: [(Kind.FORWARD, rank, number)]
-            + [(Kind.BACKWARD_INPUT, rank + 1, number)] * (rank < last),
+            Kind.BACKWARD_INPUT: [(Kind.FORWARD, rank, number)] + [(Kind.BACKWARD_INPUT, rank + 1, number)] * (rank < last),
             Kind.BACKWARD_WEIGHT: [(Kind.BACKWARD_INPUT, rank, number)],
         }
         return done.issuperset(needs[action.kind])

@@ -271,9 +271,7 @@ def test_a_balance_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch)
         cut_model(model, ranks=2, index=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("gemma", torch.float64), ("mixtral", torch.float64), ("llama", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gemma", torch.float64), ("mixtral", torch.float64), ("llama", torch.bfloat16)])
 def test_all_stages_in_one_process(name: str, dtype: torch.dtype) -> None:
     """One rank with several chunks sends to itself; the same operators run, whatever the dtype."""
     whole = build(name, 4).to(dtype)

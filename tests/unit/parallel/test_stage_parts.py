@@ -219,10 +219,7 @@ def staged(microbatches: int, calls: list[Any]) -> StagedForward:
 
     stages: Any = SimpleNamespace(own=(0,), model=nn.Linear(1, 1), is_last=lambda chunk: True)
     stages.chunk = lambda *_, **__: nullcontext()
-    schedule, executor = (
-        make_schedule("forward", ranks=1, microbatches=microbatches),
-        SimpleNamespace(group=group, run=run),
-    )
+    schedule, executor = (make_schedule("forward", ranks=1, microbatches=microbatches), SimpleNamespace(group=group, run=run))
     return StagedForward(executor, stages, schedule, call)  # type: ignore[arg-type]
 
 
@@ -277,9 +274,7 @@ def test_batches_take_turns_and_wait_for_their_own_tokens() -> None:
     stages: Any = SimpleNamespace(own=(0,), is_last=lambda chunk: True, chunk=lambda *_, **__: nullcontext())
     group: Any = SimpleNamespace(size=1, broadcast_async=lambda tensor, source, what: lambda: None)
     batches = [Tokens(), Tokens()]
-    runner = InterleavedBatches(
-        stages, lambda count: SimpleNamespace(logits=torch.full((1, 2, 3), float(count))), batches, group
-    )
+    runner = InterleavedBatches(stages, lambda count: SimpleNamespace(logits=torch.full((1, 2, 3), float(count))), batches, group)
     assert runner.signature(3) == ("turn", (1, 1))
     for action in make_schedule("forward", ranks=1, microbatches=6).actions[0]:
         runner.run(action, ())
@@ -297,9 +292,7 @@ def test_backwards_of_a_step_know_the_first_and_the_last_of_a_chunk() -> None:
     class Passes:
         def forward(self, chunk: int, run: Any, streams: Any, *, backward_follows: bool) -> Any:
             outputs = run()
-            return outputs, SimpleNamespace(
-                first=None, last=None, roots=[each for each in outputs if each.requires_grad]
-            )
+            return outputs, SimpleNamespace(first=None, last=None, roots=[each for each in outputs if each.requires_grad])
 
         def backward(self, forward: Any, gradients: Any, *, inputs_only: bool = False) -> None:
             seen.append((str([float(each) for each in gradients]), forward.first, forward.last))
@@ -312,9 +305,7 @@ def test_backwards_of_a_step_know_the_first_and_the_last_of_a_chunk() -> None:
         return torch.tensor(float(batch["x"]), requires_grad=batch["x"] != 1)
 
     passes: Any = Passes()
-    runner = ZeroRunner(
-        passes=passes, stages=None, work=work, loss=loss, queue=WeightQueue(), scale=4.0, after=done.append
-    )
+    runner = ZeroRunner(passes=passes, stages=None, work=work, loss=loss, queue=WeightQueue(), scale=4.0, after=done.append)
     for action in make_schedule("gpipe", ranks=1, microbatches=3).actions[0]:
         runner.run(action, ())
     assert given == [2.0, 6.0, 10.0]

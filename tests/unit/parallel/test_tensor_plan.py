@@ -33,15 +33,7 @@ from zeromesh.tensor.plan.attention_split import (
     intermediate_dims,
     is_transposed,
 )
-from zeromesh.tensor.plan.planner import (
-    LayerPlan,
-    Style,
-    TensorPlan,
-    divides_by_shape,
-    parts_of,
-    plan_tensor,
-    recognise_styles,
-)
+from zeromesh.tensor.plan.planner import LayerPlan, Style, TensorPlan, divides_by_shape, parts_of, plan_tensor, recognise_styles
 from zeromesh.trainer.planning.tracing.meter import TracedExchange
 
 
@@ -102,9 +94,7 @@ def attention(**attributes: Any) -> Any:
         ({"num_heads": 0, "n_heads": 8}, (8, 8)),
     ],
 )
-def test_head_counts_are_read_from_the_module_or_its_configuration(
-    attributes: dict[str, Any], heads: tuple[int, int]
-) -> None:
+def test_head_counts_are_read_from_the_module_or_its_configuration(attributes: dict[str, Any], heads: tuple[int, int]) -> None:
     found = division_of(attention(**attributes), "attention", 2)
     assert (found.queries, found.keys) == heads
 
@@ -121,19 +111,10 @@ def test_an_attention_says_how_many_heads_it_has() -> None:
         (
             {"num_heads": 6, "num_key_value_heads": 3, "head_dim": 4, "embed_dim": 24, "num_key_value_groups": 2},
             False,
-            {
-                "num_heads": (4, 2),
-                "num_key_value_heads": (2, 1),
-                "embed_dim": (16, 8),
-                "num_key_value_groups": (2, 2),
-            },
+            {"num_heads": (4, 2), "num_key_value_heads": (2, 1), "embed_dim": (16, 8), "num_key_value_groups": (2, 2)},
         ),
         # What has another value than the count is something else.
-        (
-            {"num_heads": 6, "n_head": 5, "num_kv_heads": 4, "head_dim": 4, "inner_dim": 25},
-            False,
-            {"num_heads": (4, 2)},
-        ),
+        ({"num_heads": 6, "n_head": 5, "num_kv_heads": 4, "head_dim": 4, "inner_dim": 25}, False, {"num_heads": (4, 2)}),
         ({"num_heads": 6, "split_size": 24}, False, {"num_heads": (4, 2), "split_size": (16, 8)}),
         ({"config": SimpleNamespace(num_attention_heads=6)}, True, {"config.num_attention_heads": (4, 2)}),
         ({"config": SimpleNamespace(num_attention_heads=6)}, False, {}),
@@ -308,9 +289,7 @@ def test_random_numbers_of_a_rank_are_its_own_and_leave_those_of_all_as_they_wer
     assert [one == other for one, other in zip(first, second, strict=True)] == [True, False, True, False, True]
     assert len({*first, *second}) == 7
     seed_generators(7)
-    assert (
-        first[2:] != [float(torch.rand(())) for _ in range(5)][2:]
-    )  # Each `enter` draws a number that all ranks share.
+    assert first[2:] != [float(torch.rand(())) for _ in range(5)][2:]  # Each `enter` draws a number that all ranks share.
 
 
 @pytest.mark.parametrize("sequence", [False, True])

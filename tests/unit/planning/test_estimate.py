@@ -127,9 +127,7 @@ def _estimate(subject: Subject, **changes: Any) -> Estimate:
 
 
 def test_inputs_of_recomputed_blocks_count_where_they_rest(on_card: Subject) -> None:
-    stay, host, file, half = (
-        _estimate(on_card, activations=choice) for choice in (TierChoice(), HOST, FILE, HALF_HOST)
-    )
+    stay, host, file, half = (_estimate(on_card, activations=choice) for choice in (TierChoice(), HOST, FILE, HALF_HOST))
     assert stay.host == {LIBRARY: _card().library.host}
     away = host.host[Purpose.ACTIVATIONS.value]
     assert away > 0
@@ -150,9 +148,7 @@ def test_as_many_microbatches_rest_elsewhere_as_there_are_stages_or_microbatches
     assert four.host[Purpose.ACTIVATIONS.value] == two.host[Purpose.ACTIVATIONS.value]
 
 
-def test_libraries_and_gathered_parameters_are_counted_on_each_kind_of_machine(
-    subject: Subject, on_card: Subject
-) -> None:
+def test_libraries_and_gathered_parameters_are_counted_on_each_kind_of_machine(subject: Subject, on_card: Subject) -> None:
     library = MACHINE.library.model_copy(update={"host": 1000, "shared": 600, "device": 77})
     machine = MACHINE.model_copy(update={"library": library})
     for ranks, wanted in ((1, 1600), (2, 1300), (4, 1300)):
@@ -189,9 +185,7 @@ def test_what_a_run_compares_has_the_ledgers_names(on_card: Subject) -> None:
     check = found.check()
     assert (check.layout, check.peak) == (str(found.layout), found.device_bytes)
     assert set(check.phases) == set(map(str, StepPhase))
-    assert check.memory["host"] == {
-        name: found.host[Purpose[name.upper()].value] for name in ("master", "moments", "gradients")
-    }
+    assert check.memory["host"] == {name: found.host[Purpose[name.upper()].value] for name in ("master", "moments", "gradients")}
     assert "libraries" not in check.memory["device"]
     assert set(Estimator(on_card, _card(), 2).estimate(Layout()).check().memory) == {"device"}
 

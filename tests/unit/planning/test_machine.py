@@ -124,11 +124,7 @@ def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
         ("kind: cpu", "kind: 3", "device.kind: got 3; allowed is text"),
         ("devices: 2", "devices: 0", "host.devices: got 0; allowed is an integer >= 1"),
         ("disk: {read: 1000000000.0", "disk: {read: -1", "disk.read: got -1; allowed is a number > 0"),
-        (
-            "bandwidth: 4000000000.0",
-            "bandwidth: fast",
-            "links.inside.shared.bandwidth: got 'fast'; allowed is a number > 0",
-        ),
+        ("bandwidth: 4000000000.0", "bandwidth: fast", "links.inside.shared.bandwidth: got 'fast'; allowed is a number > 0"),
         ("memory_bytes: 17179869184", "memory_bytes: .nan", "memory_bytes: got nan; allowed is a number of bytes"),
         ("float32: 80000000000.0", "float32: {}", "device.products.float32: got a mapping of 0 keys; allowed is a"),
         ("kind: cpu", "kind: [", "line "),
@@ -198,11 +194,7 @@ def test_files_of_public_machines_say_where_their_figures_come_from() -> None:
     for name in known_machines():
         machine = find_machine(name)
         assert len(machine.sources) >= 3
-        assert (
-            0
-            < machine.collective_seconds("all-gather", 1e6, ranks=2)
-            < machine.collective_seconds("all-reduce", 1e6, ranks=2)
-        )
+        assert 0 < machine.collective_seconds("all-gather", 1e6, ranks=2) < machine.collective_seconds("all-reduce", 1e6, ranks=2)
         dtype = "bfloat16" if "bfloat16" in machine.device.products else "float16"
         assert machine.device.products[dtype] >= machine.device.products["float32"]
 

@@ -107,8 +107,7 @@ def test_states_and_units_are_those_of_the_whole_model(subject: Subject) -> None
     # Each microbatch copies gradients to buckets, reduces them and adds its shard to sums; shared memory spreads the weights.
     number, units = subject.parameters, len(wanted.units)
     assert found.phases[StepPhase.OPTIMIZER] == pytest.approx(
-        MACHINE.update_seconds(number / 2, ranks_on_host=2) + MACHINE.moved_seconds(2 * number, ranks_on_host=2),
-        rel=0.02,
+        MACHINE.update_seconds(number / 2, ranks_on_host=2) + MACHINE.moved_seconds(2 * number, ranks_on_host=2), rel=0.02
     )
     reduced = units * MACHINE.collective_seconds("reduce-scatter", 4 * number / units, ranks=2, ranks_on_host=2)
     moved = MACHINE.moved_seconds(8 * number + 8 * number / 2, ranks_on_host=2)
@@ -254,9 +253,7 @@ def test_a_plan_holds_what_a_run_takes_alone() -> None:
         ),
     ],
 )
-def test_keys_about_replicas_leave_layouts_with_replicas(
-    keys: tuple[str, ...], given: dict[str, Any], replicas: set[Any]
-) -> None:
+def test_keys_about_replicas_leave_layouts_with_replicas(keys: tuple[str, ...], given: dict[str, Any], replicas: set[Any]) -> None:
     """Whatever is refused for a single replica is not so for several."""
     with closing(subject_of(_config("parallel.auto=[parallel]", "parallel.replicate=2", *keys))) as subject:
         rows = Planner(subject, MACHINE, fixed={"micro": 1, "tensor": 1, "pipeline": 1, **given}).plan(4).rows
@@ -359,9 +356,7 @@ def test_ranks_add_no_traces(calls: Counter[str], layers: int, ranks: int, fixed
     keys = ["data.sequence_length=4096", "batch.global_size=2048", "precision.compute=bfloat16"]
     model = {**MODELS["70B"], "num_hidden_layers": layers}
     planner = Planner(
-        subject_of(load_config(None, [f"model.config={model}", *keys]), device="cuda"),
-        find_machine("h100"),
-        fixed=fixed,
+        subject_of(load_config(None, [f"model.config={model}", *keys]), device="cuda"), find_machine("h100"), fixed=fixed
     )
     some = planner.plan(ranks)
     assert calls["trace"] == traces
@@ -427,9 +422,7 @@ def test_no_tensor_is_divided_where_the_optimizer_needs_whole_ones() -> None:
         (["batch.balance=[3,1]"], {}, ""),
     ],
 )
-def test_what_a_run_refuses_for_its_experts_or_data_ranks_is_no_layout(
-    keys: list[str], layout: dict[str, int], why: str
-) -> None:
+def test_what_a_run_refuses_for_its_experts_or_data_ranks_is_no_layout(keys: list[str], layout: dict[str, int], why: str) -> None:
     experts = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     given = [f"model.config={ {**MODEL, **experts} }" if each == "experts" else each for each in keys]
     with closing(subject_of(_config(*given))) as subject:

@@ -35,9 +35,7 @@ def _tokens(rows: int = 2, length: int = 64) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _allocated(
-    model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch, tiles: int = 0
-) -> int:
+def _allocated(model: nn.Module, batch: dict[str, Any], mode: Any, monkeypatch: pytest.MonkeyPatch, tiles: int = 0) -> int:
     """The most bytes that PyTorch's allocator gives a forward and backward of a model with values."""
     monkeypatch.setattr(prepare, "allocate_lasting", lambda shape, dtype, device: torch.empty(shape, dtype=dtype))
     model = copy.deepcopy(model).train()
@@ -57,9 +55,7 @@ def _allocated(
     return max(running(profiled))
 
 
-@pytest.mark.parametrize(
-    ("mode", "tiles"), [("none", 0), ("block", 0), ("selective", 0), ("none", 128), ("block", 128)]
-)
+@pytest.mark.parametrize(("mode", "tiles"), [("none", 0), ("block", 0), ("selective", 0), ("none", 128), ("block", 128)])
 def test_bytes_are_those_of_the_allocator(mode: Any, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = _llama(), _tokens(length=64 if not tiles else 1024)
     found = trace_microbatch(model, batch, make_loss(model), torch.float32, recompute=mode, tiles=tiles)

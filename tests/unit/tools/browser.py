@@ -29,14 +29,7 @@ class Browser:
         to_read, self._write = os.pipe()
         self._read, to_write = os.pipe()
         sandbox = ("--no-sandbox",) if os.geteuid() == 0 else ()
-        command = (
-            path,
-            *_FLAGS,
-            *sandbox,
-            f"--user-data-dir={folder}",
-            f"--window-size={width},{height}",
-            "about:blank",
-        )
+        command = (path, *_FLAGS, *sandbox, f"--user-data-dir={folder}", f"--window-size={width},{height}", "about:blank")
         # The browser takes descriptor 3 to read from and 4 to write to.
         script = f'exec "$@" 3<&{to_read} 4>&{to_write}'
         self._process = subprocess.Popen(

@@ -45,11 +45,7 @@ class TestRows:
         assert begun == "second"
 
     def test_the_table_has_reasons_and_the_summary_names_what_is_out_of_line(self) -> None:
-        found = [
-            figure("speed", 1234.5, "a second"),
-            not_run("DeepSpeed", "it is not installed"),
-            broken("hang", "no end"),
-        ]
+        found = [figure("speed", 1234.5, "a second"), not_run("DeepSpeed", "it is not installed"), broken("hang", "no end")]
         text = rows.table(found).splitlines()
         assert "1,234 a second" in text[1]
         assert text[3].strip() == "it is not installed"

@@ -181,21 +181,13 @@ def test_a_directory_is_found_by_what_it_holds(copied: Copied, capsys: pytest.Ca
 
 def test_a_part_of_a_name_is_enough(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["checkpoint", "inspect", str(trained.run("llama")), "--json", "--tensors"]
-    for pattern, found in (
-        ("1.mlp.up", 3),
-        ("up_proj.weight", 6),
-        ("*up_proj", 0),
-        ("model.norm.weigh?", 3),
-        ("norm.weigh?", 0),
-    ):
+    for pattern, found in (("1.mlp.up", 3), ("up_proj.weight", 6), ("*up_proj", 0), ("model.norm.weigh?", 3), ("norm.weigh?", 0)):
         assert main([*words, pattern]) == (0 if found else 2)
         out = capsys.readouterr().out
         assert len(json.loads(out)["tensors"] if found else []) == found
 
 
-def test_the_largest_difference_stands_first(
-    copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_largest_difference_stands_first(copied: Copied, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = copied("llama")
     one, two = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 3))
     shutil.copytree(one, two)

@@ -29,9 +29,7 @@ IDS = torch.arange(10)[None]
 
 
 @pytest.mark.parametrize("name", ["llama", "mixed", "tied", "mixtral"])
-def test_an_export_is_the_trained_model(
-    trained: Trained, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_is_the_trained_model(trained: Trained, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SYNCED_BYTES", 4096)  # Tensors are written in several parts.
     out = tmp_path / "out"
     assert main(["checkpoint", "export", str(trained.run(name)), str(out)]) == 0
@@ -112,9 +110,7 @@ def test_an_export_through_small_windows(trained: Trained, tmp_path: Path, monke
         assert same(dict(loaded.named_parameters()), dict(trained.models[name].named_parameters()))
 
 
-def test_a_model_of_no_library_is_exported(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_no_library_is_exported(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
     assert main(["checkpoint", "export", str(trained.run("pictures")), str(out)]) == 0
@@ -147,11 +143,7 @@ def test_options_of_adapters_and_averages_are_for_runs_that_have_them(
 def test_every_name_of_the_dtype_in_a_configuration_is_the_new_one(trained: Trained, tmp_path: Path) -> None:
     directory = trained.copy("llama", tmp_path) / "checkpoints/step-00000002"
     content = json.loads((directory / "config.json").read_text())
-    content |= {
-        "torch_dtype": "float32",
-        "tower_config": {"dtype": "float32", "torch_dtype": 3},
-        "other": {"dtype": "x"},
-    }
+    content |= {"torch_dtype": "float32", "tower_config": {"dtype": "float32", "torch_dtype": 3}, "other": {"dtype": "x"}}
     text = json.dumps(content).encode()
     (directory / "config.json").write_bytes(text)
     manifest = CheckpointReader(directory, checked=False).manifest

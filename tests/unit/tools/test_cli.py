@@ -79,8 +79,7 @@ def test_one_process_trains(config: str, fitted: Runs, launched: list[Any], monk
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]],
+    "words", [["{}", "--nproc", "2", "run.seed=3"], ["--nproc", "2", "{}", "run.seed=3"], ["{}", "run.seed=3", "--nproc=2"]]
 )
 def test_nproc_starts_workers(
     config: str, fitted: Runs, launched: list[Any], monkeypatch: pytest.MonkeyPatch, words: list[str]

@@ -198,11 +198,7 @@ def test_a_task_of_slurm_on_each_host_launches_its_ranks(
     ],
 )
 def test_what_ray_does_not_do(
-    launched: Launched,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: list[str],
-    said: str,
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     there = SimpleNamespace(placement_group=None, PlacementGroupSchedulingStrategy=None)
     for name in ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies"):
@@ -224,8 +220,7 @@ def test_a_start_without_a_configuration_is_saved_and_passed_on(launched: Launch
 
 
 @pytest.mark.parametrize(
-    ("words", "least", "restarts"),
-    [([], 2, 0), (["--min-hosts", "1"], 1, 3), (["--min-hosts", "2", "--max-restarts", "0"], 2, 0)],
+    ("words", "least", "restarts"), [([], 2, 0), (["--min-hosts", "1"], 1, 3), (["--min-hosts", "2", "--max-restarts", "0"], 2, 0)]
 )
 def test_a_launch_over_ssh_goes_on_without_hosts_where_it_may(
     folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], least: int, restarts: int
@@ -348,9 +343,7 @@ def test_what_a_terminal_is_told_of_an_outcome(
         (["--chat"], 0, True),
     ],
 )
-def test_a_generation_starts_again_for_results_in_a_file(
-    launched: Launched, words: list[str], restarts: int, talks: bool
-) -> None:
+def test_a_generation_starts_again_for_results_in_a_file(launched: Launched, words: list[str], restarts: int, talks: bool) -> None:
     assert main(["generate", "m", "--nproc", "2", *words]) == 0
     (call,) = launched.calls
     assert (call.processes, call.nodes.max_restarts, call.talks) == (2, restarts, talks)
@@ -359,13 +352,9 @@ def test_a_generation_starts_again_for_results_in_a_file(
 
 
 @pytest.mark.parametrize("source", [[], ["--prompts", "-"]])
-def test_ranks_read_a_copy_of_standard_input(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, source: list[str]
-) -> None:
+def test_ranks_read_a_copy_of_standard_input(launched: Launched, monkeypatch: pytest.MonkeyPatch, source: list[str]) -> None:
     lines, read = b'{"text": "a"}\n', dict[str, bytes]()
-    launched.during = lambda: read.update(
-        {os.environ["ZEROMESH_PROMPTS"]: Path(os.environ["ZEROMESH_PROMPTS"]).read_bytes()}
-    )
+    launched.during = lambda: read.update({os.environ["ZEROMESH_PROMPTS"]: Path(os.environ["ZEROMESH_PROMPTS"]).read_bytes()})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
     assert main(["generate", "m", "--nproc", "2", *source]) == 0
     ((path, content),) = read.items()
@@ -442,9 +431,7 @@ def generator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> type[FakeGenerat
     return FakeGenerator
 
 
-def test_results_are_shown_in_the_order_of_the_prompts(
-    generator: type[FakeGenerator], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_are_shown_in_the_order_of_the_prompts(generator: type[FakeGenerator], capsys: pytest.CaptureFixture[str]) -> None:
     fields = ["--max-new-tokens", "5", "generation.temperature=0.5", "zero.stage=3"]
     out = ended(capsys, ["generate", "m", "--prompts", "p", "--check", "--config", "l.yaml", *fields]).out
     assert [(row["number"], row["id"]) for row in map(json.loads, out.splitlines())] == [(0, 0), (1, 1)]
@@ -533,9 +520,7 @@ def test_a_plan_without_a_layout_that_fits_is_exit_code_1(
     assert "give the configuration that is to be planned, or --measure" in ended(capsys, ["plan"], 2).err
 
 
-def test_ranks_that_measure(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_that_measure(launched: Launched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("zeromesh.trainer.planning.auto.ranks_here", lambda: 5)
     for words, ranks in (([], 5), (["--ranks", "3"], 3)):
         assert main(["plan", "--measure", *words]) == 0

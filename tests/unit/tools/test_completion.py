@@ -13,9 +13,7 @@ import pytest
 from zeromesh.trainer.cli.main import SHELLS, config_keys, main
 from zeromesh.trainer.config.messages import known_paths
 
-_ALL = (
-    "train run launch evaluate generate serve config init plan status trace verify checkpoint report doctor completion"
-)
+_ALL = "train run launch evaluate generate serve config init plan status trace verify checkpoint report doctor completion"
 _COMPLETED = [
     ("", {*_ALL.split()}),
     ("che", {"checkpoint"}),

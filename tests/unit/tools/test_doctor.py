@@ -58,9 +58,7 @@ def test_the_code_and_the_file_name_the_same_findings_and_fields() -> None:
                 names = {each.value for each in ast.walk(node.args[0]) if isinstance(each, ast.Constant)}
                 given |= dict.fromkeys(names, {str(each.arg) for each in node.keywords} - {"when"})
     assert given == {
-        name: {
-            field for text in texts.values() for _, field, _, _ in string.Formatter().parse(text) if field is not None
-        }
+        name: {field for text in texts.values() for _, field, _, _ in string.Formatter().parse(text) if field is not None}
         for name, texts in software._TEXTS.items()
     }
     assert all(len(texts.keys() - {"what", "slow"}) == 2 and "do" in texts for texts in software._TEXTS.values())
@@ -112,11 +110,7 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     assert "48.0 GiB free of 8.0 GiB by the control group, 64.0 GiB" in found
     assert "Set OMP_NUM_THREADS to 2 divided by --nproc" in found
     assert "8, and time of 2 by the control group" in found
-    settings |= {
-        "memory.max": [str(64 * GIB), "max"],
-        "cpu.max": ["50000 100000", "400000 100000"],
-        "pids.max": ["600"],
-    }
+    settings |= {"memory.max": [str(64 * GIB), "max"], "cpu.max": ["50000 100000", "400000 100000"], "pids.max": ["600"]}
     sound.setattr(hardware, "_limit", lambda which: 5000)
     sound.setattr(hardware.accelerator, "current_accelerator", lambda: None)
     found = texts(hardware.machine())
@@ -128,9 +122,7 @@ def test_a_control_group_that_allows_less_is_named(sound: pytest.MonkeyPatch) ->
     assert "ok       locked memory  4.9 KiB\n" in found, "without devices there is nothing to register"
 
 
-def devices_of(
-    *, count: int = 2, free: int = 79, broken: tuple[int, ...] = (), failure: str = "", built: str = "CUDA 12.8"
-) -> Any:
+def devices_of(*, count: int = 2, free: int = 79, broken: tuple[int, ...] = (), failure: str = "", built: str = "CUDA 12.8") -> Any:
     """GPUs as the seam shows them, of which `broken` compute nothing."""
 
     def initialize() -> list[torch.device]:
@@ -305,11 +297,7 @@ def test_variables_that_slow_runs_down_and_no_secrets(monkeypatch: pytest.Monkey
     found = list(software.launch())
     assert levels(found) == {"TORCH_DISTRIBUTED_DEBUG": "warning"}
     assert "very-secret" not in texts(found)
-    for name, value in {
-        "TORCH_DISTRIBUTED_DEBUG": "INFO",
-        "CUDA_LAUNCH_BLOCKING": "0",
-        "PYTHONMALLOC": "debug",
-    }.items():
+    for name, value in {"TORCH_DISTRIBUTED_DEBUG": "INFO", "CUDA_LAUNCH_BLOCKING": "0", "PYTHONMALLOC": "debug"}.items():
         monkeypatch.setenv(name, value)
     assert levels(software.launch()) == {"PYTHONMALLOC": "warning"}
 
@@ -351,12 +339,7 @@ def test_warnings_alone_are_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], bad: list[Level], code: int, said: str
 ) -> None:
     looked: list[Path] = []
-    for module, name in (
-        (software, "packages"),
-        (hardware, "machine"),
-        (hardware, "accelerators"),
-        (software, "launch"),
-    ):
+    for module, name in ((software, "packages"), (hardware, "machine"), (hardware, "accelerators"), (software, "launch")):
         monkeypatch.setattr(module, name, list)
     monkeypatch.setattr(hardware, "directory", lambda path: looked.append(path) or [Finding(str(path), "there")])
     monkeypatch.setattr(software, "network", lambda: [Finding("x", "y", level, "Why.", "Do.") for level in bad])

@@ -269,11 +269,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
         ("ranks.json", b'{"ranks": [{"rank": 0, "waits": 3}]}', "ranks.json cannot be read"),
         ("starts.jsonl", b"{}\n[]\n", None),
         ("step_memory.json", b"{}", "step_memory.json cannot be read"),
-        (
-            "step_memory.json",
-            b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}',
-            "times or sizes that cannot be",
-        ),
+        ("step_memory.json", b'{"step": 1, "seconds": 1, "events": [[0, "a", "b", NaN]]}', "times or sizes that cannot be"),
     ],
 )
 def test_a_broken_file_is_a_remark(

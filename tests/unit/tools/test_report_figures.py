@@ -44,9 +44,7 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
         {"step": 2, "loss": "nan", "tokens": 20, "tokens_per_second": 300.0, "step_seconds": 2.0, "skipped": True},
         {"step": 3, "loss": 3.0, "tokens": 3000, "tokens_per_second": 200.0, "step_seconds": 1.0, "time": 1100.0},
     ]
-    lines = [
-        line | {"peak_memory_bytes": nbytes} for line, nbytes in zip(lines, (5 << 20, 9 << 20, 7 << 20), strict=True)
-    ]
+    lines = [line | {"peak_memory_bytes": nbytes} for line, nbytes in zip(lines, (5 << 20, 9 << 20, 7 << 20), strict=True)]
     evaluations = [{"step": 1, "eval_loss": 4.0}, {"step": 2, "eval_loss": 2.5}, {"step": 3, "eval_loss": 2.75}]
     starts = [{"step": 0, "time": 990.0, "parameters": 1500}]
     run = run_of(tmp_path / "run", lines, evaluations=evaluations, starts=starts)
@@ -73,10 +71,7 @@ def test_notes_of_a_run(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", lines, starts=[{"step": 0, "time": "x"}])
     text = text_of(run)
     assert "No update in step 1: not finite" in text
-    assert (
-        "No update in steps 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21 and 1 more: A"
-        in text
-    )
+    assert "No update in steps 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21 and 1 more: A" in text
     assert "began" not in text, "a run with one start is all there is"
     write_lines(run, [*lines[:1], *({**line, "cause": f"C{line['step']}"} for line in lines[1:])])
     write_lines(run, [{"step": 4, "time": 0, "host": "a"}], "starts.jsonl")
@@ -99,17 +94,13 @@ def test_traffic_stands_in_the_order_of_its_time(tmp_path: Path) -> None:
 
 def test_a_mesh_has_its_ranks_and_what_failed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1)
-    rows = [
-        {"rank": rank, "step": 4, "doing": "at work", "failure": "OSError: x" if rank == 3 else ""} for rank in range(8)
-    ]
+    rows = [{"rank": rank, "step": 4, "doing": "at work", "failure": "OSError: x" if rank == 3 else ""} for rank in range(8)]
     (run / "ranks.json").write_text(json.dumps({"ranks": rows}))
     made = page_of(read_runs([run]))
     assert "pipeline 2 x replicate 1 x shard 2 x context 1 x tensor 2: 8 ranks, beside each other along tensor" in made
     assert "rank 3 failed in step 4: OSError: x" in made
     boxes = re.findall(r'<div class="(rank[ a-z]*)" title="(.*?)">(\d+)</div>', made)
-    assert [(kind, int(rank)) for kind, _, rank in boxes] == [
-        ("rank failed" if rank == 3 else "rank", rank) for rank in range(8)
-    ]
+    assert [(kind, int(rank)) for kind, _, rank in boxes] == [("rank failed" if rank == 3 else "rank", rank) for rank in range(8)]
     assert [title for _, title, _ in boxes[2:4]] == ["rank 2: step 4, at work", "rank 3: step 4, OSError: x"]
     assert made.count('<div class="group">') == 6
 
@@ -168,9 +159,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         ([[0.0, "a", "b", 1]], inf, False),
     ],
 )
-def test_memory_of_a_step_that_cannot_be_is_left_out(
-    tmp_path: Path, events: list[Any], seconds: float, kept: bool
-) -> None:
+def test_memory_of_a_step_that_cannot_be_is_left_out(tmp_path: Path, events: list[Any], seconds: float, kept: bool) -> None:
     run = run_of(tmp_path / "run", [{"step": 1, "loss": 1.0}])
     (run / "step_memory.json").write_text(json.dumps({"step": 2, "seconds": seconds, "events": events}))
     (record,) = read_runs([run])
@@ -228,9 +217,7 @@ def test_bytes_have_the_unit_of_the_highest() -> None:
         ({1: 1.0, 2: 90.0}, "x", "percent", None, False),
     ],
 )
-def test_when_an_axis_is_logarithmic(
-    values: dict[Any, float], name: str, unit: str, kind: str | None, switch: bool
-) -> None:
+def test_when_an_axis_is_logarithmic(values: dict[Any, float], name: str, unit: str, kind: str | None, switch: bool) -> None:
     made = chart(values, unit, name=name)
     assert (made.figure.layout.yaxis.type, made.log) == (kind, switch)
     assert (made.figure.layout.yaxis.range is None) is (name != "lr" and unit == "plain")
@@ -256,9 +243,7 @@ def test_averages_and_fewer_points_of_short_lines() -> None:
 
 def lines_of(charts: list[Chart], name: str) -> list[tuple[str, str]]:
     (found,) = [each for each in charts if each.name == name]
-    return [
-        (trace.name.partition("  ")[0], f"{trace.mode} {trace.line.dash or ''}".strip()) for trace in found.figure.data
-    ]
+    return [(trace.name.partition("  ")[0], f"{trace.mode} {trace.line.dash or ''}".strip()) for trace in found.figure.data]
 
 
 def test_a_loss_is_smoothed_and_evaluations_are_dots_by_their_numbers() -> None:
@@ -269,10 +254,7 @@ def test_a_loss_is_smoothed_and_evaluations_are_dots_by_their_numbers() -> None:
 
     training, dots = ("training", "lines"), ("evaluation", "lines+markers dot")
     assert losses(59, 40) == ([training, dots], "mean over the targets of a step")
-    assert losses(60, 41) == (
-        [training, training, ("evaluation", "lines")],
-        "mean over the targets of a step; bold: smoothed",
-    )
+    assert losses(60, 41) == ([training, training, ("evaluation", "lines")], "mean over the targets of a step; bold: smoothed")
 
 
 def test_parts_of_steps_and_what_was_predicted() -> None:

@@ -42,9 +42,7 @@ def run_of(folder: Path, ranks: list[dict[str, Any]] | None = None, note: str = 
     return folder
 
 
-def test_status_as_json_has_the_state_the_waits_and_their_causes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_as_json_has_the_state_the_waits_and_their_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", late())
     found = json.loads(ended(capsys, ["status", str(run), "--json"]).out)
     assert abs(found.pop("time") - time.time()) < 60
@@ -88,9 +86,7 @@ def test_status_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     told = {"step": 2, "seconds": 0.74, "source": "memory", "lost_steps": 0, "cause": "rank 1 is gone"}
     (run / "recoveries.jsonl").write_text(2 * (json.dumps(told) + "\n"))
     second = ended(capsys, ["status", str(run)]).out.splitlines()[1]
-    assert (
-        second == "2 recoveries; the last after step 2 took 0.7 s, from its memory, 0 steps done again: rank 1 is gone"
-    )
+    assert second == "2 recoveries; the last after step 2 took 0.7 s, from its memory, 0 steps done again: rank 1 is gone"
     # Nobody waits in a run that is over.
     over = run_of(tmp_path / "over", [*late(ranks=[]), row(2, failure="OSError: x")], "ended\n")
     out = ended(capsys, ["status", str(over)]).out
@@ -110,9 +106,7 @@ def test_the_most_important_of_many_ranks_are_shown(tmp_path: Path, capsys: pyte
     assert "and 6 more ranks" in out
 
 
-def test_a_watch_ends_with_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_watch_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run, slept = run_of(tmp_path / "run", late()), list[float]()
 
     def sleep(seconds: float) -> None:
@@ -123,9 +117,7 @@ def test_a_watch_ends_with_the_run(
     monkeypatch.setattr(status.time, "sleep", sleep)
     out = ended(capsys, ["status", str(run), "--watch", "--json", "--interval", "7"], 1).out
     assert slept == [7.0, 7.0]
-    assert [json.loads(line)["state"] for line in out.splitlines()] == ["goes on"] * 2 + [
-        "the run has ended by OSError"
-    ]
+    assert [json.loads(line)["state"] for line in out.splitlines()] == ["goes on"] * 2 + ["the run has ended by OSError"]
 
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
@@ -183,9 +175,7 @@ def test_a_trace_of_chosen_steps(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ended(capsys, ["trace", str(run), "--steps", "2:3", "--out", str(plain)])
     assert {event["args"]["step"] for event in events(plain) if event["ph"] == "X"} == {2, 3}
     assert not (run / REQUEST).exists()
-    assert (
-        "--steps 4:9: the ranks remember none of these" in ended(capsys, ["trace", str(run), "--steps", "4:9"], 2).err
-    )
+    assert "--steps 4:9: the ranks remember none of these" in ended(capsys, ["trace", str(run), "--steps", "4:9"], 2).err
 
 
 def test_ranks_of_a_run_that_goes_on_are_asked(

@@ -218,23 +218,8 @@ def test_a_table_is_no_wider_than_the_terminal() -> None:
     [
         (None, ["name                     seconds in all  x", "one two three four five            1234  a"]),
         # Names of numbers become narrow first, then texts, and numbers stay whole in any width.
-        (
-            36,
-            [
-                "name                      seconds  x",
-                "                           in all",
-                "one two three four five      1234  a",
-            ],
-        ),
-        (
-            28,
-            [
-                "name              seconds  x",
-                "                   in all",
-                "one two three        1234  a",
-                "  four five",
-            ],
-        ),
+        (36, ["name                      seconds  x", "                           in all", "one two three four five      1234  a"]),
+        (28, ["name              seconds  x", "                   in all", "one two three        1234  a", "  four five"]),
         (9, ["name            seconds  x", "                 in all", "one two three      1234  a", "  four five"]),
     ],
 )

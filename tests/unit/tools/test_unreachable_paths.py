@@ -143,9 +143,7 @@ def test_a_home_that_is_nobodys(capsys: pytest.CaptureFixture[str]) -> None:
         ("layer_types", ["none such"]),
     ],
 )
-def test_broken_model_directories(
-    places: dict[str, str], field: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_broken_model_directories(places: dict[str, str], field: str, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(places["m"], "config.json")
     path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
     began = time.monotonic()

@@ -38,9 +38,7 @@ class Theirs(TrainerCallback, ExportableState):  # type: ignore[misc]
         self.seen: list[Any] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> Any:
-        self.seen.append(
-            (state.global_step, named["optimizer"].param_groups[0]["lr"], named["lr_scheduler"].last_epoch)
-        )
+        self.seen.append((state.global_step, named["optimizer"].param_groups[0]["lr"], named["lr_scheduler"].last_epoch))
         return self.answer(control) if self.answer else None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **named: Any) -> None:
@@ -58,15 +56,7 @@ class Saves(TrainerCallback):  # type: ignore[misc]
 
 def trainer_of(step: int = 3, **state: Any) -> Any:
     """What a dispatcher reads of a trainer."""
-    values = {
-        "step": step,
-        "max_steps": 9,
-        "epoch": 0.5,
-        "epochs": 1.2,
-        "tokens": 64,
-        "best_metric": None,
-        "best_step": 0,
-    }
+    values = {"step": step, "max_steps": 9, "epoch": 0.5, "epochs": 1.2, "tokens": 64, "best_metric": None, "best_step": 0}
     now = RunState(**{**values, "best_checkpoint": None, "is_world_process_zero": True, **state})
     added: list[Any] = []
     scalars = SimpleNamespace(add=added.append)
@@ -216,18 +206,10 @@ def test_arguments_of_transformers_say_what_the_configuration_says(monkeypatch: 
     assert (given.per_device_train_batch_size, given.per_device_eval_batch_size) == (2, 3)
     assert given.gradient_accumulation_steps == 3  # 10 samples of 2 data ranks, 2 at a time
     assert (given.lr_scheduler_type, given.warmup_steps, given.num_train_epochs) == ("linear", 3, 1)
-    assert (given.metric_for_best_model, given.greater_is_better, given.load_best_model_at_end) == (
-        "accuracy",
-        True,
-        True,
-    )
+    assert (given.metric_for_best_model, given.greater_is_better, given.load_best_model_at_end) == ("accuracy", True, True)
     hub = (given.push_to_hub, given.hub_model_id, given.hub_private_repo, given.hub_revision)
     assert hub == (True, "me/a", True, "dev")
     assert (given.report_to, given.disable_tqdm) == ([], False)
     plain = arguments_of(load_config({"batch": {"micro_size": 4, "global_size": 4}}))
-    assert (plain.per_device_eval_batch_size, plain.greater_is_better, plain.load_best_model_at_end) == (
-        4,
-        False,
-        False,
-    )
+    assert (plain.per_device_eval_batch_size, plain.greater_is_better, plain.load_best_model_at_end) == (4, False, False)
     assert (plain.gradient_accumulation_steps, plain.push_to_hub) == (1, False)

@@ -103,9 +103,7 @@ def test_fields_of_a_generation_are_on_top_of_those_of_the_configuration(monkeyp
 class Evaluated:
     """A run whose model has a loss of 2 over `targets`, and outputs of `nbytes` in each of its four microbatches."""
 
-    def __init__(
-        self, targets: int, nbytes: int = 0, metrics: Any = None, stop_at: int = 5, *, ema: bool = False
-    ) -> None:
+    def __init__(self, targets: int, nbytes: int = 0, metrics: Any = None, stop_at: int = 5, *, ema: bool = False) -> None:
         self.targets, self.nbytes, self.stop_at = targets, nbytes, stop_at
         self.notes: list[str] = []
         self.events_seen: list[Any] = []
@@ -113,9 +111,7 @@ class Evaluated:
         self.feed = SimpleNamespace(plan=BatchPlan(global_size=8, micro_size=2, data_ranks=1))
         stepper = SimpleNamespace(evaluate=self._evaluate)
         feeds = SimpleNamespace(evaluation=lambda dataset: self.feed)
-        self.model = SimpleNamespace(
-            module=None, feeds=feeds, stepper=stepper, averaged=self._averaged, evaluates_average=ema
-        )
+        self.model = SimpleNamespace(module=None, feeds=feeds, stepper=stepper, averaged=self._averaged, evaluates_average=ema)
         self.console = SimpleNamespace(show_evaluation=lambda *_: None, note=self.notes.append)
         self.events = SimpleNamespace(call=lambda *event: self.events_seen.append(event))
         self.inputs = SimpleNamespace(compute_metrics=metrics, preprocess_logits_for_metrics=None)
@@ -152,9 +148,7 @@ def gathered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_values_of_a_set(gathered: list[Any]) -> None:
     def values_of(run: Any, *, predicts: bool = False, **options: Any) -> Any:
-        found = run_dataset(
-            run, ONE, "x", None, lambda: len(run.events_seen) >= run.stop_at, predicts=predicts, **options
-        )
+        found = run_dataset(run, ONE, "x", None, lambda: len(run.events_seen) >= run.stop_at, predicts=predicts, **options)
         if found is None:
             return None
         speed = {name: found[1].pop(f"x_{name}") for name in ("runtime", "samples_per_second", "steps_per_second")}
@@ -171,9 +165,7 @@ def test_values_of_a_set(gathered: list[Any]) -> None:
     named = {"x_loss": 2.0, "x_a": 0.5, "x_b": 2, "x_c": "text"}
     assert values_of(measured := Evaluated(5, metrics=metrics))[1] == named
     assert list(measured.collector.ignored) == ["past_key_values"]  # type: ignore[attr-defined]
-    assert values_of(Evaluated(0, metrics=metrics), predicts=True)[1] == {}, (
-        "without labels there is nothing to measure"
-    )
+    assert values_of(Evaluated(0, metrics=metrics), predicts=True)[1] == {}, "without labels there is nothing to measure"
     assert values_of(Evaluated(0), predicts=True)[2] is not None
     gathered[0] = 1
     assert values_of(Evaluated(5, metrics=metrics), predicts=True)[1] == named
@@ -199,10 +191,7 @@ def test_outputs_are_gathered_without_the_loss_in_the_order_of_the_data() -> Non
     world = SimpleNamespace(gather_bytes=lambda payload, what: [payload, other[0]], ranks=[0, 1])
     mesh: Any = SimpleNamespace(world=world, shape=SimpleNamespace(data_index=lambda rank: 1 - rank))
     collector = Collector(mesh, ("states",), None)
-    logits, labels = (
-        torch.ones(2, dtype=torch.bfloat16),
-        {"start_positions": torch.zeros(2), "end_positions": torch.ones(2)},
-    )
+    logits, labels = (torch.ones(2, dtype=torch.bfloat16), {"start_positions": torch.zeros(2), "end_positions": torch.ones(2)})
     kept = {"loss": logits, "states": logits, "none": None, "logits": logits, "second": logits}
     part = collector.part_of(kept, labels)
     assert [each.dtype for each in part["predictions"]] == [np.float32] * 2
@@ -215,9 +204,7 @@ def test_outputs_are_gathered_without_the_loss_in_the_order_of_the_data() -> Non
     assert doubled.part_of(logits, {"labels": logits})["predictions"][0].tolist() == [2, 2]
     generating: Any = SimpleNamespace(padding=7)
     tokens = Collector(mesh, (), None, generating)
-    assert tokens.part_of({"loss": logits}, {})["predictions"]["loss"].tolist() == [1, 1], (
-        "tokens are taken as they are"
-    )
+    assert tokens.part_of({"loss": logits}, {})["predictions"]["loss"].tolist() == [1, 1], "tokens are taken as they are"
 
     def piece(length: int) -> Any:
         return tokens.part_of(torch.full((1, length), length), {"labels": torch.full((1, length), length)})

@@ -88,28 +88,21 @@ def test_an_upload_says_what_was_asked_for_and_leaves_nothing(tmp_path: Path, ap
     assert notes == ["uploaded to https://hub/commit/0"] * 2
 
 
-def test_an_upload_that_fails_keeps_its_files_and_no_secret(
-    tmp_path: Path, api: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_fails_keeps_its_files_and_no_secret(tmp_path: Path, api: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "token-of-the-environment")
     notes: list[str] = []
     trainer, api.error = trainer_of(tmp_path, notes), ConnectionError("403 a-token token-of-the-environment\nmore")
     said = "ConnectionError: 403 <redacted> <redacted>"
-    with pytest.raises(
-        StorageError, match=rf"^the model could not be uploaded to me/mine: {said}\. It is in {tmp_path}"
-    ):
+    with pytest.raises(StorageError, match=rf"^the model could not be uploaded to me/mine: {said}\. It is in {tmp_path}"):
         push(trainer, None, token="a-token", revision=None, card={})
     assert (tmp_path / FOLDER / "model.safetensors").exists()
     assert notes == []
-    with pytest.raises(
-        ConfigError, match=rf"'mine' of the Hub cannot be written to: {said}; give a token that may write"
-    ):
+    with pytest.raises(ConfigError, match=rf"'mine' of the Hub cannot be written to: {said}; give a token that may write"):
         open_repository(trainer, "a-token", None)
 
 
 @pytest.mark.parametrize(
-    ("own", "tags"),
-    [(None, ["made", "twice"]), ("tried", ["tried", "made", "twice"]), (["twice", "x"], ["twice", "x", "made"])],
+    ("own", "tags"), [(None, ["made", "twice"]), ("tried", ["tried", "made", "twice"]), (["twice", "x"], ["twice", "x", "made"])]
 )
 def test_tags_of_the_user_come_first_and_each_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: Any, tags: list[str]

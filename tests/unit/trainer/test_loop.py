@@ -107,8 +107,7 @@ def test_a_rank_that_is_alone_ends_by_its_timeout(rank: int) -> None:
 
 
 ALONE: Any = SimpleNamespace(
-    world=SimpleNamespace(gather_bytes=lambda payload, what: [payload], ranks=[0]),
-    shape=SimpleNamespace(data_index=lambda rank: 0),
+    world=SimpleNamespace(gather_bytes=lambda payload, what: [payload], ranks=[0]), shape=SimpleNamespace(data_index=lambda rank: 0)
 )
 
 
@@ -174,13 +173,7 @@ def test_the_length_and_the_warm_up_that_follows_from_it_may_differ_from_a_check
 def test_the_line_of_an_evaluation() -> None:
     run: Any = SimpleNamespace(progress=SimpleNamespace(step=3, evaluated_targets=1500))
     run.model, run.data = SimpleNamespace(evaluates_average=True), SimpleNamespace(byte_pair_entropy=2.0)
-    values: Any = {
-        "eval_loss": 2.0,
-        "eval_runtime": 1.0,
-        "eval_samples_per_second": 2.0,
-        "eval_f1": 0.5,
-        "eval_who": "me",
-    }
+    values: Any = {"eval_loss": 2.0, "eval_runtime": 1.0, "eval_samples_per_second": 2.0, "eval_f1": 0.5, "eval_who": "me"}
     said = "step 3: evaluation loss 2.0000 with averaged weights over 1.5k targets, above the byte-pair entropy 2.0000"
     assert evaluation_line(run, values) == f"{said}\n  eval_f1  0.5"
 

@@ -187,9 +187,7 @@ def test_a_bar_counts_what_the_model_reads(terminal: FakeTerminal) -> None:
     assert "12.3k samples/s" in terminal.getvalue()
 
 
-def test_a_terminal_that_cannot_move_its_cursor_is_a_log(
-    terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_that_cannot_move_its_cursor_is_a_log(terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     with Console(terminal) as console:
         console.note(Detail("a detail"))

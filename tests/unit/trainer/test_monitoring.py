@@ -226,11 +226,7 @@ def test_parts_of_a_start_follow_each_other_and_end_with_the_first_step(monkeypa
 @pytest.mark.parametrize(
     ("parts", "shown"),
     # Parts too short to matter are counted and not shown.
-    [
-        ({"data": 0.04, "first step": 1.06}, "1.1 s (first step 1.1)"),
-        ({"data": 0.05}, "0.1 s (data 0.1)"),
-        ({}, "0.0 s"),
-    ],
+    [({"data": 0.04, "first step": 1.06}, "1.1 s (first step 1.1)"), ({"data": 0.05}, "0.1 s (data 0.1)"), ({}, "0.0 s")],
 )
 def test_a_start_as_a_sentence(parts: dict[str, float], shown: str) -> None:
     assert sentence(parts) == shown

@@ -130,11 +130,7 @@ def test_what_is_given_to_the_trainer_counts_for_more(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (
-            "model__python",
-            "own_cod:Net",
-            r"own_cod cannot be imported .*No module .*looked for in .*code.*nearest: own_code",
-        ),
+        ("model__python", "own_cod:Net", r"own_cod cannot be imported .*No module .*looked for in .*code.*nearest: own_code"),
         ("model__python", "own_code:net", r"own_code \(.*own_code.py\) has no net; nearest: Net"),
         ("model__python", "own_code.Net", "model.python: got 'own_code.Net'; allowed is text such as"),
         ("model__config", {"wide": 3}, r"model.python: own_code:Net\(width=4\) does not take {'wide': 3}"),
@@ -164,9 +160,7 @@ def test_code_that_fails_is_named_with_its_line(folder: Path) -> None:
         Trainer(config=written(folder, model__python="own_failing:Net"))
 
 
-@pytest.mark.parametrize(
-    ("metric", "said"), [("loss", "eval_a_loss or eval_b_c_loss"), ("a_accuracy", "no value|none of")]
-)
+@pytest.mark.parametrize(("metric", "said"), [("loss", "eval_a_loss or eval_b_c_loss"), ("a_accuracy", "no value|none of")])
 def test_the_best_of_several_sets_needs_the_name_of_one(folder: Path, metric: str, said: str) -> None:
     path = written(folder, run__metric=metric, run__patience=2)
     with Trainer(config=path) as trainer, pytest.raises(ConfigError, match=f"run.metric: {metric} is .*{said}"):

@@ -70,9 +70,7 @@ def built(kind: str, fields: Mapping[str, Any]) -> nn.Module:
         ("bloom", {}, "none"),
     ],
 )
-def test_packed_documents_train_as_each_alone(
-    tmp_path: Path, kind: str, fields: dict[str, Any], recomputed: str
-) -> None:
+def test_packed_documents_train_as_each_alone(tmp_path: Path, kind: str, fields: dict[str, Any], recomputed: str) -> None:
     packed, alone = samples()
     model, plain = built(kind, fields), built(kind, fields)
     sections: dict[str, Any] = {
@@ -96,17 +94,11 @@ def test_packed_documents_train_as_each_alone(
                 (nn.functional.cross_entropy(logits, each[1:], reduction="sum") / targets).backward()
     for name, parameter in plain.named_parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(
-            (parameter.detach() - trained[name]) / RATE, gradient, rtol=1e-8, atol=1e-10, msg=name
-        )
+        torch.testing.assert_close((parameter.detach() - trained[name]) / RATE, gradient, rtol=1e-8, atol=1e-10, msg=name)
 
 
 def packed_batch(**others: Any) -> dict[str, Any]:
-    return {
-        "input_ids": torch.arange(5, 25).view(2, 10),
-        "position_ids": torch.tensor([[*range(4), *range(6)]] * 2),
-        **others,
-    }
+    return {"input_ids": torch.arange(5, 25).view(2, 10), "position_ids": torch.tensor([[*range(4), *range(6)]] * 2), **others}
 
 
 class Sizes(TorchDispatchMode):
@@ -149,9 +141,7 @@ def test_masks_of_functions_of_others_are_within_documents() -> None:
     """What a mask function lets through besides, here all keys, is not let through to another document."""
     config = tf.LlamaConfig(attn_implementation="sdpa")
     with PackedAttention(packed_batch()).in_force():
-        found = create_causal_mask(
-            config, torch.zeros(2, 10, 8), None, None, or_mask_function=lambda b, h, q, k: k >= 0
-        )
+        found = create_causal_mask(config, torch.zeros(2, 10, 8), None, None, or_mask_function=lambda b, h, q, k: k >= 0)
     same = (torch.arange(10)[:, None] < 4) == (torch.arange(10) < 4)
     assert not isinstance(found, DocumentMask)
     assert torch.equal(found, same.expand(2, 1, 10, 10))
@@ -160,10 +150,7 @@ def test_masks_of_functions_of_others_are_within_documents() -> None:
 def test_a_batch_on_a_device_asks_it_nothing() -> None:
     """The host knows that a mask pads nothing; one that pads is a mask, whose padding the library does not look for."""
     config = tf.LlamaConfig(attn_implementation="sdpa")
-    full, padded = (
-        torch.ones(2, 10, dtype=torch.long),
-        torch.ones(2, 10, dtype=torch.long).index_fill(1, torch.tensor(9), 0),
-    )
+    full, padded = (torch.ones(2, 10, dtype=torch.long), torch.ones(2, 10, dtype=torch.long).index_fill(1, torch.tensor(9), 0))
     for given in (full, padded):
         attention = PackedAttention({"attention_mask": given}, on_device=True)
         with attention.in_force(), patch("transformers.masking_utils.fast_all", side_effect=AssertionError):
@@ -175,10 +162,7 @@ def test_dropout_and_softcaps_are_the_models_own() -> None:
     """Ours has neither, so a training step with dropout draws as the model's own attention does."""
     model = small_model("llama", vocab_size=96, attention_dropout=0.5, **KV).train()
     batch = packed_batch()
-    with (
-        PackedAttention(batch).in_force(),
-        patch.object(packed_attention, "document_attention", side_effect=AssertionError),
-    ):
+    with PackedAttention(batch).in_force(), patch.object(packed_attention, "document_attention", side_effect=AssertionError):
         model(**batch, use_cache=False)
 
 

@@ -90,17 +90,14 @@ def test_a_whole_model_has_its_averages_for_a_while() -> None:
 def test_memory_of_a_host_is_shared_by_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_on_mesh, "available_bytes", lambda: 100)
     world = SimpleNamespace(all_reduce_max=lambda free, what: torch.maximum(free, torch.tensor([-40])))
-    mesh: Any = SimpleNamespace(
-        device=torch.device("cpu"), environment=SimpleNamespace(local_world_size=2), world=world
-    )
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), environment=SimpleNamespace(local_world_size=2), world=world)
     assert least_free_bytes(mesh) == 40, "that of another rank"
     mesh.environment.local_world_size = 3
     assert least_free_bytes(mesh) == 33
 
 
 @pytest.mark.parametrize(
-    ("free", "averages", "whole"),
-    [(0, False, True), (80, False, True), (79, False, False), (120, True, True), (119, True, False)],
+    ("free", "averages", "whole"), [(0, False, True), (80, False, True), (79, False, False), (120, True, True), (119, True, False)]
 )
 def test_a_model_becomes_whole_where_it_and_its_copies_fit(
     monkeypatch: pytest.MonkeyPatch, free: int, averages: bool, whole: bool
@@ -149,10 +146,7 @@ def sgd(model: nn.Module) -> Any:
         ({"optimizer": lambda parameters: 3}, r"optimizer is a int; give a torch.optim.Optimizer"),
         ({"parallel": 2}, "parallel is 2; give a mapping of keys of that section"),
         ({"parallel": {"pipeline": 2}}, "parallel.pipeline is 2: a loop of one's own calls the whole model"),
-        *(
-            ({"offload": {name: "file"}}, "file needs a directory on the disk")
-            for name in ("optimizer", "gradients", "parameters")
-        ),
+        *(({"offload": {name: "file"}}, "file needs a directory on the disk") for name in ("optimizer", "gradients", "parameters")),
     ],
 )
 def test_what_cannot_be_partitioned_so_is_refused(options: dict[str, Any], said: str) -> None:
@@ -204,7 +198,7 @@ def test_what_a_trainer_does_not_take_is_named_with_what_it_takes() -> None:
     with pytest.raises(ConfigError) as refused:
         Trainer(learning_rate=3, stage=3, micro_sizes=3)
     assert [each.partition("; ")[2] for each in refused.value.problems] == [
-        *("it is optimizer.lr here", "config has the key zero.stage", "docs/api/trainer.md has what there is"),
+        *("it is optimizer.lr here", "config has the key zero.stage", "docs/api/trainer.md has what there is")
     ]
     with pytest.raises(AttributeError, match="Trainer has no nothing; docs"):
         Trainer().nothing  # noqa: B018

@@ -169,9 +169,7 @@ def test_what_is_wrong_with_an_amended_checkpoint_and_with_old_ones_is_said(tmp_
 
 
 @pytest.mark.parametrize(("error", "size", "given_up"), [(True, 1, True), (True, 2, False), (False, 1, False)])
-def test_an_unfinished_save_is_given_up_after_an_error_of_one_rank(
-    tmp_path: Path, error: bool, size: int, given_up: bool
-) -> None:
+def test_an_unfinished_save_is_given_up_after_an_error_of_one_rank(tmp_path: Path, error: bool, size: int, given_up: bool) -> None:
     run = Run(tmp_path, mesh=one_mesh(size=size))
     try:
         with run.kept:
@@ -287,17 +285,13 @@ def test_a_run_goes_on_from_its_newest_whole_checkpoint(tmp_path: Path, stored: 
     assert run.lines == ["checkpoint of step 6 skipped: step-00000006: it is damaged"]
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "manifest"), [("step-00000004", 5, 5), ("step-00000004", 4, 5), ("copy", 4, 5)]
-)
+@pytest.mark.parametrize(("name", "step", "manifest"), [("step-00000004", 5, 5), ("step-00000004", 4, 5), ("copy", 4, 5)])
 def test_a_checkpoint_of_another_step_than_its_name_says_is_refused(
     tmp_path: Path, stored: dict[str, Any], name: str, step: int, manifest: int
 ) -> None:
     stored |= {name: state(step, settings=NOW), "manifest": manifest}
     run = Run(tmp_path, checkpoint={"resume": str(tmp_path / name)})
-    with pytest.raises(
-        CheckpointError, match=rf"is of step {manifest} by its manifest, and of step {step} by its {NAME}"
-    ):
+    with pytest.raises(CheckpointError, match=rf"is of step {manifest} by its manifest, and of step {step} by its {NAME}"):
         run.kept.resume(NOW)
     assert stored["loaded"] == []
 
@@ -317,9 +311,7 @@ def test_other_settings_are_refused_of_a_runs_own_checkpoint_and_said_of_one_tha
 
 
 @pytest.mark.parametrize("below", ["", "checkpoints"])
-def test_the_name_of_a_run_or_of_its_folder_means_its_newest_checkpoint(
-    tmp_path: Path, stored: dict[str, Any], below: str
-) -> None:
+def test_the_name_of_a_run_or_of_its_folder_means_its_newest_checkpoint(tmp_path: Path, stored: dict[str, Any], below: str) -> None:
     stored["step-00000007"] = state(7, settings=NOW)
     Run(tmp_path / "old").make(3, 7)
     run = Run(tmp_path / "new", checkpoint={"resume": str(tmp_path / "old" / below)})
@@ -416,9 +408,7 @@ def test_settings_are_compared_before_a_model_is_made(
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
-    monkeypatch: pytest.MonkeyPatch, averaged: bool
-) -> None:
+def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(monkeypatch: pytest.MonkeyPatch, averaged: bool) -> None:
     specs = {
         f"{kind} {name}": TensorSpec(kind=kind, name=name, dtype=torch.float32, shape=(1,))
         for kind in (MODEL, MASTER, AVERAGE, "exp_avg")
@@ -469,9 +459,7 @@ def test_weights_alone_are_loaded_without_what_a_loop_has_left_out(
         (CheckpointError("damaged"), (1, 2), manager._NO_METRIC),
     ],
 )
-def test_the_metric_of_an_earlier_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, found: Any, part: Any, metric: Any
-) -> None:
+def test_the_metric_of_an_earlier_checkpoint(monkeypatch: pytest.MonkeyPatch, found: Any, part: Any, metric: Any) -> None:
     def state_of(reader: Any) -> Any:
         if isinstance(found, Exception):
             raise found

@@ -42,26 +42,14 @@ def test_steps_are_counted_from_where_a_run_was_resumed() -> None:
     best = Best(value=0.5, step=4, waited=1)
     log = [{"loss": "nan", "step": 4}]
     progress.resume(
-        TrainerState(
-            step=5,
-            samples=0,
-            tokens=50,
-            updates=4,
-            skipped=1,
-            passed_over=2,
-            loss=3.0,
-            best=best,
-            log_history=log,
-        )
+        TrainerState(step=5, samples=0, tokens=50, updates=4, skipped=1, passed_over=2, loss=3.0, best=best, log_history=log)
     )
     assert (progress.step, progress.position, progress.reached) == (5, 7, 7)
     assert (progress.tokens, progress.skipped, progress.best, progress.last_loss) == (50, 1, best, 3.0)
     assert math.isnan(progress.log[0]["loss"])
     for number, (skipped, cause) in enumerate(((True, "first"), (True, "second"), (False, ""), (True, ""))):
         bubble = {"measured": 0.1 * (number + 1), "predicted": 0.25}
-        progress.add(
-            result(number, skipped=skipped, cause=cause, unit="samples", communication=traffic(2), bubble=bubble)
-        )
+        progress.add(result(number, skipped=skipped, cause=cause, unit="samples", communication=traffic(2), bubble=bubble))
         assert progress.skipped_in_a_row == (1, 2, 0, 1)[number]
     assert (progress.step, progress.position, progress.reached) == (9, 11, 11)
     assert (progress.tokens, progress.unit, progress.skipped, progress.cause) == (90, "samples", 4, "second")
@@ -123,11 +111,7 @@ def test_inputs_say_where_they_come_from() -> None:
         given: Any = {name: [1]}
         assert not UserInputs(**given).reads_text
     found = UserInputs(model=torch.nn.Identity(), collate=len, named=frozenset({"collate"})).names()
-    assert (found["model"], found["collate"], found["train_dataset"]) == (
-        "given",
-        "named in the configuration",
-        "not given",
-    )
+    assert (found["model"], found["collate"], found["train_dataset"]) == ("given", "named in the configuration", "not given")
 
 
 def run_of(progress: RunProgress, every: dict[str, Any], saves: Any = 0, sync: int = 1, epoch: int = 400) -> RunContext:
@@ -244,17 +228,9 @@ def test_a_scheduler_of_torch_is_a_function_of_the_step() -> None:
     [
         (lambda optimizer: ReduceLROnPlateau(optimizer), "adamw", "lr_scheduler gave a ReduceLROnPlateau"),
         (lambda optimizer: optimizer, "adamw", "lr_scheduler gave a AdamW"),
-        (
-            StepLR(torch.optim.SGD([torch.zeros(1)], 1.0), 1),
-            "adamw",
-            "lr_scheduler gave a StepLR; give a function of",
-        ),
+        (StepLR(torch.optim.SGD([torch.zeros(1)], 1.0), 1), "adamw", "lr_scheduler gave a StepLR; give a function of"),
         (lambda optimizer: LambdaLR(optimizer, [abs, abs]), "adamw", "lr_scheduler, with optimizer.name adamw: "),
-        (
-            lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9),
-            "sgd",
-            "lr_scheduler changes the momentum to 0.95, ",
-        ),
+        (lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=9), "sgd", "lr_scheduler changes the momentum to 0.95, "),
     ],
 )
 def test_what_is_no_schedule_is_refused(make: Any, name: Any, said: str) -> None:
@@ -275,12 +251,7 @@ def test_a_schedule_of_a_momentum_needs_an_optimizer_that_has_one() -> None:
 
 
 def test_inputs_become_the_compute_dtype_and_labels_do_not() -> None:
-    given = {
-        "pixels": torch.ones(2),
-        "labels": torch.ones(2),
-        "input_ids": torch.ones(2, dtype=torch.int64),
-        "name": "n",
-    }
+    given = {"pixels": torch.ones(2), "labels": torch.ones(2), "input_ids": torch.ones(2, dtype=torch.int64), "name": "n"}
     batch = DeviceBatch(given, torch.device("cpu"), torch.float64, None, None)
     with batch.present():
         dtypes = {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)}

@@ -86,8 +86,7 @@ def test_the_slurm_script_queues_a_stopped_run_again(tmp_path: Path, code: int, 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "names",
-    ["OMPI_COMM_WORLD_{} RANK SIZE LOCAL_RANK LOCAL_SIZE", "{} PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"],
+    "names", ["OMPI_COMM_WORLD_{} RANK SIZE LOCAL_RANK LOCAL_SIZE", "{} PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"]
 )
 def test_mpi_trains(tmp_path: Path, tools: dict[str, str], names: str) -> None:
     """As `mpirun -n 2 zeromesh train CONFIG` starts it."""
@@ -135,11 +134,7 @@ def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
     (container,) = spec["template"]["spec"]["containers"]
     tool(tmp_path, "zeromesh", "import sys\nprint('\\0'.join(sys.argv[1:]), end='')\n")
     for index in range(spec["completions"]):
-        variables = {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
-            "JOB_COMPLETION_INDEX": str(index),
-            "NAMESPACE": "here",
-        }
+        variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index), "NAMESPACE": "here"}
         command = container["command"]
         done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=30, check=True)
         options = _parse(done.stdout.split("\0"))
@@ -157,13 +152,7 @@ def test_the_pods_of_the_manifest_meet(tmp_path: Path) -> None:
     assert mounted == {each["name"] for each in spec["template"]["spec"]["volumes"]}
 
 
-TYPES: dict[str, type | tuple[type, ...]] = {
-    "object": dict,
-    "array": list,
-    "string": str,
-    "boolean": bool,
-    "integer": int,
-}
+TYPES: dict[str, type | tuple[type, ...]] = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int}
 
 
 def problems(schema: dict[str, Any], found: Any, where: str = "") -> Iterator[str]:

@@ -20,20 +20,9 @@ from zeromesh.trainer.config.load import load_config
 from zeromesh.trainer.monitoring import step_stats
 from zeromesh.trainer.monitoring.profiler import Profile
 from zeromesh.trainer.monitoring.step_metrics import leaves, unstrict
-from zeromesh.trainer.monitoring.step_stats import (
-    Patience,
-    StepResult,
-    StepStats,
-    UserScalars,
-    rank_figures,
-    require_free_names,
-)
+from zeromesh.trainer.monitoring.step_stats import Patience, StepResult, StepStats, UserScalars, rank_figures, require_free_names
 
-RESULT: dict[str, Any] = {
-    "loss": 2.0,
-    "tokens": 80,
-    "seconds": 4.0,
-}
+RESULT: dict[str, Any] = {"loss": 2.0, "tokens": 80, "seconds": 4.0}
 OUTCOME: dict[str, Any] = {"grad_norm": 0.5, "skipped": False, "loss_scale": 1.0}
 COMMON = {"step": 3, "loss": 2.0, "grad_norm": 0.5, "lr": 0.1, "tokens": 240}
 COMMON |= {"tokens_per_second": 20.0, "step_seconds": 4.0, "peak_memory_bytes": 7, "memory": {"host": {"master": 9}}}

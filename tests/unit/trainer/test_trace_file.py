@@ -128,15 +128,8 @@ def test_what_has_not_ended_or_was_overwritten() -> None:
 
 def test_rows_and_ranks_have_titles() -> None:
     trace = trace_of([ring(0, late=1, host="a domain"), ring(1, late=10)])
-    titles = [
-        (event["pid"], event["tid"], event["name"], event["args"])
-        for event in trace["traceEvents"]
-        if event["ph"] == "M"
-    ]
-    assert titles[:2] == [
-        (0, 0, "process_name", {"name": "rank 0 on a"}),
-        (0, 0, "process_sort_index", {"sort_index": 0}),
-    ]
+    titles = [(event["pid"], event["tid"], event["name"], event["args"]) for event in trace["traceEvents"] if event["ph"] == "M"]
+    assert titles[:2] == [(0, 0, "process_name", {"name": "rank 0 on a"}), (0, 0, "process_sort_index", {"sort_index": 0})]
     rows = ("steps", "phases, collectives and waits", "what it does", "launches")
     assert titles[2:6] == [(0, row, "thread_name", {"name": name}) for row, name in enumerate(rows, 1)]
     assert len(titles) == 12
@@ -145,9 +138,7 @@ def test_rows_and_ranks_have_titles() -> None:
 @pytest.mark.parametrize(("late", "arrows"), [(1.19, 1), (1.2, 2), (2, 2)])
 def test_only_waits_of_a_fifth_of_a_millisecond_have_arrows(late: float, arrows: int) -> None:
     """Beside the one from what another rank does."""
-    rings = [
-        replace(each, events=[(int(at), code) for at, code in each.events]) for each in (ring(0, late=1), ring(1, late))
-    ]
+    rings = [replace(each, events=[(int(at), code) for at, code in each.events]) for each in (ring(0, late=1), ring(1, late))]
     found = [event for event in trace_of(rings, (), range(2, 3))["traceEvents"] if event["ph"] == "s"]
     assert len(found) == arrows
     assert all(event["ts"] >= 0 for event in found)

@@ -115,9 +115,7 @@ def test_a_row_is_recorded_before_it_is_sent(tmp_path: Path) -> None:
         ([IDENT, 7, False], 6, 7, RowPosition(6, evaluation=True)),
     ],
 )
-def test_tensorboard_drops_rows_that_come_again(
-    tmp_path: Path, noted: Any, step: int, purged: int, sent: RowPosition
-) -> None:
+def test_tensorboard_drops_rows_that_come_again(tmp_path: Path, noted: Any, step: int, purged: int, sent: RowPosition) -> None:
     sink = Sink()
     if noted is not None:
         (tmp_path / "tracking-tensorboard.json").write_text(json.dumps(noted))
@@ -165,14 +163,7 @@ def test_a_run_of_wandb_that_is_online_goes_on_after_the_server_s_last_row(
             "resume": "allow",
         }
         assert (settings.console, settings.save_code, settings.x_save_requirements) == ("off", False, False)
-        hidden = (
-            "x_disable_meta",
-            "x_disable_stats",
-            "x_disable_machine_info",
-            "disable_git",
-            "disable_code",
-            "silent",
-        )
+        hidden = ("x_disable_meta", "x_disable_stats", "x_disable_machine_info", "disable_git", "disable_code", "silent")
         assert all(getattr(settings, name) is True for name in hidden)
         step = "train/global_step"
         assert defined == [("define_metric", step), ("define_metric", "*", {"step_metric": step})]
@@ -234,11 +225,5 @@ def test_trackers_with_settings_of_their_own_are_told_the_same(
     swan = told("swanlab", run)
     assert set(swan["settings"]["probe"].values()) == {False}
     assert swan.pop("settings")["terminal"] == {"proxy_type": "none"}
-    known = {
-        "name": "run",
-        "tags": ["one", "two"],
-        "id": IDENT,
-        "resume": "allow",
-        "log_dir": str(tmp_path / "swanlab"),
-    }
+    known = {"name": "run", "tags": ["one", "two"], "id": IDENT, "resume": "allow", "log_dir": str(tmp_path / "swanlab")}
     assert swan == {**known, **({} if online else {"mode": "offline"})}

@@ -71,14 +71,11 @@ def test_a_tracker_that_fails_gives_up() -> None:
     with Tracking([failing := Noted(fail)], said.append, ident="x") as tracking:
         tracking.send(step_row(metrics(5)))
     assert failing.calls == ["start", "give up after no"]
-    assert said == [
-        "WARNING: tracking by noted ended after step 0: ValueError: no. Training goes on; metrics.jsonl has every step"
-    ]
+    assert said == ["WARNING: tracking by noted ended after step 0: ValueError: no. Training goes on; metrics.jsonl has every step"]
 
 
 @pytest.mark.parametrize(
-    ("error", "patience", "seconds"),
-    [(None, 9.0, "0.2"), (KeyError, 9.0, "0.1"), (None, 0.05, "0.05"), (KeyError, 0.05, "0.05")],
+    ("error", "patience", "seconds"), [(None, 9.0, "0.2"), (KeyError, 9.0, "0.1"), (None, 0.05, "0.05"), (KeyError, 0.05, "0.05")]
 )
 def test_a_tracker_that_hangs_is_abandoned(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception] | None, patience: float, seconds: str
@@ -120,8 +117,7 @@ def test_an_id_that_cannot_be_stored_is_said(tmp_path: Path) -> None:
     found = _tracking_id(tmp_path / "no" / "tracking.json", "run", 3, {"id": "abc", "run": "run"}, said.append)
     assert found == "abc"
     assert said == [
-        f"WARNING: {tmp_path / 'no' / 'tracking.json'} cannot be written (No such file or directory); "
-        "trackers know the run as abc"
+        f"WARNING: {tmp_path / 'no' / 'tracking.json'} cannot be written (No such file or directory); trackers know the run as abc"
     ]
 
 
@@ -168,9 +164,7 @@ def test_a_library_that_fails_leaves_a_run_without_trackers(tmp_path: Path, monk
     assert said == ["WARNING: there is no tracking: OSError: no. Training goes on; metrics.jsonl has every step"]
 
 
-def test_a_step_that_is_concluded_again_is_no_row_of_an_earlier_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_that_is_concluded_again_is_no_row_of_an_earlier_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its line of metrics is written anew, and its row is sent with it; a run that has a step keeps its id."""
     steps: list[int] = []
 

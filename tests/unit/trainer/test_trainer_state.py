@@ -54,9 +54,7 @@ def test_numbers_that_json_does_not_have() -> None:
     finite = TrainerState(**COUNTERS, loss=1.5, eval_loss=0.0, metric=-2.0, log_history=[], paces=[], owes=[])
     assert TrainerState.from_json(json.loads(finite.to_json()), "here") == finite
     for value, place in ((1j, "a.0"), ({("x",): 1}, "a.0")):
-        with pytest.raises(
-            StorageError, match=rf"^callbacks\.{place[0]}: a {type(value).__name__}, which a checkpoint"
-        ):
+        with pytest.raises(StorageError, match=rf"^callbacks\.{place[0]}: a {type(value).__name__}, which a checkpoint"):
             TrainerState(**COUNTERS, callbacks={"a": [value]}).to_json()
 
 
@@ -65,10 +63,7 @@ def test_schedulers_go_on_from_their_states() -> None:
 
     def made() -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
         optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
-        parts = [
-            lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2),
-            lr_scheduler.MultiStepLR(optimizer, [0, 2, 2], gamma=0.1),
-        ]
+        parts = [lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 2), lr_scheduler.MultiStepLR(optimizer, [0, 2, 2], gamma=0.1)]
         return optimizer, lr_scheduler.SequentialLR(optimizer, parts, [3])
 
     optimizer, scheduler = made()
@@ -215,7 +210,5 @@ def test_the_goal_and_the_value_of_a_metric() -> None:
     assert (goal_of("loss", "highest"), goal_of("f1", "lowest")) == ("highest", "lowest")
     values = {"eval_f1": 1, "f1": 0.5, "eval_x": 2.0}
     assert [value_of(name, values) for name in ("f1", "eval_f1", "x")] == [0.5, 1.0, 2.0]
-    with pytest.raises(
-        ConfigError, match=r"^run\.metric: 'y' is no value of an evaluation; it has eval_f1, f1, eval_x\."
-    ):
+    with pytest.raises(ConfigError, match=r"^run\.metric: 'y' is no value of an evaluation; it has eval_f1, f1, eval_x\."):
         value_of("y", values)

@@ -95,10 +95,7 @@ def test_what_trl_has_no_word_for_is_refused_by_name() -> None:
         ),
         ({"model": {"activation_checkpointing": "full"}}, "model.activation_checkpointing"),
         ({"batch": {"global_size": 4, "micro_size": 3}}, "batch.global_size: 4 is no multiple of 6"),
-        (
-            {"train": {"method": "dpo", "options": {"learning_rate": 1}}, "optimizer": {"lr": 1}},
-            "train.options.learning",
-        ),
+        ({"train": {"method": "dpo", "options": {"learning_rate": 1}}, "optimizer": {"lr": 1}}, "train.options.learning"),
         ({"train": {"method": "ppo"}}, "train.method"),
         ({"train": {"method": "grpo", "rewards": [{"python": "math"}]}}, "package.module:function"),
         ({"checkpoint": {"resume": "configs"}}, "checkpoint.resume: configs is not to be had from TRL"),
@@ -155,9 +152,7 @@ def test_our_own_trainer_is_for_targets() -> None:
         Trainer(config=DPO)
 
 
-def test_the_configuration_runs_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_configuration_runs_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     keys = [f"run.output_dir={tmp_path}", "run.max_steps=2", "run.verbose=true"]
@@ -178,9 +173,7 @@ def test_the_configuration_runs_once(
         "model.config": "model.config={model_type: llama, hidden_size: 64}",
         "run.seed": "run.seed=7",
     }.items():
-        with pytest.raises(
-            ConfigError, match=rf"is of a run with other settings; undo .*(?s:.*){key}: .* then, .* now"
-        ):
+        with pytest.raises(ConfigError, match=rf"is of a run with other settings; undo .*(?s:.*){key}: .* then, .* now"):
             trl.train(load_config("configs/dpo.yaml", [*keys, "run.max_steps=3", changed]))
     assert (tmp_path / "dpo/base/model.safetensors").stat() == base
     assert [path.name for path in (tmp_path / "dpo").glob("checkpoint-*")] == ["checkpoint-2"]

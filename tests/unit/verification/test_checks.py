@@ -54,9 +54,7 @@ def test_determinism_is_of_bits(losses: Any, norms: Any, weight: Any, found: lis
         ({"zero": {"stage": 3}, "offload": {"parameters": "host"}, "parallel": {"tensor": 2}}, 2, 4, 3, "host"),
     ],
 )
-def test_a_run_is_resumed_in_another_layout(
-    sections: dict[str, Any], shard: int, world: int, stage: int, tier: str
-) -> None:
+def test_a_run_is_resumed_in_another_layout(sections: dict[str, Any], shard: int, world: int, stage: int, tier: str) -> None:
     config = load_config(settings("out", **sections))
     plain = record(Recorder(), [1.0] * 5, [2.0] * 5, [3.0])
     plain.steps, plain.config = plain.losses, config

@@ -46,12 +46,7 @@ def test_relative_differences(value: float, plain: float, size: float) -> None:
 
 @pytest.mark.parametrize(
     ("global_size", "micro", "ranks", "wanted"),
-    [
-        (5, 2, 1, [[0, 1, 2]]),
-        (11, 2, 2, [[0, 2, 4], [1, 3, 5]]),
-        (5, 1, 2, [[0, 2, 4], [1, 3]]),
-        (2, 2, 3, [[0], [], []]),
-    ],
+    [(5, 2, 1, [[0, 1, 2]]), (11, 2, 2, [[0, 2, 4], [1, 3, 5]]), (5, 1, 2, [[0, 2, 4], [1, 3]]), (2, 2, 3, [[0], [], []])],
 )
 def test_microbatches_of_ranks(global_size: int, micro: int, ranks: int, wanted: list[list[int]]) -> None:
     config: Any = SimpleNamespace(batch=SimpleNamespace(global_size=global_size, micro_size=micro))
@@ -88,9 +83,7 @@ def test_a_recorder_stops_a_run(saves: bool) -> None:
     trainer: Any = SimpleNamespace(
         request=lambda **how: asked.append(how),
         state_dict=lambda ema=False: [("w", states[ema])],
-        config=SimpleNamespace(
-            precision=SimpleNamespace(compute="float32"), ema=SimpleNamespace(decay=0.5 if saves else 0.0)
-        ),
+        config=SimpleNamespace(precision=SimpleNamespace(compute="float32"), ema=SimpleNamespace(decay=0.5 if saves else 0.0)),
     )
     recorder, ended = Recorder(stop_after=2, saves=saves), list[str]()
     assert not recorder.began
@@ -147,9 +140,7 @@ def test_an_error_is_a_finding_unless_the_configuration_is_refused(error: Except
     made = verification(fit)
     with pytest.raises(type(error)):
         made.run(made.config, Recorder())
-    assert [(each.kind, each.step, each.detail) for each in made.differences] == (
-        [("error", 2, finding)] if finding else []
-    )
+    assert [(each.kind, each.step, each.detail) for each in made.differences] == ([("error", 2, finding)] if finding else [])
     assert (made.failed, cleaned) == (error if finding else None, ["cleanup"])
 
 

@@ -59,9 +59,7 @@ def rows_of(step: int) -> list[dict[str, torch.Tensor]]:
 @pytest.mark.parametrize("average", ["tokens", "samples"])
 @pytest.mark.parametrize("name", ["constant", "linear"])
 def test_a_plain_run_is_a_loop_written_out(clip: float, average: str, name: str) -> None:
-    sections: dict[str, Any] = {
-        "optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.5, "exempt": "biases_and_norms"}
-    }
+    sections: dict[str, Any] = {"optimizer": {"name": "sgd", "lr": 0.1, "weight_decay": 0.5, "exempt": "biases_and_norms"}}
     warmup = 2 if name == "linear" else 0
     sections |= {"batch": {**BATCH, "average": average}, "schedule": {"name": name, "warmup_steps": warmup}}
     found = plain(**sections, run={"clip_norm": clip}, ema={"decay": 0.75, "start_step": 2, "every_steps": 2})
@@ -74,10 +72,7 @@ def test_a_plain_run_is_a_loop_written_out(clip: float, average: str, name: str)
         parts = [squares(model, {"x": x.double()[None], "y": y[None]}) for x, y in (row.values() for row in rows)]
         if average == "samples":
             groups = [parts[0:2], parts[2:4], parts[4:]]
-            loss = sum(
-                (len(each) / 5 * sum(a for a, _ in each) / sum(n for _, n in each) for each in groups),
-                torch.tensor(0.0),
-            )
+            loss = sum((len(each) / 5 * sum(a for a, _ in each) / sum(n for _, n in each) for each in groups), torch.tensor(0.0))
         else:
             loss = sum((a for a, _ in parts), torch.tensor(0.0)) / sum(n for _, n in parts)
         gradients = torch.autograd.grad(loss, [weight, bias])
@@ -120,9 +115,7 @@ def test_batches_take_samples_in_turn() -> None:
     batches = [batch for step in range(3) for batch in batches_of(subject, subject.config, step)]
     assert [len(batch["y"]) for batch in batches] == [2, 2, 1] * 3
     assert torch.cat([batch["x"][:, 2] * 7 for batch in batches]).round().tolist() == [n % 13 for n in range(15)]
-    made = SmallRun(
-        model=subject.model, config=subject.config, samples=[1, 2], collate=lambda rows: {"sum": sum(rows)}, notes=()
-    )  # type: ignore[list-item, arg-type]
+    made = SmallRun(model=subject.model, config=subject.config, samples=[1, 2], collate=lambda rows: {"sum": sum(rows)}, notes=())  # type: ignore[list-item, arg-type]
     assert [batch["sum"] for batch in batches_of(made, subject.config, 0)] == [3, 3, 1]
 
 

@@ -31,8 +31,7 @@ def made(model: Any, mesh: Any, samples: Any = None, **sections: Any) -> SmallRu
 
 
 @pytest.mark.parametrize(
-    ("micro", "data", "batch"),
-    [(1, 1, (3, 1)), (2, 1, (5, 2)), (8, 1, (5, 2)), (1, 2, (5, 1)), (2, 2, (11, 2)), (1, 4, (11, 1))],
+    ("micro", "data", "batch"), [(1, 1, (3, 1)), (2, 1, (5, 2)), (8, 1, (5, 2)), (1, 2, (5, 1)), (2, 2, (11, 2)), (1, 4, (11, 1))]
 )
 def test_a_step_has_two_rounds_and_an_incomplete_one(micro: int, data: int, batch: tuple[int, int]) -> None:
     found = small_config(config_of(batch={"global_size": 32, "micro_size": micro}), mesh_of(data), Path("folder"))
@@ -165,10 +164,7 @@ def test_samples_of_heads() -> None:
     sizes = {name: LLAMA[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
     bert = tf.BertConfig(**sizes, num_attention_heads=4, num_labels=3)
     answers = made(tf.BertForQuestionAnswering(bert), mesh_of()).samples
-    assert [(int(each["start_positions"]), int(each["end_positions"])) for each in answers[:16:15]] == [
-        (0, 15),
-        (1, 15),
-    ]
+    assert [(int(each["start_positions"]), int(each["end_positions"])) for each in answers[:16:15]] == [(0, 15), (1, 15)]
     rows = made(tf.BertForSequenceClassification(bert), mesh_of()).samples
     assert [int(each["labels"]) for each in rows[:5]] == [0, 1, 2, 0, 1]
     tokens = made(tf.BertForTokenClassification(bert), mesh_of()).samples

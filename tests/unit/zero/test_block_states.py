@@ -19,9 +19,7 @@ def test_each_format_that_is_named_has_a_row() -> None:
 SIGNS = pytest.mark.parametrize("squares", [False, True])
 
 
-def block_tensor(
-    numel: int, *, squares: bool = False, at: TierChoice | None = None, tiers: Tiers | None = None
-) -> BlockTensor:
+def block_tensor(numel: int, *, squares: bool = False, at: TierChoice | None = None, tiers: Tiers | None = None) -> BlockTensor:
     tiers = tiers or Tiers(device=CPU, ledger=Ledger())
     found, _ = STATE_FORMATS["int8"].allocate(numel, torch.float32, tiers, at or TierChoice(), "m", squares=squares)
     assert isinstance(found, BlockTensor)
@@ -41,13 +39,7 @@ def test_values_come_back_near_and_a_second_time_exactly(numel: int, squares: bo
     tensor, values = block_tensor(numel, squares=squares), numbers(numel, squares=squares)
     tensor.write(0, values).wait()
     found = tensor.load(CPU)
-    most = (
-        torch.nn.functional.pad(values, (0, -numel % BLOCK))
-        .view(-1, BLOCK)
-        .abs()
-        .amax(1)
-        .repeat_interleave(BLOCK)[:numel]
-    )
+    most = torch.nn.functional.pad(values, (0, -numel % BLOCK)).view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK)[:numel]
     # Half a step of the uppermost decade; of squares, twice that of the root, whose step is half as wide.
     assert ((found - values).abs() <= 0.0071 * most).all()
     assert (found * values >= 0).all()

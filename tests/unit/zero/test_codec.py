@@ -120,9 +120,7 @@ def test_shards_hold_the_blocks_of_whole_parameters(name: CodecName, parts: int)
     given = {f"p{n}": values(prod(shape)) for n, shape in enumerate(shapes)}
     layout = bucket(codec, shapes, parts)
     encoded = [encode(codec, each) for each in given.values()]
-    whole = {
-        name: decode(codec, each, given[name].numel(), torch.float32) for name, each in zip(given, encoded, strict=True)
-    }
+    whole = {name: decode(codec, each, given[name].numel(), torch.float32) for name, each in zip(given, encoded, strict=True)}
     for index in range(parts):
         interval = layout.shard(index)
         shard = EncodedShard.of(layout, interval, [each.tables for each in encoded])
@@ -152,8 +150,7 @@ def region_of(shape: tuple[int, int], dimension: int, rows: Sequence[tuple[int, 
 
 
 @pytest.mark.parametrize(
-    ("dimension", "rows"),
-    [(0, [(0, 24)]), (0, [(24, 48)]), (1, [(0, 48)]), (1, [(48, 96)]), (1, [(16, 32), (80, 96)])],
+    ("dimension", "rows"), [(0, [(0, 24)]), (0, [(24, 48)]), (1, [(0, 48)]), (1, [(48, 96)]), (1, [(16, 32), (80, 96)])]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_a_part_has_the_codes_of_the_whole(name: CodecName, dimension: int, rows: list[tuple[int, int]]) -> None:

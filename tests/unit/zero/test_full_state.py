@@ -74,10 +74,7 @@ def test_a_gathered_parameter_is_a_copy_to_read(model: Tied) -> None:
     with engine.gathered(["head.weight"]):
         assert torch.equal(model.head.weight, before)
         assert model.head.weight is model.words.weight
-    for write in (
-        lambda: model.head.weight.data.add_(1),
-        lambda: model.words.weight.add_(1),
-    ):
+    for write in (lambda: model.head.weight.data.add_(1), lambda: model.words.weight.add_(1)):
         with (
             torch.no_grad(),
             pytest.raises(PhaseError, match=r"words\.weight: written inside gathered\(\)"),
@@ -184,9 +181,7 @@ def test_ranks_with_other_weights_are_named_by_the_majority(model: Tied, monkeyp
 def test_digests_are_those_of_all_that_a_rank_holds(model: Tied) -> None:
     state = engine_of(model).checkpoint_state
     digests = state._digests()
-    assert {"words.weight", "words.weight (master), at rest", "frozen", "frozen, at rest", "kept, at rest"} <= set(
-        digests
-    )
+    assert {"words.weight", "words.weight (master), at rest", "frozen", "frozen, at rest", "kept, at rest"} <= set(digests)
     assert "words.weight (momentum_buffer), at rest" in digests
     with torch.no_grad():
         model.kept[1] += 1  # type: ignore[index]
@@ -194,9 +189,7 @@ def test_digests_are_those_of_all_that_a_rank_holds(model: Tied) -> None:
 
 
 def test_a_part_is_told_by_its_boxes_and_elements() -> None:
-    columns = Region(
-        shape=(4, 6), dims=((Interval(start=0, end=4),), (Interval(start=0, end=1), Interval(start=3, end=5)))
-    )
+    columns = Region(shape=(4, 6), dims=((Interval(start=0, end=4),), (Interval(start=0, end=1), Interval(start=3, end=5))))
     whole = Region.whole((4, 6))
 
     def told(region: Region, start: int, end: int) -> str:

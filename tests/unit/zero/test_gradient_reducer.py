@@ -91,9 +91,7 @@ class Shards:
             bucket.grad = torch.full((bucket.length,), float("nan"))
 
 
-def reducer_of(
-    buckets: Sequence[Bucket], ring: Any, options: ZeroOptions, ranks: int
-) -> tuple[GradientReducer, list[str]]:
+def reducer_of(buckets: Sequence[Bucket], ring: Any, options: ZeroOptions, ranks: int) -> tuple[GradientReducer, list[str]]:
     """A reducer with a peer that has a gradient of the second parameter alone, and the names of the buckets that it has summed."""
     posted: list[tuple[Any, ...]] = []
     watch = SimpleNamespace(posted=posted, event=lambda *event, known_order: posted.append((*event, known_order)))
@@ -123,9 +121,7 @@ def summed(bucket: Bucket, number: int = 0) -> list[float]:
 
 def started(buckets: Sequence[Bucket]) -> tuple[StreamReducer, list[str], GradientReducer]:
     ring = StreamReducer(4 * buckets[0].layout.padded)
-    reducer, reduced = reducer_of(
-        buckets, ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2
-    )
+    reducer, reduced = reducer_of(buckets, ring, ZeroOptions(stage=2, precision=Precision(compute=torch.bfloat16)), ranks=2)
     reducer.begin(buckets, reduce=True, first=True, last=True, known_order=False)
     return ring, reduced, reducer
 

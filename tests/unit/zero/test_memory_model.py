@@ -32,9 +32,7 @@ def on_meta() -> Any:
         return stack(size=2048)
 
 
-def refusal(
-    monkeypatch: pytest.MonkeyPatch, ranks: int, free: int, *, on_device: int | None = None, **changes: Any
-) -> str:
+def refusal(monkeypatch: pytest.MonkeyPatch, ranks: int, free: int, *, on_device: int | None = None, **changes: Any) -> str:
     """What is said where so many bytes are free, on the host and on each of its devices if it has any; empty where that is
     enough."""
     monkeypatch.setattr(memory_check, "available_bytes", lambda: (free + 1) // 2)
@@ -99,8 +97,7 @@ def test_what_is_needed_is_what_is_predicted(monkeypatch: pytest.MonkeyPatch, ra
 def test_a_budget_that_the_configuration_names_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_model(on_meta(), torch.bfloat16)
     totals = [
-        2 * MemoryModel(plan_layouts(plan, 2), options(stage=3, gathered_budget=budget), 2, "gloo").total
-        for budget in (0, 10**9)
+        2 * MemoryModel(plan_layouts(plan, 2), options(stage=3, gathered_budget=budget), 2, "gloo").total for budget in (0, 10**9)
     ]
     assert totals[0] < totals[1]
     assert refusal(monkeypatch, 2, free=totals[0], stage=3) == ""
@@ -205,9 +202,7 @@ Transport = Literal["local", "shared", "gloo"]
 
 def plan(dtype: torch.dtype = torch.bfloat16, trained: tuple[bool, ...] = (True, True, True)) -> list[UnitPlan]:
     return [
-        UnitPlan(
-            module=name, specs=(ParameterSpec(fqn=f"{name}.w", shape=(64, _P // 64), dtype=dtype, requires_grad=grad),)
-        )
+        UnitPlan(module=name, specs=(ParameterSpec(fqn=f"{name}.w", shape=(64, _P // 64), dtype=dtype, requires_grad=grad),))
         for name, grad in zip(("", "a", "b"), trained, strict=True)
     ]
 

@@ -45,9 +45,7 @@ def test_bits_are_those_of_places_in_the_whole_parameter() -> None:
     columns = Region(shape=(4, 6), dims=((Interval(start=0, end=4),), (Interval(start=2, end=5),)))
     for region in (Region.whole((4, 6)), columns):
         part = ParameterPart(region=region, holders=(0,))
-        spec = ParameterSpec(
-            fqn="w", shape=region.local_shape, dtype=torch.float32, requires_grad=True, group=0, part=part
-        )
+        spec = ParameterSpec(fqn="w", shape=region.local_shape, dtype=torch.float32, requires_grad=True, group=0, part=part)
         layout = build_layout("unit", [spec], 1)
         held = bits.view(4, 6)[:, slice(region.dims[1][0].start, region.dims[1][0].end)].flatten()
         for start, end in ((0, 64), (5, 9), (10, 12)):
@@ -56,9 +54,7 @@ def test_bits_are_those_of_places_in_the_whole_parameter() -> None:
             assert torch.equal(found, expected[start:end])
     others = (random_bits(whole, 4, "w", 2), random_bits(whole, 3, "v", 2), random_bits(whole, 3, "w", 3))
     assert not any((bits == each).any() for each in others)
-    counts = (
-        torch.stack([(random_bits(torch.arange(4096), 0, "w", 0) >> bit) & 1 for bit in range(64)]).double().mean(1)
-    )
+    counts = torch.stack([(random_bits(torch.arange(4096), 0, "w", 0) >> bit) & 1 for bit in range(64)]).double().mean(1)
     assert (counts - 0.5).abs().max() < 0.05
 
 
@@ -67,9 +63,7 @@ def updated(states: str, master: torch.dtype, cut: int, *, compensated: bool = F
     precision = Precision(**NARROW, master=master, compensated=compensated)
     settings = OptimizerSettings(states=states)  # type: ignore[arg-type]
     bucket = bucket_of([0, 0, 0], [True] * 3)
-    optimizer = BucketOptimizer(
-        bucket, ZeroOptions(optimizer=settings, precision=precision), Tiers(device=CPU, ledger=Ledger())
-    )
+    optimizer = BucketOptimizer(bucket, ZeroOptions(optimizer=settings, precision=precision), Tiers(device=CPU, ledger=Ledger()))
     random, numel = torch.Generator().manual_seed(0), bucket.length
     weights = torch.randn(numel, generator=random).bfloat16().to(master)
     moments = [each.load(CPU) for each in optimizer.moments.values()]
@@ -87,11 +81,7 @@ _BOTH = (torch.float32, torch.bfloat16)
 
 @pytest.mark.parametrize(("states", "master"), [("bfloat16", _BOTH[0]), ("float32", _BOTH[1]), ("bfloat16", _BOTH[1])])
 def test_an_update_is_the_same_in_any_parts_and_near_the_wide_one(states: str, master: torch.dtype) -> None:
-    found, again, wide = (
-        updated(states, master, 64),
-        updated(states, master, 100),
-        updated("float32", torch.float32, 64),
-    )
+    found, again, wide = (updated(states, master, 64), updated(states, master, 100), updated("float32", torch.float32, 64))
     kept = torch.bfloat16 if states == "bfloat16" else torch.float32
     assert [each.dtype for each in found] == [master, kept, kept]
     for one, other, exact in zip(found, again, wide, strict=True):

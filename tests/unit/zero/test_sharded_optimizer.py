@@ -50,9 +50,7 @@ class Rated(Optimizer):
 class Loop:
     """A partitioned net with its optimizer; `plain` is the optimizer that this one has replaced."""
 
-    def __init__(
-        self, precision: Precision | None = None, factor: float = 1.0, accumulation: int = 1, make: Any = SGD
-    ) -> None:
+    def __init__(self, precision: Precision | None = None, factor: float = 1.0, accumulation: int = 1, make: Any = SGD) -> None:
         self.model = net()
         self.plain: Any = make(self.model.parameters(), lr=1.0)
         settings = settings_of(self.plain, self.model.named_parameters())
@@ -322,9 +320,7 @@ def test_an_optimizer_that_knows_its_parameters_is_refused(kept: Callable[[Any],
         assert settings_of(optimizer, model.named_parameters()).own_class is not None
         return
     for each in (optimizer, ChainedOptimizer(optimizer)):
-        with pytest.raises(
-            ConfigError, match=f"has parameters, or their id\\(\\), in {where}, and its update gets pieces"
-        ):
+        with pytest.raises(ConfigError, match=f"has parameters, or their id\\(\\), in {where}, and its update gets pieces"):
             settings_of(each, model.named_parameters())
     optimizer.kept = {}
     optimizer.param_groups[0]["anchors"] = kept(model)
@@ -379,16 +375,11 @@ def by_class(table: Any) -> type[Rated]:
     return type("Looking", (type("Base", (Rated,), {"table": {id(each): 0.5 for each in table}}),), {})
 
 
-@pytest.mark.parametrize(
-    ("make", "where"), [(by_closure, "step"), (by_object, "step"), (by_global, "step"), (by_class, "table")]
-)
+@pytest.mark.parametrize(("make", "where"), [(by_closure, "step"), (by_object, "step"), (by_global, "step"), (by_class, "table")])
 def test_a_class_that_knows_parameters_is_refused(make: Callable[[Any], Any], where: str) -> None:
     model = net()
     try:
-        known, other = (
-            make(dict.fromkeys(model.parameters(), 0.5)),
-            make({"none": 1.0, nn.Parameter(torch.ones(2)): 0.5}),
-        )
+        known, other = (make(dict.fromkeys(model.parameters(), 0.5)), make({"none": 1.0, nn.Parameter(torch.ones(2)): 0.5}))
         with pytest.raises(ConfigError, match=rf"optimizer Looking has parameters, or their id\(\), in {where}"):
             settings_of(known(model.parameters()), model.named_parameters())
     finally:

@@ -13,27 +13,10 @@ from zeromesh.comm.transport import BufferRequest, GatherBuffer
 from zeromesh.errors import LayoutError, PhaseError
 from zeromesh.flat.layout import ParameterSpec, build_layout
 from zeromesh.intervals import Interval
-from zeromesh.offload import (
-    FileSettings,
-    Ledger,
-    Purpose,
-    SparePages,
-    Tier,
-    TierChoice,
-    TieredPart,
-    TieredTensor,
-    Tiers,
-)
+from zeromesh.offload import FileSettings, Ledger, Purpose, SparePages, Tier, TierChoice, TieredPart, TieredTensor, Tiers
 from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.options import OffloadOptions, OptimizerSettings, Precision, ZeroOptions
-from zeromesh.units.build import (
-    _page_offset,
-    kept_buckets,
-    make_trainable,
-    require_equal_plans,
-    ring_bytes,
-    slot_bytes,
-)
+from zeromesh.units.build import _page_offset, kept_buckets, make_trainable, require_equal_plans, ring_bytes, slot_bytes
 from zeromesh.units.plan import ModelCuts, block_modules, plan_model
 from zeromesh.units.unit import Bucket, InplaceWrites, Phase, Unit
 from zeromesh.zero.hooks import UnitCalls, on_gradient_of, tensors_in, watch_outputs

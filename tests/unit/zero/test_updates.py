@@ -116,11 +116,7 @@ def test_an_update_knows_how_many_came_before() -> None:
     """With equal gradients each update of Adam is as large as its rate."""
     options = ZeroOptions(optimizer=OptimizerSettings(name="adam"))
     optimizer = BucketOptimizer(bucket_of([0], [True], (64,)), options, Tiers(device=CPU, ledger=Ledger()))
-    moments, master, group = (
-        torch.zeros(2, 64),
-        torch.zeros(64),
-        {"weight_decay": 0.0, "betas": (0.5, 0.75), "eps": 0.0},
-    )
+    moments, master, group = (torch.zeros(2, 64), torch.zeros(64), {"weight_decay": 0.0, "betas": (0.5, 0.75), "eps": 0.0})
     for lr in (1.0, 2.0):
         optimizer.begin()
         optimizer.step(0, [master, torch.ones(64), *moments], [{**group, "lr": lr}])
@@ -209,9 +205,7 @@ def kept(state: Callable[[nn.Parameter], dict[str, Any]], *shape: int) -> Optimi
         (lambda each: {"half": each.half(), "flag": True}, False, {"half"}, {"flag"}),
     ],
 )
-def test_a_trial_finds_states_and_whether_pieces_suffice(
-    state: Any, whole: bool, tensors: set[str], scalars: set[str]
-) -> None:
+def test_a_trial_finds_states_and_whether_pieces_suffice(state: Any, whole: bool, tensors: set[str], scalars: set[str]) -> None:
     found = tried(kept(state))
     assert found.whole is whole
     (plan,) = found.plans.values()
@@ -263,15 +257,7 @@ def test_a_trial_leaves_the_random_numbers_of_the_process_as_they_were() -> None
 
 def test_a_group_for_a_trial_is_a_copy_without_kernels_of_a_device() -> None:
     rate = torch.tensor(0.5)
-    group = {
-        "params": [1],
-        "param_names": ["a"],
-        "lr": rate,
-        "foreach": True,
-        "fused": True,
-        "capturable": True,
-        "eps": 0.25,
-    }
+    group = {"params": [1], "param_names": ["a"], "lr": rate, "foreach": True, "fused": True, "capturable": True, "eps": 0.25}
     found = plain_group(group)
     assert found == {"lr": rate, "foreach": False, "fused": False, "capturable": False, "eps": 0.25}
     assert found["lr"] is not rate

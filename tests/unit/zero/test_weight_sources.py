@@ -25,11 +25,7 @@ EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_interme
 OPT = {"ffn_dim": 128, "word_embed_proj_dim": 64, "max_position_embeddings": 32}
 MODELS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "llama": ("llama", "causal_lm", KV),
-    "gpt2": (
-        "gpt2",
-        "causal_lm",
-        {"num_hidden_layers": 3, "n_positions": 32, "bos_token_id": None, "eos_token_id": None},
-    ),
+    "gpt2": ("gpt2", "causal_lm", {"num_hidden_layers": 3, "n_positions": 32, "bos_token_id": None, "eos_token_id": None}),
     "bert": ("bert", "sequence_classification", {}),
     "bert-masked": ("bert", "masked_lm", {}),
     "mixtral": ("mixtral", "causal_lm", {**KV, "num_local_experts": 4}),
@@ -38,9 +34,7 @@ MODELS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "gemma2": ("gemma2", "causal_lm", {**KV, "head_dim": 16}),
     "mamba": ("mamba", "causal_lm", {"state_size": 8}),
 }
-FAMILIES = {
-    name: partial(small_model, kind, head, **{**SMALL, **fields}) for name, (kind, head, fields) in MODELS.items()
-}
+FAMILIES = {name: partial(small_model, kind, head, **{**SMALL, **fields}) for name, (kind, head, fields) in MODELS.items()}
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
@@ -184,15 +178,9 @@ def test_plain_modules_are_drawn_by_their_own_reset() -> None:
     ("cls", "reason"),
     [
         (plain_but(redraw), "initialises attention.out_proj.weight, out.weight otherwise"),
-        (
-            plain_but(lambda m: setattr(m.out, "weight", nn.Parameter(torch.randn(5, 4)))),
-            "initialises out.weight otherwise",
-        ),
+        (plain_but(lambda m: setattr(m.out, "weight", nn.Parameter(torch.randn(5, 4)))), "initialises out.weight otherwise"),
         (CONSTANT, "loses the values of scale"),
-        (
-            plain_but(lambda m: m.register_buffer("mask", torch.ones(3, 3).tril().bool())),
-            "loses the values of mask",
-        ),
+        (plain_but(lambda m: m.register_buffer("mask", torch.ones(3, 3).tril().bool())), "loses the values of mask"),
         (plain_but(lambda model: setattr(model, "table", torch.arange(4))), "loses the values of table"),
         (
             plain_but(lambda model: setattr(model, "bound", float(model.out.weight.detach().abs().max()))),

@@ -95,9 +95,7 @@ def test_a_module_is_drawn_once_until_another_is_read(monkeypatch: pytest.Monkey
 
 def test_equal_modules_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(3, 3), (3, 3), (3, 4), (4, 3)]
-    source = SeededSource(
-        on_meta(lambda: nn.Sequential(*(nn.Linear(*each) for each in shapes), nn.Bilinear(3, 3, 3))), 0
-    )
+    source = SeededSource(on_meta(lambda: nn.Sequential(*(nn.Linear(*each) for each in shapes), nn.Bilinear(3, 3, 3))), 0)
     tried: list[str] = []
     unset = source._unset_in
     monkeypatch.setattr(source, "_unset_in", lambda owner, leaves: tried.append(owner) or unset(owner, leaves))

@@ -30,8 +30,7 @@ Head = Literal[
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"]
 
 AUTO_CLASSES: dict[Head, str] = {
-    head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}"
-    for head in get_args(Head)
+    head: f"AutoModelFor{head.title().replace('_', '').replace('Lm', 'LM').replace('Ctc', 'CTC')}" for head in get_args(Head)
 } | {"base": "AutoModel"}
 """The class of transformers for each head, such as AutoModelForCausalLM."""
 
@@ -75,9 +74,7 @@ class WeightsSection(Section):
 
     codec: CodecName = "nf4"
     """The codec: 4 bits of normal floats (nf4) or of floats (fp4), or 8 bits (int8, fp8)."""
-    block: (
-        Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], Allowed("a power of 2 from 32 to 4096")] | None
-    ) = None
+    block: Annotated[Literal[32, 64, 128, 256, 512, 1024, 2048, 4096], Allowed("a power of 2 from 32 to 4096")] | None = None
     """Elements with one scale; null: 64 with 4 bits, 256 for int8, 128 for fp8."""
     nested: bool = True
     """Keep scales in 8 bits too (double quantization), but those of fp8, and of a matrix that a tensor axis divides."""

@@ -26,8 +26,7 @@ class BatchSection(Section):
     last: Literal["carry", "partial", "drop"] = "carry"
     """Treatment of the last samples of an epoch that fill no global batch: into the next (carry), a smaller one (partial), drop."""
     balance: Annotated[
-        Literal["even", "speed"] | keys.Listed[tuple[keys.Positive, ...]],
-        keys.Allowed("even, speed or a list of positive numbers"),
+        Literal["even", "speed"] | keys.Listed[tuple[keys.Positive, ...]], keys.Allowed("even, speed or a list of positive numbers")
     ] = "even"
     """The samples that data ranks take of each round of microbatches: `micro_size` each (even), in the proportions of a list with a
     number for each, or by measured speed, at most twice `micro_size` (speed); the result is the same. `shares` is another name."""

@@ -1,8 +1,7 @@
 """`Answer`: one client's request, from its submission to the last piece of text.
 
 transformers' serving code separates tool calls and reasoning from text for the models whose output format it knows. Its request
-handlers are not used: they ignore fields silently, answer some bad requests with a traceback, and seed all requests together.
-"""
+handlers are not used: they ignore fields silently, answer some bad requests with a traceback, and seed all requests together."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Floating-point tensors are on the meta device and have a shape alone; integers are real, so that masks and positions are correct,
 and experts are chosen evenly. A dispatch mode sees every operator, and counts live bytes, as PyTorch's allocator would, and work.
-Of equal blocks at most two run. Gradients of parameters are freed at once, since the memory model of states counts them.
-"""
+Of equal blocks at most two run. Gradients of parameters are freed at once, since the memory model of states counts them."""
 
 import re
 from collections import Counter
@@ -73,14 +72,7 @@ class Tracer:
         self._undo.close()
 
     def trace(
-        self,
-        batch: Batch,
-        *,
-        tensor: int = 1,
-        sequence: bool = False,
-        recompute: Mode = "none",
-        tiles: int = 0,
-        context: int = 1,
+        self, batch: Batch, *, tensor: int = 1, sequence: bool = False, recompute: Mode = "none", tiles: int = 0, context: int = 1
     ) -> Trace:
         """Trace a microbatch on one of `tensor` x `context` ranks, in `tiles` of so many tokens, if any. `batch` has real
         integers; of other tensors only shapes matter. Raises `ConfigError` for a model that cannot run without values or in tiles,

@@ -19,13 +19,7 @@ from zeromesh.flat.codec import CODECS, GROUP, Codec, EncodedParameter
 from zeromesh.options import EncodedWeights
 from zeromesh.trainer.checkpoints.trainer_state import EVALUATED, NAME, evaluates_average
 from zeromesh.trainer.config.load import Consent, load_config
-from zeromesh.trainer.models.adapters import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    encoded_weights,
-    import_peft,
-    pretrained_of,
-)
+from zeromesh.trainer.models.adapters import ADAPTER_CONFIG, ADAPTER_WEIGHTS, encoded_weights, import_peft, pretrained_of
 from zeromesh.trainer.models.hub_form import HubForm, HubNames, in_files
 from zeromesh.trainer.models.save_pretrained import BASE_MODEL
 from zeromesh.trainer.monitoring.console import Console
@@ -47,14 +41,7 @@ _ChosenTensors = dict[str, tuple[TensorSpec, torch.dtype]]
 
 
 def export_checkpoint(
-    directory: Path,
-    out: Path,
-    dtype: str,
-    console: Console,
-    *,
-    merge: bool = False,
-    decoded: bool = False,
-    ema: bool = False,
+    directory: Path, out: Path, dtype: str, console: Console, *, merge: bool = False, decoded: bool = False, ema: bool = False
 ) -> None:
     """Write the model of a checkpoint to `out`: `dtype` is a name, or `keep` for the weights in the compute dtype. Other dtypes
     are converted from the master weights, where there are any. Of a model with adapters only these are written, or with `merge`

@@ -49,9 +49,7 @@ def cut_at_grid(interval: Interval) -> Iterator[Interval]:
         start = end
 
 
-def record_of(
-    path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None
-) -> FileRecord:
+def record_of(path: str, file: BinaryIO, nbytes: int, rank: int = 0, on_progress: Callable[[], None] = lambda: None) -> FileRecord:
     """Make the record of a `file` that `rank` has written; `on_progress` is called after each piece."""
     pieces = []
     for cut in cut_at_grid(Interval(start=0, end=nbytes)):

@@ -41,9 +41,7 @@ class CheckpointReader:
     `checked` False accepts that and directories with wrong files, which `problems` lists. `manifest` replaces the directory's.
     Raises `CheckpointError` at construction, naming the first problem."""
 
-    def __init__(
-        self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None
-    ) -> None:
+    def __init__(self, directory: Path, *, checked: bool = True, parts: bool = False, manifest: Manifest | None = None) -> None:
         self.directory = directory
         self.digest, self.manifest = manifest_of(directory) if manifest is None else ("", manifest)
         self.source = Path(self.manifest.source)  # the directory of frozen weights that the checkpoint only refers to

@@ -300,9 +300,7 @@ def stubs_removed(model: nn.Module) -> Iterator[None]:
 class BlockStub(Stub):
     """A stub of another stage's block, which passes the hidden state on or, where blocks reshape it, returns what `shape` makes."""
 
-    def __init__(
-        self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: "NanStub | None" = None
-    ) -> None:
+    def __init__(self, foreign: nn.Module, index: int, anatomy: Anatomy, slot: StageSlot, shape: "NanStub | None" = None) -> None:
         super().__init__(foreign)
         self._index, self._slot, self._shape = index, slot, (shape,)
         self._output, self._argument = anatomy.outputs[index], anatomy.hidden_argument
