@@ -81,8 +81,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             steps = [step for step in steps if step <= most]
         elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
-        never = most is None and self._section.resume == "never"
-        if never and steps and not number_of_start():  # Else they are the run's own.
+        if most is None and self._section.resume == "never" and steps and not number_of_start():  # Else they are the run's own.
             there = f"{self.store.root} holds checkpoints" if record is None else "files hold states"
             why = f"{there} of an earlier run, up to step {steps[0]}, and checkpoint.resume is never"
             raise ConfigError(f"{why}; give this run another run.name, move them away, or set checkpoint.resume: auto")
@@ -294,8 +293,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
                 else:
                     self._metrics[step] = metric
         judged = [step for step in steps if self._metrics.get(step, _NO_METRIC) != _NO_METRIC]
-        ranked = sorted(judged, key=lambda step: (self._metric_sign * self._metrics[step], step))
-        return keep | set(ranked[: self._keep_best])
+        return keep | set(sorted(judged, key=lambda step: (self._metric_sign * self._metrics[step], step))[: self._keep_best])
 
 
 def content_of(
@@ -377,8 +375,7 @@ def _of_another_run(path: Path, differ: Sequence[str]) -> str:
 
 def load_engine(reader: CheckpointReader | None, engine: ZeroEngine, state: TrainerState) -> None:
     """Load a whole checkpoint into an engine, or progress alone, where it has the tensors, as `fill_shards`; all ranks call it."""
-    progress = {name: getattr(state, name) for name in ("updates", "trained", "loss_scale", "good_steps")}
-    engine.load_progress(**progress)
+    engine.load_progress(**{name: getattr(state, name) for name in ("updates", "trained", "loss_scale", "good_steps")})
     if reader is not None:
         _fill(reader, engine, state.averages, state.callbacks, whole=True)
     else:

@@ -60,8 +60,7 @@ def _to_strict_json(value: Any, place: str) -> Any:
         return [_to_strict_json(each, place) for each in value]
     if callable(getattr(value, "tolist", None)):
         return _to_strict_json(value.tolist(), place)
-    kind = type(value).__name__
-    raise StorageError(f"{place}: a {kind}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
+    raise StorageError(f"{place}: a {type(value).__name__}, which a checkpoint cannot hold; give numbers, text, lists and mappings")
 
 
 def _from_strict_json(value: Any) -> Any:
@@ -220,8 +219,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], written: Mappin
         before, after = then.get(name, _ABSENT), now.get(name, _ABSENT)
         known = [before, written[name]] if written and name in written else [before]
         # NaN is not equal to itself, but its text is.
-        same = after in known or repr(after) in map(repr, known)
-        if not (same or name == LENGTH or (default and name == _WARMUP)):
+        if not (after in known or repr(after) in map(repr, known) or name == LENGTH or (default and name == _WARMUP)):
             lines.append(f"{name}: {shorten(before)} then, {shorten(after)} now")
     return lines
 

@@ -87,9 +87,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
                 )
         super().__init__(*arguments, **named)
         self._config = load_config(zeromesh, consent=Consent.GIVEN)
-        self._compute = _COMPUTE.get(self.mixed_precision)
-        if "compute" in self._config.precision.model_fields_set:
-            self._compute = self._config.precision.compute
+        own = self._config.precision
+        self._compute = own.compute if "compute" in own.model_fields_set else _COMPUTE.get(self.mixed_precision)
         self._accumulation = accumulation
         self._optimizers: list[PreparedOptimizer]
         self._prepared: dict[int, PreparedOptimizer] = {}
@@ -101,8 +100,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         if self.together > 1:
             # Loaders ask the device mesh for their ranks, so that those of a batch get the same one.
             shape = MeshShape.resolve(self.num_processes, **{name: getattr(parallel, name) for name in SIZES})
-            mesh = ParallelismConfig(tp_size=self.together, dp_shard_size=shape.shard)
-            self.state.parallelism_config = mesh
+            self.state.parallelism_config = mesh = ParallelismConfig(tp_size=self.together, dp_shard_size=shape.shard)
             self.state.device_mesh = mesh.get_device_mesh(self.device.type)
 
     def _problems(self) -> Iterator[str]:
@@ -181,8 +179,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Wrap a scheduler. It follows the optimizer that it was made with, or all optimizers if that one is unknown."""
         prepared, original = super().prepare_scheduler(scheduler), getattr(scheduler, "optimizer", None)
-        follows = [each for each in self._optimizers if each.optimizer.stands_for(original)]
-        prepared.optimizers = follows or prepared.optimizers
+        prepared.optimizers = [each for each in self._optimizers if each.optimizer.stands_for(original)] or prepared.optimizers
         if self.together > 1:
             prepared.__class__ = PreparedScheduler
             prepared.data_ranks = self.num_processes // self.together
@@ -256,8 +253,7 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
     def gather_of_data(self, tensor: Any) -> Any:
         """Gather tensors of all data-parallel ranks, once from those that compute a batch together."""
-        ranks = self.num_processes
-        return recursively_apply(lambda each: torch.cat(each.chunk(ranks)[:: self.together]), super().gather(tensor))
+        return recursively_apply(lambda each: torch.cat(each.chunk(self.num_processes)[:: self.together]), super().gather(tensor))
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather the results of every sample once. Raises `ConfigError` for other objects where ranks share batches."""

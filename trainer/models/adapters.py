@@ -396,8 +396,7 @@ class AdaptedSource(ParameterSource):
 
     def __init__(self, source: ParameterSource, model: nn.Module, names: Mapping[int, str]) -> None:
         self._source = source
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        tensors = parameters | dict(model.named_buffers(remove_duplicate=False))
+        tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
         # The trained copy of a head, `head.modules_to_save.default.weight`, starts from `head.original_module.weight`.
         origins = {name: getattr(each, "copied_from", each) if each.is_meta else each for name, each in tensors.items()}
         self._inside = {name: names[id(each)] for name, each in origins.items() if id(each) in names}

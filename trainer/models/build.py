@@ -71,8 +71,7 @@ def pin_sources(
     own = (came_from if model_given else model.source) if reads_text else None
     named = data.tokenizer or own or (BYTES if reads_text else None)
     if named not in (None, BYTES):
-        wanted = model.revision if named == model.source else None
-        commit = _fetch(named, wanted, TOKENIZER_FILES, mesh, where="data.tokenizer")
+        commit = _fetch(named, model.revision if named == model.source else None, TOKENIZER_FILES, mesh, where="data.tokenizer")
         found = directory_of(named, commit, TOKENIZER_FILES, where="data.tokenizer")
         # A missing tokenizer is reported when text is loaded, after errors of the model.
         named = str(found) if data.tokenizer is not None or has_tokenizer(found) else None
@@ -123,8 +122,7 @@ def _fetch(source: str, revision: str | None, files: Sequence[str], mesh: Mesh, 
 def _snapshot(source: str, revision: str | None, files: Sequence[str], *, where: str, download: bool) -> Path:
     path = Path(source).expanduser()
     if path.is_file() or not REPOSITORY.fullmatch(source):
-        problem = f"{path} is not a directory on this machine, and cannot be the name of a model on the Hub"
-        raise ConfigError(problem, where=where)
+        raise ConfigError(f"{path} is not a directory on this machine, and cannot be the name of a model on the Hub", where=where)
     at = f" at {revision}" if revision else ""
     offline = " (HF_HUB_OFFLINE is set, so that it was not asked)" if constants.HF_HUB_OFFLINE else ""
     absent = (
@@ -338,8 +336,7 @@ def _from_directory(directory: Path, settings: dict[str, Any], *, trust_remote_c
         stored = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
     kind = settings.pop("model_type", stored.model_type)
     if kind != stored.model_type:
-        problem = f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out"
-        raise ConfigError(problem, where="model.config")
+        raise ConfigError(f"model_type: {kind!r} is not {stored.model_type!r} of {directory}; leave it out", where="model.config")
     _check_fields(type(stored), settings, vars(stored))
     # The model computes with decoded weights, and the stored head and its names fit their own number of classes.
     differs = settings.get("num_labels") not in (None, stored.num_labels)
@@ -382,8 +379,7 @@ def _check_values(made: Any) -> None:
     text = text_part(made)
     for each in (made, text):
         if not isinstance(dtype := getattr(each, "dtype", None), str | dict | torch.dtype | None):
-            problem = f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16"
-            raise ConfigError(problem, where="model.config")
+            raise ConfigError(f"dtype: got {dtype!r:.40}; give a dtype of torch, such as bfloat16", where="model.config")
     values = {name: integer(text, name) for name in _COUNTS}
     small = {name: value for name, value in values.items() if value is not None and value < 1}
     problems = [f"{name} is {value}; give 1 or more" for name, value in small.items()]

@@ -35,8 +35,7 @@ class Group:
 
 def in_files(wide_parts: Iterable[str], name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor as it is written where others are in `dtype`: those with these parts of a name are in float32 at least."""
-    wide = any(part in name for part in wide_parts)
-    return cast(tensor, torch.promote_types(dtype, torch.float32) if wide else dtype)
+    return cast(tensor, torch.promote_types(dtype, torch.float32) if any(part in name for part in wide_parts) else dtype)
 
 
 class HubNames:
@@ -158,8 +157,7 @@ class HubForm:
         plain = {name: each for name, each in tensors.items() if name not in self.layer_of}
         plain |= {name: tensors[first] for first, name in self._outside.items()}
         for layer in self._counts:
-            base = _base_of(self._layers[layer])
-            plain |= {f"{layer}.{name}": each for name, each in base.state_dict(keep_vars=True).items()}
+            plain |= {f"{layer}.{name}": each for name, each in _base_of(self._layers[layer]).state_dict(keep_vars=True).items()}
         stored = self._in_files(iter(plain.items()))
         self._tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in stored}
 
@@ -169,8 +167,7 @@ class HubForm:
         with errors_as(failure, "", CheckpointError, ConfigError):
             if self._why_not:
                 raise ConfigError(self._why_not)
-            merged = self._in_files(self._merged(weights))
-            typed = ((name, in_files(self._wide_parts, name, each, dtype)) for name, each in merged)
+            typed = ((name, in_files(self._wide_parts, name, each, dtype)) for name, each in self._in_files(self._merged(weights)))
             yield from self.hub_names.convert(typed)
 
     @cached_property
@@ -229,8 +226,7 @@ def _merge(module: nn.Module, active: Sequence[str], tensors: Mapping[str, torch
         # Merging writes into these containers, which must not be the model's.
         own = {name: copy.copy(value) for name, value in vars(part).items() if isinstance(value, dict | list | set)}
         vars(part).update(own, _active_adapter=active)
-    floating = (each.dtype for each in tensors.values() if each.is_floating_point())
-    widest = reduce(torch.promote_types, floating, torch.float32)
+    widest = reduce(torch.promote_types, (each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
         part = layer.get_submodule(parent)

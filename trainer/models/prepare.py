@@ -216,9 +216,8 @@ def _wrap_forward(block: nn.Module, run: _Function) -> None:
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if block.training and torch.is_grad_enabled():
-            return run(forward, *args, **kwargs)
-        return forward(*args, **kwargs)
+        recomputes = block.training and torch.is_grad_enabled()
+        return run(forward, *args, **kwargs) if recomputes else forward(*args, **kwargs)
 
     block.forward = checkpointed
 
@@ -357,8 +356,7 @@ def prepare_model(
     store = ActivationStore(tiers, choice) if choice.uses_tier else None
     count = enable_activation_checkpointing(model, section.activation_checkpointing, blocks=blocks or None, store=store)
     if compile_ is not None:
-        none = "no blocks are known in it, and nothing is compiled"
-        done = f"its {len(blocks)} blocks are compiled" if blocks else none
+        done = f"its {len(blocks)} blocks are compiled" if blocks else "no blocks are known in it, and nothing is compiled"
         notes.append(f"the model was given compiled by torch.compile: {done}, with the same backend")
     elif section.compile:
         compile_ = torch.compile
@@ -420,10 +418,8 @@ def use_tiles(model: nn.Module, tokens: int, found: TokenWise | str) -> str:
             _tile(module, tokens)
             names[key[0]] += 1
     if not names:
-        hooked = "its MLPs have hooks, or other modules inside than their class makes"
-        reason = found if isinstance(found, str) else hooked
-        problem = f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null"
-        raise ConfigError(problem, where="model.tile_tokens")
+        reason = found if isinstance(found, str) else "its MLPs have hooks, or other modules inside than their class makes"
+        raise ConfigError(f"{type(inside).__name__} cannot run in tiles: {reason}; set it to null", where="model.tile_tokens")
     return f"tiles: {tokens:,} tokens at once in {', '.join(f'{count} x {name}' for name, count in names.items())}"
 
 

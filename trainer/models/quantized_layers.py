@@ -94,8 +94,7 @@ def make_plain(model: nn.Module) -> None:
 
 def stand_for(values: QuantizedLayer, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
     """Make a parameter, which other code may refer to, one on the meta device whose values are elsewhere."""
-    empty = torch.empty(values.shape, dtype=dtype or parameter.dtype, device="meta")
-    plain: Any = nn.Parameter(empty, requires_grad=False)
+    plain: Any = nn.Parameter(torch.empty(values.shape, dtype=dtype or parameter.dtype, device="meta"), requires_grad=False)
     plain.stored = values
     torch.utils.swap_tensors(parameter, plain)  # type: ignore[no-untyped-call]
 

@@ -51,8 +51,7 @@ def save_model(model: nn.Module, state: FullState | None, path: Path, mesh: Mesh
                     written = write_weights(folder, specs, tensors, lambda: mesh.post(Activity.SAVE))
                     # `from_pretrained` loads a model in a single dtype: the widest stored floating-point one.
                     found = [spec.dtype for spec in specs if spec.dtype.is_floating_point]
-                    widest = max(found, key=lambda dtype: dtype.itemsize, default=None)
-                    save_configuration(model, widest, processing_class, folder)
+                    save_configuration(model, max(found, key=lambda dtype: dtype.itemsize, default=None), processing_class, folder)
             if adapter is None:
                 numbered = [file.name for file in path.glob("model-*-of-*.safetensors")]
                 for stale in {SINGLE, INDEX, *numbered, *_ADAPTER_FILES}.difference(written):

@@ -114,8 +114,7 @@ def weighted_sum(outputs: Any) -> Tensor:
 def deviation(found: Tensor, wanted: Tensor, scale: float = 0.0) -> float:
     """Return the norm of the difference of two tensors over the norm of `wanted` plus `scale`, since some gradients are zero up to
     rounding (those of an attention's key biases); infinite for another shape and for values that are not finite."""
-    same = found.shape == wanted.shape
-    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm()) if same else float("nan")
+    distance = float((found.to(wanted.device, wanted.dtype) - wanted).norm()) if found.shape == wanted.shape else float("nan")
     if distance != distance:
         return float("inf")
     size = float(wanted.norm())
@@ -176,8 +175,7 @@ def small_copy(model: Any, run: Callable[[Any], Tensor]) -> Any | str:
 
     if not hasattr(model, "config"):
         return "it has no configuration of which a small one could be made"
-    build = lambda config: type(model)(config).double().eval()  # noqa: E731
-    found = first_copy(model.config, build, _REDUCTIONS, check, most=_LARGEST_COPY)
+    found = first_copy(model.config, lambda config: type(model)(config).double().eval(), _REDUCTIONS, check, most=_LARGEST_COPY)
     return found[-1] if isinstance(found, list) else found
 
 

@@ -208,8 +208,7 @@ def _difference_when_divided(
 
     def passed(model: nn.Module) -> small_copy.Pass:
         outputs, gradients = small_copy.run_pass(model, lambda: small_copy.weighted_sum(run(model)))
-        kept = [each for each in outputs if not each[0] or (inside and not each[0].startswith(experts))]
-        return small_copy.Pass(kept, gradients)
+        return small_copy.Pass([each for each in outputs if not each[0] or (inside and not each[0].startswith(experts))], gradients)
 
     def rank(index: int) -> _Divided | str:
         model = copies[index]
@@ -235,8 +234,7 @@ def _difference_when_divided(
 
     def alike(whole: Tensor, out: Tensor) -> Tensor | None:
         # Outputs may be parts of the whole ones, or masks with infinities; gradients may not, but for those that are divided.
-        same = out.shape == whole.shape and out.is_floating_point() and bool(whole.isfinite().all())
-        return whole if same else None
+        return whole if out.shape == whole.shape and out.is_floating_point() and bool(whole.isfinite().all()) else None
 
     found = [small_copy.first_difference(each.outputs, expected.outputs, alike, _TOLERANCE) for each, _ in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.

@@ -162,5 +162,4 @@ def integer(config: Any, name: str) -> int | None:
 
 def positive(config: Any, *names: str) -> int:
     """Return the first of these attributes that is a positive integer, else 0."""
-    values = (integer(config, name) or 0 for name in names)
-    return next((value for value in values if value > 0), 0)
+    return next((value for value in (integer(config, name) or 0 for name in names) if value > 0), 0)

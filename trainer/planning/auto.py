@@ -93,8 +93,7 @@ def set_auto(config: TrainerConfig, inputs: UserInputs, launch: LaunchEnvironmen
         if plan.best is not None:
             break
     if plan.best is None:
-        why = f"the least is {plan.least.layout}: {plan.least.why_not}"
-        cure = f"{why}; leave given keys to the plan too, or take more ranks"
+        cure = f"the least is {plan.least.layout}: {plan.least.why_not}; leave given keys to the plan too, or take more ranks"
         raise ConfigError(f"no layout fits on {counted(ranks, 'rank')}; {cure}", where=", ".join(config.parallel.auto))
     best = plan.best
     note = f"auto: {best.layout}, the first row of the plan (zeromesh plan shows the others)"
@@ -121,8 +120,7 @@ def subject_of(config: TrainerConfig, inputs: UserInputs | None = None, *, devic
     takes, unused = ForwardInputs.of(model, users_loss=inputs.compute_loss is not None), config.data.remove_unused
     rules = BatchRules(collate=inputs.collate, fields=takes.fields, named=takes.named, unused=unused)
     if is_stream(dataset):
-        cure = "give parallel, zero.stage and batch.micro_size yourself"
-        raise ConfigError(f"a stream is not read before the run begins; {cure}")
+        raise ConfigError("a stream is not read before the run begins; give parallel, zero.stage and batch.micro_size yourself")
     check_dataset(dataset)
 
     def batches(micro: int) -> dict[str, Any]:

@@ -128,8 +128,7 @@ class Estimator:
         return replace(zero, **chosen, accumulation=accumulation, prefetch=prefetch, offload=offload)
 
     def memory_model(self, layout: Layout, units: UnitLayouts, transport: str) -> MemoryModel:
-        tiers = layout.optimizer, layout.parameters
-        key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, *tiers)
+        key = (id(units), transport, layout.stage, layout.accumulation > 1, layout.prefetch, layout.optimizer, layout.parameters)
         if key not in self._memory:
             self._memory[key] = MemoryModel(units, self.options(layout), layout.states, transport, self.device)
         return self._memory[key]
@@ -188,8 +187,7 @@ class Estimator:
         """Return the seconds that the engine and the loop add to forward or to backward of a microbatch; 0 on an accelerator."""
         if not self.machine.is_cpu:
             return 0.0
-        launches = _OVERHEAD_LAUNCHES * self.machine.device.launch_seconds
-        return launches * self.machine.ranks_per_core(min(self.host, layout.ranks))
+        return _OVERHEAD_LAUNCHES * self.machine.device.launch_seconds * self.machine.ranks_per_core(min(self.host, layout.ranks))
 
 
 class _LayoutCosts:
@@ -210,8 +208,7 @@ class _LayoutCosts:
         self._largest = known.stages(traced(self._largest_share(), *how), cut, layout)
         """The chunks with the most samples that a rank takes in a microbatch."""
         choice = layout.activations
-        moves = choice.leaves_device(self._device) and layout.recompute != "none"
-        self._moved_inputs = choice.fraction if moves else 0.0
+        self._moved_inputs = choice.fraction if choice.leaves_device(self._device) and layout.recompute != "none" else 0.0
         """The fraction of the inputs of recomputed blocks that leave the device."""
         self._transport = "local" if layout.states == 1 else self._machine.transport(self._hosts)
         stages = (tuple(range(rank, len(cut), ranks)) for rank in self._ranks)
@@ -434,8 +431,7 @@ class _LayoutCosts:
         if machine.is_cpu:
             return here + norm + on_host, max(0.0, machine.disk_seconds(states, states, ranks_on_host=ranks) - on_host)
         through = machine.copy_seconds(away * width) + machine.copy_seconds(away * 2, to="device") + on_host
-        on_device = machine.update_seconds(away, moments=moments, ranks_on_host=ranks)
-        moved = min(through, machine.copy_seconds(2 * states) + on_device)
+        moved = min(through, machine.copy_seconds(2 * states) + machine.update_seconds(away, moments=moments, ranks_on_host=ranks))
         if choice.tier == "file":
             moved = max(moved, machine.disk_seconds(states, states, ranks_on_host=ranks))
         return here + norm, moved

@@ -96,6 +96,5 @@ def with_layout(config: TrainerConfig, layout: Layout, free: Collection[str] = F
     sections = {}
     for name, values in nested({"parallel.auto": (), **chosen}).items():
         section = getattr(config, name)
-        given = {key: getattr(section, key) for key in section.model_fields_set}
-        sections[name] = type(section).model_validate(given | values)
+        sections[name] = type(section).model_validate({key: getattr(section, key) for key in section.model_fields_set} | values)
     return config.model_copy(update=sections)

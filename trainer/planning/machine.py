@@ -157,9 +157,7 @@ class Machine(Section):
 
     def transport(self, hosts: int = 1) -> str:
         """Return the transport that `parallel.transport: auto` selects for ranks on so many hosts."""
-        if not self.is_cpu:
-            return "nccl"
-        return "shared" if hosts == 1 else "gloo"
+        return ("shared" if hosts == 1 else "gloo") if self.is_cpu else "nccl"
 
     def collective_seconds(self, kind: str, nbytes: float, *, ranks: int, hosts: int = 1, ranks_on_host: int = 1) -> float:
         """Return the seconds of a collective of `ranks` ranks, evenly on `hosts` hosts, over a tensor of `nbytes` bytes as a

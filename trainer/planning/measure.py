@@ -86,8 +86,7 @@ def measure_machine(mesh: ProcessMesh, directory: Path, say: Callable[[str], Non
     disk = measured("the disk", lambda: hardware.measure(nearest_directory(folder))) if sizes.disk else None
     # Ranks that share a core would measure scheduling.
     busy = hosts[0] if on_device else hosts[0][: max(2, available_cores())]
-    host_memory = _DeviceMeter(torch.device("cpu"), sizes).bandwidth
-    part = measured("the host's memory", host_memory, (0,) if on_device else busy)
+    part = measured("the host's memory", _DeviceMeter(torch.device("cpu"), sizes).bandwidth, (0,) if on_device else busy)
     parts = mesh.world.gather_json(part, "bytes a second of memory")
     links = {"inside": _links(mesh, "inside", busy, sizes, measured)}
     links["between"] = _links(mesh, "between", [ranks[0] for ranks in hosts], sizes, measured)

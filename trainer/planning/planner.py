@@ -130,8 +130,7 @@ class Planner:
         longest = subject.config.data.sequence_length // (2 * _LEAST_PIECE)
         sizes = self._choices("context", [size for size in _divisors(min(ranks, host)) if size == 1 or size <= longest])
         contexts = [size for size in sizes if size == 1 or subject.can_trace(1, context=size)]
-        can_recompute = subject.can_trace(1, recompute="block")
-        modes: tuple[Mode, ...] = ("none", "selective", "block") if can_recompute else ("none",)
+        modes: tuple[Mode, ...] = ("none", "selective", "block") if subject.can_trace(1, recompute="block") else ("none",)
         meshes = [
             Layout(
                 pipeline=pipeline,

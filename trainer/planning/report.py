@@ -55,8 +55,7 @@ def _table(plan: Plan, rows: Sequence[Sequence[Estimate]], width: int | None, ti
             )
         )
     used = [at for at in range(len(columns)) if any(row[at] for row in cells)]
-    shown = [[row[at] for at in used] for row in cells]
-    return table_lines([columns[at] for at in used], shown, right=columns[1:6], width=width)
+    return table_lines([columns[at] for at in used], [[row[at] for at in used] for row in cells], right=columns[1:6], width=width)
 
 
 def _advice(plan: Plan, more: Plan | None) -> Iterator[str]:
@@ -123,8 +122,7 @@ def plan_charts(plan: Plan, *, shown: int = SHOWN) -> list[Any]:
         figure = go.Figure(layout=LAYOUT)
         numbers = list(range(1, len(rows) + 1))
         for color, name in zip(cycle(colors), dict.fromkeys(chain(*rows)), strict=False):
-            lengths = [row.get(name, 0.0) for row in rows]
-            figure.add_bar(y=numbers, x=lengths, orientation="h", marker_color=color, name=name)
+            figure.add_bar(y=numbers, x=[row.get(name, 0.0) for row in rows], orientation="h", marker_color=color, name=name)
         figure.update_layout(barmode="stack", hovermode="closest")
         figure.update_yaxes(autorange="reversed", tickmode="array", tickvals=numbers, showgrid=False)
         return figure.update_xaxes(showgrid=True)

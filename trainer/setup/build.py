@@ -72,8 +72,7 @@ def set_tf32(config: TrainerConfig, device: torch.device) -> None:
     if accelerator.is_accelerator(device):
         accelerator.allow_tf32(config.precision.tf32)
     elif config.precision.tf32:
-        problem = "TF32 is a format of GPUs, and this run computes on the CPU; leave it out"
-        raise ConfigError(problem, where="precision.tf32")
+        raise ConfigError("TF32 is a format of GPUs, and this run computes on the CPU; leave it out", where="precision.tf32")
 
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

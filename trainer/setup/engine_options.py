@@ -61,8 +61,7 @@ _NO_DECAY_PATTERNS = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)"
 def biases_and_norms(model: nn.Module) -> list[str]:
     """Return the names of parameters without weight decay: biases, normalisations, and those with the mark `_no_weight_decay`."""
     decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_NO_DECAY_PATTERNS)))
-    named = model.named_parameters()
-    return [name for name, each in named if name not in decayed or getattr(each, "_no_weight_decay", False)]
+    return [name for name, each in model.named_parameters() if name not in decayed or getattr(each, "_no_weight_decay", False)]
 
 
 def engine_options(config: TrainerConfig, accumulation: int) -> ZeroOptions:
@@ -104,8 +103,7 @@ def adapters_spared(options: ZeroOptions, model: nn.Module) -> ZeroOptions:
     if options.weights is None:
         return options
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    patterns = [each for each in options.weights.skip if not re.search(r"\[|\b\d+\b", each)]
-    require_matches(patterns, names, "model.weights.skip")
+    require_matches([each for each in options.weights.skip if not re.search(r"\[|\b\d+\b", each)], names, "model.weights.skip")
     skip = (*options.weights.skip, *sorted(adapter_names(model) if is_adapted(model) else ()))
     return replace(options, weights=replace(options.weights, skip=skip))
 

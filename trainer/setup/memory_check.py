@@ -39,8 +39,7 @@ class HostMemory:
         self.directories = options.offload.files.directories
         self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         self.offloaded_inputs = inputs if options.offload.activations.tier == "file" else 0
-        group_of = GroupRules(options.optimizer).group_of
-        plan = plan_model(model, options.precision.compute, group_of, cuts, options.weights)
+        plan = plan_model(model, options.precision.compute, GroupRules(options.optimizer).group_of, cuts, options.weights)
         dividers = options.dividing(mesh.replicate.size)
         layouts = plan_layouts(plan, self.shards, options.alignment, experts=mesh.experts.size, dividers=dividers)
         self.rank_memory = cache(lambda changed: MemoryModel(layouts, changed, self.shards, transport, mesh.device))
@@ -98,8 +97,7 @@ class HostMemory:
                 stage = f"zero.stage to {best} and " if best != options.stage else ""
                 others = [f"{human_bytes(needs.host)} of the host's memory"] if needs.device and needs.host else []
                 others += [f"{human_bytes(needs.disk)} of disk"] if needs.disk else []
-                smaller = f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}"
-                found.append(f"{smaller}, and {' and '.join(others)}")
+                found.append(f"set {stage}{keys} to {tier}, which needs {human_bytes(needs.critical)}, and {' and '.join(others)}")
                 break
         found.append("make the model smaller (model.config)")
         more = "use more ranks" if self.on_device else "use more hosts"
@@ -122,8 +120,7 @@ class HostMemory:
         if not (disk := needs.disk):
             return
         where, room = ", ".join(map(str, self.directories)), human_bytes(self.room.disk)
-        listed = {**files, Purpose.ACTIVATIONS: self.offloaded_inputs}
-        shown, terms = human_bytes(disk), _format_terms(listed, self.ranks)
+        shown, terms = human_bytes(disk), _format_terms({**files, Purpose.ACTIVATIONS: self.offloaded_inputs}, self.ranks)
         if self.options.offload.in_place:
             what = f"offload: {terms} rest on files: in the model's own where they lie there as they are"
             yield f"{what}, else in swap files in {where}, which has {room} free"

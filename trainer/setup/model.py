@@ -112,8 +112,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         )
         if engine.lacks_parameters or mesh.model_size > 1:
             trained.replace_save_pretrained()
-        figures = map(Detail, run.stats.notes)
-        console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *figures)
+        console.note(*_notes_on_engine(trained, engine, learnt), *pinned_notes(tiers.pinned), *map(Detail, run.stats.notes))
         undone.pop_all()
     return trained
 
@@ -154,8 +153,7 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
             why = f"{what} are for a model that has classes, and {type(model).__name__} has none"
             raise ConfigError(f"{why}; set model.head: {head}_classification", where="data.format")
         if (count := inside.config.num_labels) < len(data.classes):
-            problem = f"num_labels is {count}, and the data has {len(data.classes)} classes"
-            raise ConfigError(problem, where="model.config")
+            raise ConfigError(f"num_labels is {count}, and the data has {len(data.classes)} classes", where="model.config")
         if (own := class_names(config.model, model))[1] and own[0] != data.classes:  # of a callable
             why = f"it is built with classes {some(own[0], 8)}, and the data is numbered as {some(data.classes, 8)}"
             raise ConfigError(f"{why}; pass the model itself", where="model")
@@ -218,8 +216,7 @@ def _notes_on_engine(trained: TrainedModel, engine: ZeroEngine, learnt: int) -> 
     here = " on this rank" if trained.divided.pipeline is not None else ""
     fetched = sum(unit.is_fetched for unit in engine.units)
     units = f"{counted(len(engine.units), 'unit')}{f', {fetched} of experts by need' if fetched else ''}{here}"
-    kind = engine.groups[0].reduction.name
-    reduced = f", gradients reduced {_TRANSPORT_TEXTS[kind]}" if trained.mesh.shard.size > 1 else ""
+    reduced = f", gradients reduced {_TRANSPORT_TEXTS[engine.groups[0].reduction.name]}" if trained.mesh.shard.size > 1 else ""
     shown = f"{human_count(trained.parameters)} parameters"
     if learnt < trained.parameters:
         shown = f"trained {human_count(learnt)} of {shown} ({learnt / trained.parameters:.2%})"
@@ -318,8 +315,7 @@ def fill_engine(
     local = [name or type(model).__name__ for name, each in norms if not isinstance(each, nn.SyncBatchNorm)]
     if local and feeds is not None:
         means = "means and variances are those of each rank's own microbatch, not of the global batch"
-        kept = "every rank keeps running statistics of its own, and rank 0's are saved"
-        console.note(f"BatchNorm ({some(local)}): {means}; {kept}")
+        console.note(f"BatchNorm ({some(local)}): {means}; every rank keeps running statistics of its own, and rank 0's are saved")
     console.note(*notes)
     # The inputs of recomputed blocks that are offloaded, where their size is known.
     sizes = getattr(model, "config", None)
@@ -389,8 +385,7 @@ def _check_first(feeds: Feeds, config: TrainerConfig, inputs: ForwardInputs, los
         labelled = any(each.label for each in config.data.formats)
         if user.collate is None and loss.kind == "labels" and not loss.causal and not labelled:
             why = f"{inputs.model} does not predict the next token, so plain text has no labels for it"
-            cure = "give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm"
-            raise ConfigError(f"{why}; {cure}")
+            raise ConfigError(f"{why}; give train_dataset, or a data_collator that makes labels, or set model.head: causal_lm")
     notes, size = [], feeds.plan.global_size
     resumes, store = config.checkpoint.resume not in ("auto", "never"), CheckpointStore(config.run.directory / FOLDER)
     if config.batch.last == "carry" and (number := feeds.plan.epoch_size or size) < size:

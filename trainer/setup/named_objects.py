@@ -65,8 +65,7 @@ def named_inputs(config: TrainerConfig, inputs: UserInputs) -> tuple[UserInputs,
         key, model = "model.python", find_object(config.model.named.python, "model.python", folders)
         own = isinstance(model, nn.Module) and not config.model.config
         found["model"] = model if own else _bind_arguments(config.model.named, key, folders, called=True)
-    given = (("collate", "data.collator", data.collator), ("compute_loss", "model.loss", config.model.loss))
-    for name, key, function in given:
+    for name, key, function in (("collate", "data.collator", data.collator), ("compute_loss", "model.loss", config.model.loss)):
         if isinstance(function, NamedFunction) and getattr(inputs, name) is None:
             found[name] = _bind_arguments(function, key, folders, called=False)
             if not callable(found[name]):

@@ -80,8 +80,7 @@ class PlainRun:
                 parameter.data = weights.codec.rounded(given).to(parameter.dtype)
                 change += float((parameter.detach() - given).double().square().sum())
                 size += float(given.double().square().sum())
-            part = (change / size) ** 0.5
-            self.rounding = f"{weights.codec.name} rounds {len(names)} matrices by {part:.2g} of their norm"
+            self.rounding = f"{weights.codec.name} rounds {len(names)} matrices by {(change / size) ** 0.5:.2g} of their norm"
         self.masters = {
             name: nn.Parameter(each.detach().to(master), requires_grad=each.requires_grad)
             for name, each in model.named_parameters()
@@ -171,8 +170,7 @@ class PlainRun:
         step.gradients = _copies(gradients)
         for name, master in self.trained.items():
             master.grad = gradients[name]
-        limit = self.config.run.clip_norm or float("inf")
-        step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), limit))
+        step.norm = float(nn.utils.clip_grad_norm_(list(self.trained.values()), self.config.run.clip_norm or float("inf")))
         factor, momentum = self.schedule.factor(number), self.schedule.momentum(number)
         for group in self.optimizer.param_groups:
             rate, lr = group["initial_lr"] * factor, group["lr"]

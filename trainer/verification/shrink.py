@@ -114,8 +114,7 @@ def without_dropout(model: nn.Module) -> bool:
             if drops and isinstance(value, float):
                 rates.append(value)
                 setattr(module, name, 0.0)
-    configs = {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}
-    for config in configs.values():
+    for config in {id(each): each for module in model.modules() if (each := vars(module).get("config")) is not None}.values():
         for name in ("apply_spec_augment", "layerdrop"):
             if hasattr(config, name):
                 setattr(config, name, type(getattr(config, name))(0))

@@ -231,8 +231,7 @@ def _check_dropout(each: Verification) -> CheckResult:
         for name, marks in watch.draws.again.items()
         if not {mark for mark, _ in watch.draws.forward[name]}.issuperset(marks)
     ]
-    masks = [mesh.peers.index, mesh.coordinate["tensor"], watch.draws.forward]
-    rows = mesh.world.gather_json(masks, "masks of dropout")
+    rows = mesh.world.gather_json([mesh.peers.index, mesh.coordinate["tensor"], watch.draws.forward], "masks of dropout")
     return [*redrawn, *_wrong_masks(rows, plain)], f"{sum(len(each) for row in rows for each in row[2].values())} masks"
 
 

@@ -158,8 +158,7 @@ def _handshake(receiver: _WeightConnection, token: str | None) -> dict[str, Part
     try:
         return {name: (int(dim), int(index), int(parts)) for name, (dim, index, parts) in hello["parts"].items()}
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
-        problem = f"{receiver.peer} asks for parts that are not (dim, index, parts) by patterns of names"
-        raise TransferError(problem) from error
+        raise TransferError(f"{receiver.peer} asks for parts that are not (dim, index, parts) by patterns of names") from error
 
 
 def _connect(address: str, timeout_seconds: float, beat: Callable[[], object]) -> _WeightConnection:

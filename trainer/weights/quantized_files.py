@@ -56,8 +56,7 @@ class QuantizedTensors(ABC):
                     found[weight] = self._describe(weight, name, kind)
                 except (KeyError, TypeError, ValueError, AttributeError) as error:
                     why = f"{what}: {weight} is not quantized as bitsandbytes 0.50 does it ({error})"
-                    cure = "quantize it again with that, or save it in 16 bits"
-                    raise ConfigError(f"{why}; {cure}", where=where) from None
+                    raise ConfigError(f"{why}; quantize it again with that, or save it in 16 bits", where=where) from None
                 parts |= {name, *(weight + end for end in _PARTS)}
         self.entries = {name: spec for name, spec in found.items() if name not in parts}
 
@@ -70,8 +69,7 @@ class QuantizedTensors(ABC):
         mean = torch.tensor([state["nested_offset"] if nested else 0.0])
         self._encoded[weight] = _Encoded(codec=codec, mean=mean, digest=state.get("xxh3"))
         spec = replace(self._specs[weight], dtype=getattr(torch, state["dtype"]), shape=tuple(state["shape"]))
-        stored = {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}
-        for part, length in stored.items():
+        for part, length in {weight: codec.code_bytes(spec.numel), f"{weight}.absmax": codec.blocks(spec.numel)}.items():
             if (there := prod(self._specs[part].shape)) != length:
                 raise ValueError(f"{part} has {there} elements, not {length}")
         return spec
@@ -157,8 +155,7 @@ class QuantizedFiles(QuantizedTensors, TensorFiles):
 
     def place_of(self, name: str) -> EncodedPlace:
         """Return where the codes and the scales of a tensor that was encoded lie."""
-        specs = self._specs[name], self._specs[f"{name}.absmax"]
-        codes, scales = ((self.path_of(spec.path), spec.begin) for spec in specs)
+        codes, scales = ((self.path_of(spec.path), spec.begin) for spec in (self._specs[name], self._specs[f"{name}.absmax"]))
         return EncodedPlace(codes=codes, scales=scales, tables=self._tables(name))
 
 

@@ -140,8 +140,7 @@ def _rename(
     direct: dict[str, str] = {}
     groups: dict[str, Conversion] = {}
     unexpected: list[str] = []
-    of_quantizer = quantizer.get_weight_conversions() if quantizer else ()
-    general = {source for each in of_quantizer for source in each.source_patterns}
+    general = {source for each in (quantizer.get_weight_conversions() if quantizer else ()) for source in each.source_patterns}
     for name in sorted(entries, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:

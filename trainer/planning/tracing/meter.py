@@ -88,9 +88,7 @@ def call_without_values(
 
 
 def _empty_like(tensor: Tensor) -> Tensor:
-    if tensor.is_meta:
-        return tensor
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    return tensor if tensor.is_meta else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _without_floats(func: Any, args: Any, kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> Any:
@@ -176,8 +174,7 @@ def kernels_of(device: str) -> Iterator[None]:
     with ExitStack() as undo:
         if device != "cpu":
             undo.callback(override(own, "_ROW_ELEMENTS", own._ROW_ELEMENTS_ACCELERATOR))
-        attention = partial(_fused_attention, device != "cpu")
-        undo.enter_context(replaced(functional, {"scaled_dot_product_attention": attention}))
+        undo.enter_context(replaced(functional, {"scaled_dot_product_attention": partial(_fused_attention, device != "cpu")}))
         undo.enter_context(replaced(torch, {"autocast": _autocast}))
         yield
 
@@ -265,8 +262,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin_backward_of(self, name: str, structure: Any) -> None:
         """Begin the backward of segment `name` once the gradient of the first tensor in its output is computed."""
-        floats = (each for each in pytree.tree_leaves(structure) if isinstance(each, Tensor) and each.requires_grad)
-        hidden = next(floats, None)
+        hidden = next((each for each in pytree.tree_leaves(structure) if isinstance(each, Tensor) and each.requires_grad), None)
         if hidden is None:
             return
         self._spans[-1].output = hidden.nbytes

@@ -89,8 +89,7 @@ class Tracer:
                 raise
             except Exception as error:
                 why = "cannot be run without values, so its memory and time cannot be predicted"
-                cure = f"{summary(error)}; give the layout yourself"
-                raise ConfigError(f"{type(self.model).__name__} {why}: {cure}") from error
+                raise ConfigError(f"{type(self.model).__name__} {why}: {summary(error)}; give the layout yourself") from error
         return Trace(segments=tuple(self._of_whole_model({each.name: each for each in meter.segments()}, "name")))
 
     def plan(self, zero: ZeroOptions, tensor: int) -> Sequence[UnitPlan]:
@@ -115,8 +114,7 @@ class Tracer:
     def _divide(self, exchange: TracedExchange, sequence: bool, undo: ExitStack) -> Parallelized | None:
         if exchange.size == 1:
             return None
-        plan = plan_tensor(self.model, exchange.size, self._rules)
-        divided = Parallelized(self.model, exchange, plan, sequence=sequence)
+        divided = Parallelized(self.model, exchange, plan_tensor(self.model, exchange.size, self._rules), sequence=sequence)
         undo.callback(divided.restore)
         return divided
 
@@ -172,8 +170,7 @@ def _remove_values(model: nn.Module, compute: torch.dtype, undo: ExitStack) -> N
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                dtype = compute if parameter.dtype == main else parameter.dtype
-                empty = torch.empty_like(parameter, dtype=dtype, device="meta")
+                empty = torch.empty_like(parameter, dtype=compute if parameter.dtype == main else parameter.dtype, device="meta")
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
             undo.callback(module._parameters.__setitem__, leaf, parameter)
             module._parameters[leaf] = made[id(parameter)]
@@ -223,8 +220,7 @@ def _block_key(block: nn.Module) -> object:
     """Return a key that is equal for equal blocks: their modules, sizes and settings."""
     found = []
     for name, module in block.named_modules():
-        parameters = module.named_parameters(recurse=False)
-        sizes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in parameters]
+        sizes = [(leaf, tuple(each.shape), each.dtype, each.requires_grad) for leaf, each in module.named_parameters(recurse=False)]
         plain = [pair for pair in vars(module).items() if isinstance(pair[1], bool | int | float | str)]
         settings = [(key, repr(value)) for key, value in plain if not _INDEX_ATTRIBUTES.search(key)]
         found.append((name, type(module), tuple(sizes), tuple(sorted(settings))))

@@ -137,8 +137,7 @@ def _in_codes(name: str, tensor: torch.Tensor, codec: Codec) -> dict[str, torch.
         numel, device = tensor.numel(), tensor.device
         codes = torch.empty(codec.code_bytes(numel), dtype=torch.uint8, device=device)
         scales = torch.empty(codec.blocks(numel), dtype=codec.scale_dtype, device=device)
-        tables = torch.zeros(-(-codec.blocks(numel) // GROUP) + 1)
-        parameter = EncodedParameter(codes=codes, scales=scales, tables=tables)
+        parameter = EncodedParameter(codes=codes, scales=scales, tables=torch.zeros(-(-codec.blocks(numel) // GROUP) + 1))
     else:
         parameter = codec.encode_whole(tensor)
     return stored_form(name, tensor.shape, tensor.dtype, codec, parameter, checked=False)
@@ -177,8 +176,7 @@ def _hub_tensors(
     reader: CheckpointReader, chosen: _ChosenTensors, folder: Path, moved: OnRead, console: Console
 ) -> tuple[Mapping[str, torch.Tensor], Named]:
     """Return the meta tensors of the model by their names on the Hub, and an iterator of names and values."""
-    tensors = {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()}
-    names = HubNames.of_directory(folder, tensors)
+    names = HubNames.of_directory(folder, {name: torch.empty(s.shape, dtype=to, device="meta") for name, (s, to) in chosen.items()})
     console.note(names.note)
     if len(names.outputs) != sum(len(group.outputs) for group in names.groups):
         raise CheckpointError(f"{reader.directory}: two tensors would have one name on the hub")

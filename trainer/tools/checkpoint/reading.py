@@ -229,8 +229,7 @@ def _lines(content: Mapping[str, Any], manifest: Manifest, head: str) -> Iterato
         yield from ("", "settings", *(f"  {name}: {json.dumps(value)}" for name, value in state["settings"].items()))
     if tensors := content.get("tensors"):
         rows = [[*list(each.values())[:-1], ranks_text(each["ranks"], 8)] for each in tensors]
-        columns = ("kind", "name", "dtype", "shape", "file", "begin", "end", "written by")
-        yield from ("", *table_lines(columns, rows, _NUMBERS))
+        yield from ("", *table_lines(("kind", "name", "dtype", "shape", "file", "begin", "end", "written by"), rows, _NUMBERS))
 
 
 _SHOWN = 20
@@ -245,8 +244,7 @@ def diff_checkpoints(one: Path, two: Path, tolerance: float | None, console: Con
     shared = [key for key in a if key in b and a[key].shape == b[key].shape]
     shared.sort(key=lambda key: (a[key].path, a[key].begin))
     moved = Throughput(console, "comparing", sum(each[key].nbytes for key in shared for each in (a, b)))
-    pairs = zip(readers, (a, b), strict=True)
-    values = (read_tensors(reader, [held[key] for key in shared], moved) for reader, held in pairs)
+    values = (read_tensors(reader, [held[key] for key in shared], moved) for reader, held in zip(readers, (a, b), strict=True))
     rows = (_compare_tensors(*here, *there) for here, there in zip(*values, strict=True))
     apart = sorted(row for row in rows if row[1] and (tolerance is None or -row[0] > tolerance))
     differences = [[*_fact_lines(*readers, tolerance)], [*_tensor_lines(a, b)], [line for _, line in apart]]

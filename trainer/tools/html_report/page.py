@@ -51,8 +51,7 @@ def page_of(runs: Sequence[RunRecord]) -> str:
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
 
     def of_each(kind: str, make: Callable[[RunRecord], Any]) -> list[Part]:
-        parts = [(run.name if len(runs) > 1 else "", kind, make(run)) for run in runs]
-        return [part for part in parts if part[2]]
+        return [(run.name if len(runs) > 1 else "", kind, made) for run in runs if (made := make(run))]
 
     charts = charts_of(runs)
     sections = {
@@ -106,8 +105,7 @@ def _summary(runs: Sequence[RunRecord]) -> Part:
     if len(runs) == 1:
         return "", "summary", figures[0]
     names = dict.fromkeys(name for each in figures for name in each)
-    rows = [[name, *(each.get(name) for each in figures)] for name in names]
-    return "", "table", Table(["", *_run_labels(runs)], rows)
+    return "", "table", Table(["", *_run_labels(runs)], [[name, *(each.get(name) for each in figures)] for name in names])
 
 
 def _summary_of(run: RunRecord) -> dict[str, object]:
@@ -129,8 +127,7 @@ def _summary_of(run: RunRecord) -> dict[str, object]:
     parts = {keys[-1]: list(values.values())[-1] for keys, values in run.columns.items() if keys[0] == "start"}
     begins = [begin for start in run.starts if (begin := as_number(start.get("time"))) is not None]
     times = [*run.column("time").values(), *begins]
-    processes = pairwise([*begins, inf])
-    seconds = sum(max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in processes)
+    seconds = sum(max((at for at in times if begin <= at < end), default=begin) - begin for begin, end in pairwise([*begins, inf]))
     versions = packages if isinstance(packages := facts.get("versions"), dict) else {}
     figures |= {
         "ranks": run.shape and run.shape.world_size,

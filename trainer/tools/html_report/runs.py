@@ -81,8 +81,7 @@ class RunRecord:
         """The mesh, from the ranks and the configuration or from the newest checkpoint; None where it is unknown."""
         try:
             if self.ranks:
-                sizes = {axis: self.config["parallel"].get(axis, 1) for axis in SIZES}
-                return MeshShape.resolve(len(self.ranks), **sizes)
+                return MeshShape.resolve(len(self.ranks), **{axis: self.config["parallel"].get(axis, 1) for axis in SIZES})
             return MeshShape(**self.checkpoints[-1]["layout"]["mesh"])
         except (LayoutError, LookupError, TypeError):
             return None
