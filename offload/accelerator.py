@@ -43,8 +43,7 @@ def build_platform() -> str:
 
 def initialize() -> list[torch.device]:
     """Initialize the accelerator; returns the devices that this process sees. Raises `RuntimeError` with the driver's reason."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
+    if (kind := torch.accelerator.current_accelerator()) is None:
         return []
     _module(kind).init()
     return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]
@@ -69,8 +68,7 @@ def allow_tf32(on: bool) -> None:
 def pick_device(local_rank: int) -> torch.device:
     """Make the accelerator of this process's local rank, or the only one that its launcher shows it, the current device and
     return it; return the CPU without accelerators. Raises `ConfigError` when the host has fewer accelerators than ranks."""
-    kind = current_accelerator()
-    if kind is None:
+    if (kind := current_accelerator()) is None:
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     index = 0 if count == 1 else local_rank
@@ -150,9 +148,7 @@ Moment = float | torch.Event
 
 
 def now(device: torch.device) -> Moment:
-    if not is_accelerator(device):
-        return time.perf_counter()
-    return record_event(current_stream(device), timed=True)
+    return record_event(current_stream(device), timed=True) if is_accelerator(device) else time.perf_counter()
 
 
 def seconds_between(end: Any, begin: Any) -> float | None:
@@ -184,8 +180,7 @@ def time_call(call: Callable[[], object], device: torch.device, *, rounds: int =
 
 def read_scalars(scalars: Sequence[torch.Tensor]) -> list[float]:
     """Return the values of tensors of one element each; the host waits for the device once for all of them together."""
-    there = [scalar.detach().reshape(()) for scalar in scalars if on_accelerator(scalar)]
-    if not there:
+    if not (there := [scalar.detach().reshape(()) for scalar in scalars if on_accelerator(scalar)]):
         return [float(scalar) for scalar in scalars]
     # Integers may need float64 to keep their value, but some devices lack that dtype, so it is used only where it is needed.
     narrow = all(scalar.is_floating_point() and scalar.itemsize <= 4 for scalar in there)
@@ -268,8 +263,7 @@ def multiplies_float8(device: torch.device) -> bool:
 
 def collectives_library() -> str:
     """Return the library of collectives between devices and its version, such as `NCCL 2.27.3`; empty if torch names none."""
-    library = getattr(_module(current_accelerator() or torch.device("cpu")), "nccl", None)
-    if library is None:
+    if (library := getattr(_module(current_accelerator() or torch.device("cpu")), "nccl", None)) is None:
         return ""
     return f"{'RCCL' if torch.version.hip else 'NCCL'} {'.'.join(map(str, library.version()))}"
 
@@ -311,8 +305,7 @@ def allocate_pinned(nbytes: int) -> torch.Tensor:
 
 def pin(address: int, nbytes: int, device: torch.device) -> Callable[[], object] | None:
     """Have the driver pin host memory, without regard to RLIMIT_MEMLOCK; returns a call that unpins it, or None if it refuses."""
-    runtime = getattr(_module(device), "cudart", None)
-    if runtime is None:
+    if (runtime := getattr(_module(device), "cudart", None)) is None:
         return None
     if int(runtime().cudaHostRegister(address, nbytes, 0)) == 0:
         return partial(runtime().cudaHostUnregister, address)

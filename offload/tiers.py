@@ -175,8 +175,7 @@ class TieredTensor:
 
     def load(self, device: torch.device) -> torch.Tensor:
         """Return all elements as a tensor `[numel]` on `device`: a view if they rest there, else a copy."""
-        found = self.whole(device)
-        if found is None:
+        if (found := self.whole(device)) is None:
             found = torch.empty(self.numel, dtype=self.dtype, device=device)
             self.read(0, found).wait()
         return found

@@ -156,8 +156,7 @@ class UpdateStream:
         self._flights.append(flight)
         for number, operand in enumerate(row.operands):
             rest = operand.tensor
-            tensor = rest.view(row.start, row.end, self.device)
-            if tensor is None:
+            if (tensor := rest.view(row.start, row.end, self.device)) is None:
                 began = time.perf_counter()
                 buffer = flight.buffers[number] = self._pool.get()
                 self._waits.add(began)

@@ -120,8 +120,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         """Move bytes [`begin`, `end`) of the file, which are the concatenated `pieces`, through the page cache."""
         at = begin
         while at < end:
-            count = move(self._buffered, pieces, at)
-            if count == 0:
+            if (count := move(self._buffered, pieces, at)) == 0:
                 wanted = f"{end - begin:,} were to be {done_to} at {begin:,}"
                 raise StorageError(f"{self.path!r} ends after {at:,} bytes; {wanted}")
             at += count

@@ -295,8 +295,7 @@ class SharedSegment:
         try:
             # Called through libc, since other threads keep running, which `mmap.madvise` would stop.
             if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(offset + nbytes - start), _POPULATE_WRITE):
-                number = ctypes.get_errno()
-                if number != errno.EINVAL:
+                if (number := ctypes.get_errno()) != errno.EINVAL:
                     raise OSError(number, os.strerror(number))
                 os.posix_fallocate(self.descriptor, offset, nbytes)  # Linux before 5.14.
         except OSError as error:

@@ -34,8 +34,7 @@ _GUARD_BYTES = 24  # of the block in use between two reserved ones
 def reuse_freed_memory(largest: int = _LARGE_BLOCK) -> bool:
     """Fix glibc's thresholds, before a process allocates, so that freed activations are reused and only blocks of `largest` bytes
     and more are mapped one by one, which costs a page fault per 4 KiB. Returns False with another C library."""
-    libc = _glibc()
-    if libc is None:
+    if (libc := _glibc()) is None:
         return False
     return bool(libc.mallopt(_M_MMAP_THRESHOLD, largest)) and bool(libc.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
@@ -44,8 +43,7 @@ def prevent_fragmentation() -> bool:
     """Return free memory of the heap to the system, before the first step; with glibc before 2.38, keep small objects from dividing
     it from then on: they would lie between large blocks, which cannot merge while they live. They get about 2 MiB of blocks that
     are reserved here, and glibc keeps no freed blocks aside. Returns True if blocks are reserved."""
-    libc = _glibc()
-    if libc is None:
+    if (libc := _glibc()) is None:
         return False
     libc.malloc_trim(0)
     libc.gnu_get_libc_version.restype = ctypes.c_char_p

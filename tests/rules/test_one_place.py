@@ -22,7 +22,7 @@ TRACKED = '''class DummyTracker(Tracker):
 
     def log(self, row: TrackedRow) -> None:
         self._record_row(row.position)
-        with open(self.run.folder("dummy.jsonl"), "a") as file:
+        with open(self.run.directory / "dummy.jsonl", "a") as file:
             file.write(json.dumps([row.position.step, row.values["train/loss"]]) + "\\n")
 
     def finish(self) -> None:
@@ -91,7 +91,7 @@ CHANGES = {
     "a tracker": [
         (
             "trainer/trackers/backends.py",
-            '    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}\n\n\n',
+            '    return {**known, "log_dir": str(run.directory / "swanlab"), "settings": settings, **where}\n\n\n',
             TRACKED,
         ),
         ("trainer/trackers/backends.py", "TRACKERS = {\n", '    "dummy": TrackerKind(make=DummyTracker, modules=("json",)),\n'),

@@ -209,8 +209,7 @@ class PackedAttention:
             function = masking_utils.remap_positions_for_packed_sequence(function, places)
         call["mask_function"] = masking_utils.and_masks(masking_utils.packed_sequence_mask_function(numbers), function)
         make = partial(own, attention_mask=attention_mask, **call)
-        if not ours:
-            pattern = None
+        pattern = pattern if ours else None
         if pattern is None and shares is None:
             return make()
         spans = [(0, documents.length)] if shares is None else shares.spans(documents.length)

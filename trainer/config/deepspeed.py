@@ -197,8 +197,7 @@ def _optimizer(read: Translation) -> Pairs:
     if not read.has("optimizer."):
         read.notes.append("no optimizer is given: zeromesh's default replaces it")
         return
-    options = read.choice("optimizer.type", _OPTIMIZERS, required=True)
-    if options is None:
+    if (options := read.choice("optimizer.type", _OPTIMIZERS, required=True)) is None:
         return
     if options["name"] == "adamw":
         if read("optimizer.params.torch_adam"):
@@ -218,8 +217,7 @@ def _schedule(read: Translation) -> Pairs:
         read.notes.append("no scheduler is given: the learning rate is constant")
         yield from (("schedule.name", "constant"), ("schedule.warmup_steps", 0))
         return
-    name = read.choice("scheduler.type", _CURVES, required=True)
-    if name is None:
+    if (name := read.choice("scheduler.type", _CURVES, required=True)) is None:
         return
     yield from ((f"schedule.{key}", None) for key in _SHAPE_KEYS)
     yield "schedule.name", name
@@ -265,8 +263,7 @@ def _precision_and_zero(read: Translation) -> Pairs:
         read.refuse("fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled")
     elif on:
         dtype = read("torch_autocast.dtype", "bfloat16") if on == ["torch_autocast"] else on[0]
-        compute = _DTYPES.get(str(dtype).removeprefix("torch."))
-        if compute is None:
+        if (compute := _DTYPES.get(str(dtype).removeprefix("torch."))) is None:
             read.refuse("torch_autocast.dtype", f"got {dtype!r}; allowed is bfloat16 or float16")
         else:
             yield "precision.compute", compute
@@ -299,8 +296,7 @@ def _offload(read: Translation) -> Pairs:
         ("zero_optimization.offload_optimizer", "offload.optimizer", "zero_optimization.cpu_offload"),
         ("zero_optimization.offload_param", "offload.parameters", "zero_optimization.cpu_offload_param"),
     ):
-        tier = read.choice(f"{name}.device", _TIERS)
-        tier = tier or ("host" if read(old) and read(f"{name}.device") is None else "none")
+        tier = read.choice(f"{name}.device", _TIERS) or ("host" if read(old) and read(f"{name}.device") is None else "none")
         ratio, path = read(f"{name}.ratio", 1.0), read(f"{name}.nvme_path")
         tier = tier if ratio else "none"
         yield key, tier if ratio in (0, 1) or tier == "none" else {"tier": tier, "fraction": ratio}

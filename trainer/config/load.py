@@ -289,8 +289,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> tuple[list[str], d
             continue
         if not equals or len(keys) < 2 or not all(keys):
             field = messages.known_paths().get(path)
-            section = messages.section_of(field) if field is not None else None
-            if section is not None:
+            if field is not None and (section := messages.section_of(field)) is not None:
                 keys_of_it = ", ".join(section.model_fields)
                 hint = f"{path} is a section; write {path}.KEY=VALUE, with one of its keys: {keys_of_it}"
             elif field is not None:

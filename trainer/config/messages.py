@@ -70,8 +70,7 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
         return anywhere[key]
     if slip := nearest(key, beside, cutoff=0.6):
         return beside[slip]
-    slip = nearest(key, anywhere, cutoff=0.8)
-    return anywhere[slip] if slip else None
+    return anywhere[slip] if (slip := nearest(key, anywhere, cutoff=0.8)) else None
 
 
 def unknown_key(path: str, value: object, known: Collection[str], hint: str = "") -> str:

@@ -51,8 +51,7 @@ def load_datasets(
     Without `data.eval`, `data.eval_fraction` of the documents are held out, chosen by a hash of their names: the same ones for
     every seed and machine. Where that leaves less than a sequence (few documents), the last sequences are held out instead.
     Raises `DataError` for a path, file, row, template or tokenizer that cannot be used, and for text of less than one sequence."""
-    if tokenizer is None:
-        tokenizer = load_tokenizer(section.tokenizer)
+    tokenizer = load_tokenizer(section.tokenizer) if tokenizer is None else tokenizer
     template = section.chat_template
     if template is not None and "{" not in template and "\n" not in template:
         if (path := Path(template).expanduser()).is_file():

@@ -3,6 +3,7 @@ The library's loop runs on every rank. A call of the model runs all stages of a 
 
 import copy
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
@@ -167,15 +168,11 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         ids, mask = pad(ids, more, value=padding), pad(mask, more)
     arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "generation_config": settings}
     recorded = list[torch.Tensor]()  # Log-probabilities of the new tokens, one tensor `[rows]` per position.
-    logits = torch.empty(0)  # Those of the latest position.
-
-    def on_logits(latest: torch.Tensor) -> None:
-        nonlocal logits
-        logits = at_least_float32(latest)
+    latest = deque[torch.Tensor](maxlen=1)  # The logits of the latest position.
 
     def record(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
         """Record the log-probabilities of the latest tokens, as a stopping criterion that never stops."""
-        recorded.append(logprobs_of(logits, input_ids[:, -1].to(logits.device)))
+        recorded.append(logprobs_of(latest[0], input_ids[:, -1].to(latest[0].device)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
     guided = settings.guidance_scale not in (None, 1)  # The model is called twice for a token.
@@ -183,7 +180,8 @@ def _generate(placed: ServedModel, requests: Sequence[Request], settings: Genera
         arguments["stopping_criteria"] = [record]
     seeds = [each.seed for each in requests]
     with RowDraws(seeds, mesh.device) if settings.do_sample else nullcontext():
-        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=on_logits)
+        keep = lambda logits: latest.append(at_least_float32(logits))  # noqa: E731
+        tokens = generate(placed, arguments, seed=partial(seed_all, seeds[0]), on_logits=keep)
     begin, ends, results = 1 if has_encoder else ids.shape[1], ends_of(settings), list[Progress]()
     probabilities = torch.stack(recorded, dim=1).tolist() if recorded else [None] * len(requests)
     for request, row, logprobs in zip(requests, tokens[:, begin:].tolist(), probabilities, strict=True):

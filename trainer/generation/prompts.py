@@ -56,8 +56,7 @@ def _parse_line(line: bytes, number: int, where: str) -> PromptLine:
     row = json_object(line, lambda why: DataError(f"{where}: {form}; it {why}: {text}"))
     with errors_as(DataError, f"{where}: it has half of a character, which is no text: ", UnicodeEncodeError):
         json.dumps(row, ensure_ascii=False).encode()
-    name = row.pop("id", number)
-    if not isinstance(name, str | int):
+    if not isinstance(name := row.pop("id", number), str | int):
         raise DataError(f"{where}: id is text or a number, not {_shorten(json.dumps(name))}")
     split_prompt(row, where)
     return PromptLine(prompt=row, id=name, where=where)
@@ -67,8 +66,7 @@ def split_prompt(prompt: Any, where: str) -> tuple[Any, dict[str, Any]]:
     """Split a prompt into its content and its options: fields of `GenerationConfig`, and `seed`. Raises `DataError`."""
     if not isinstance(prompt, Mapping):
         return prompt, {}
-    given = [key for key in KEYS if key in prompt]
-    if len(given) != 1:
+    if len(given := [key for key in KEYS if key in prompt]) != 1:
         raise DataError(f"{where}: a prompt has one of {', '.join(KEYS)}; it has {' and '.join(given) or 'none'}")
     if problem := problem_of(prompt[given[0]], given[0]):
         raise DataError(f"{where}: {given[0]} {problem}, not {_shorten(json.dumps(prompt[given[0]], default=str))}")

@@ -162,8 +162,7 @@ class ServedModel(PlacedModel):
 def add_end_tokens(model: nn.Module, tokens: Iterable[int], name: Callable[[Sequence[int]], str]) -> list[str]:
     """Add end tokens to a model's saved generation settings; returns a note for each new one. `name` decodes tokens."""
     settings: Any = getattr(pretrained_of(model), "generation_config", None)
-    new = [token for token in dict.fromkeys(tokens) if settings is not None and token not in ends_of(settings)]
-    if new:
+    if new := [token for token in dict.fromkeys(tokens) if settings is not None and token not in ends_of(settings)]:
         settings.eos_token_id = [*ends_of(settings), *new]
     added = "is added, as it ends the answers"
     return [f"generation_config.eos_token_id: {token} ({name([token])!r}) {added}" for token in new]
@@ -221,9 +220,7 @@ def check_arguments(model: nn.Module, arguments: Mapping[str, Any], mesh: Mesh |
     if mode.value in FIELDS["modes_on_the_hub"] and not (arguments.get("trust_remote_code") or arguments.get("custom_generate")):
         cure = "use beams or sampling, or load it: trainer.generate(trust_remote_code=True)"
         raise ConfigError(f"generate: {mode.value} is code on the Hub, which transformers itself no longer has; {cure}")
-    if not shared:
-        return
-    if settings.max_time is not None:
+    if shared and settings.max_time is not None:
         raise ConfigError("generate: max_time ends ranks of one model at different tokens; use max_new_tokens")
     if not staged:
         return

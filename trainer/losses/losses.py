@@ -116,10 +116,8 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     if output_layer(model) is None:
         return _example_loss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
     known = _shifts_labels(model)
-    if "_loss_function" in vars(model):
-        verdict = Verdict(causal=known, reason="its loss function was replaced")
-    else:
-        verdict = examine(model, known)
+    replaced = Verdict(causal=known, reason="its loss function was replaced")
+    verdict = replaced if "_loss_function" in vars(model) else examine(model, known)
     if verdict.sees_later:
         why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows)"
         cure = "its logits depend on later tokens. Set is_decoder: true in model.config, or model.head: masked_lm"

@@ -45,8 +45,7 @@ def require_divisible_sequences(model: nn.Module, loss_of: Callable[[nn.Module],
         made[:] = [loss_of(small)]
         return _passes(small, made[0], mesh.device, None, 1)[0].gradients[""]
 
-    small = small_copy.small_copy(inside, run)
-    if isinstance(small, str):
+    if isinstance(small := small_copy.small_copy(inside, run), str):
         raise refused(f"cannot be tried on shares of sequences, as no small copy of it runs ({small})")
     small.to(mesh.device)
     try:

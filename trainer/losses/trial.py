@@ -46,8 +46,7 @@ class Verdict:
 @quiet_library()
 def examine(model: Any, known: bool | None = None) -> Verdict:
     """Try a small copy of a Hugging Face language model. `known` tells if its class shifts labels, for want of a small copy."""
-    small = small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss)
-    if isinstance(small, str):
+    if isinstance(small := small_copy.small_copy(model, lambda each: each(**_inputs(each)).loss), str):
         return Verdict(causal=known, reason="no small copy of it could be tried")
     auxiliary = bool(getattr(small.config, "output_router_logits", False))
     small.config.output_router_logits = False

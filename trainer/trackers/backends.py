@@ -59,10 +59,6 @@ class TrackedRun:
     settings: Mapping[str, str | int | float] = field(default_factory=dict)
     """The flattened configuration, for trackers without nested values."""
 
-    def folder(self, name: str) -> str:
-        """Return the path in the run's directory for a tracker's files."""
-        return str(self.directory / name)
-
 
 class Tracker:
     """One of accelerate's trackers in a run, by the methods that all have; `TRACKERS` has the constructors' arguments. Few can tell
@@ -99,7 +95,7 @@ class Tracker:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind: Any = LOGGER_TYPE_TO_CLASS[self.name]
-        folder = [self.run.folder(self.name)] if kind.requires_logging_directory else []
+        folder = [str(self.run.directory / self.name)] if kind.requires_logging_directory else []
         self.tracker = kind(project, *folder, **keywords)
         self.tracker.start()
 
@@ -160,8 +156,7 @@ class WandbTracker(Tracker):
             write_whole(Path(made.settings.sync_dir, _BEGIN), json.dumps([*sent, number]).encode(), sync=False)
         elif made.resumed:
             summary = dict(made.summary)  # The server's summary: the latest value of each name.
-            step = summary.get(GLOBAL_STEP)
-            if isinstance(step, int):
+            if isinstance(step := summary.get(GLOBAL_STEP), int):
                 self.sent = RowPosition(step, summary.get(_EVALUATION_STEP) == step)
 
     def log(self, row: TrackedRow) -> None:
@@ -256,7 +251,7 @@ def _clearml(run: TrackedRun) -> dict[str, Any]:
 def _comet_ml(run: TrackedRun) -> dict[str, Any]:
     from comet_ml import ExperimentConfig
 
-    folder, off = run.folder("comet_ml"), _switches("comet_ml")
+    folder, off = str(run.directory / "comet_ml"), _switches("comet_ml")
     settings = ExperimentConfig(name=run.name, tags=list(run.tags), offline_directory=folder, **off)
     key = hashlib.sha256(run.ident.encode()).hexdigest()[:32]  # A key has at least 32 characters.
     where = {} if run.online else {"online": False}
@@ -269,7 +264,7 @@ def _swanlab(run: TrackedRun) -> dict[str, Any]:
     settings = Settings(**_switches("swanlab"))
     where = {} if run.online else {"mode": "offline"}
     known = {"name": run.name, "tags": list(run.tags), "id": run.ident, "resume": "allow"}
-    return {**known, "log_dir": run.folder("swanlab"), "settings": settings, **where}
+    return {**known, "log_dir": str(run.directory / "swanlab"), "settings": settings, **where}
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +281,8 @@ TRACKERS = {
     # Elsewhere, `dvc.yaml` would name each file once more at every step.
     "dvclive": TrackerKind(
         lambda run: (
-            {"dir": run.folder("dvclive"), "dvcyaml": run.folder("dvc.yaml")} | {"resume": run.step > 0, **_switches("dvclive")}
+            {"dir": str(run.directory / "dvclive"), "dvcyaml": str(run.directory / "dvc.yaml")}
+            | {"resume": run.step > 0, **_switches("dvclive")}
         )
     ),
     # A tag of MLflow has a name of few characters, so one tag holds all of them.

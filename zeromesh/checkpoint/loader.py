@@ -76,8 +76,7 @@ def fill_shards(mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSp
     def compare() -> None:
         problems: list[str] = []
         for spec in tensors:
-            stored = _stored(reader, spec.kind, spec.name)
-            if stored is None:
+            if (stored := _stored(reader, spec.kind, spec.name)) is None:
                 problems.append(f"{spec.name} has no {spec.kind} in it")
             elif stored.shape != spec.shape:
                 problems.append(f"{spec.name} is {list(stored.shape)} in it and {list(spec.shape)} here ({spec.kind})")
@@ -98,11 +97,9 @@ def fill_shards(mesh: Mesh, reader: CheckpointReader, tensors: Sequence[TensorSp
 def places_of(reader: CheckpointReader, shards: Sequence[TensorShard]) -> Iterator[PlacedValues]:
     """Yield the file positions of shards' elements: one object per shard of columns of a tensor, else one per contiguous run."""
     for shard in shards:
-        stored = _stored(reader, shard.spec.kind, shard.spec.name)
-        if stored is None:
+        if (stored := _stored(reader, shard.spec.kind, shard.spec.name)) is None:
             raise LayoutError(f"{reader.directory} has no {shard.spec.kind} of {shard.spec.name}")
-        region = shard.region
-        rows = StridedRows.whole(stored.numel) if region.is_whole else region.rows()
+        rows = StridedRows.whole(stored.numel) if shard.region.is_whole else shard.region.rows()
         if rows is not None:
             yield PlacedValues(tensor=stored, rows=rows, values=shard.values, first=shard.interval.start)
         else:
@@ -141,12 +138,10 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
 
     for other, manifest in parts[1:]:
         theirs = facts(manifest, first)
-        differ = ", ".join(what for what, fact in facts(first, manifest).items() if fact != theirs[what])
-        if differ:
+        if differ := ", ".join(what for what, fact in facts(first, manifest).items() if fact != theirs[what]):
             raise CheckpointError(f"{name} and {other} are not parts of one checkpoint: they differ in {differ}")
     there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
-    absent = [str(index + 1) for index in range(count) if index not in there]
-    if absent:
+    if absent := [str(index + 1) for index in range(count) if index not in there]:
         why = f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing"
         raise CheckpointError(f"{why}; give the directories of all hosts")
 

@@ -63,8 +63,7 @@ class CheckpointStore:
 
     @staticmethod
     def step_of(path: Path) -> int | None:
-        match = _STEP.fullmatch(path.name)
-        return int(match[1]) if match else None
+        return int(match[1]) if (match := _STEP.fullmatch(path.name)) else None
 
     def leftovers(self) -> list[str]:
         """List directories and files that are being written or removed, or were when a run was killed."""
@@ -171,8 +170,7 @@ def _write_small(directory: Path, name: str, data: bytes) -> FileRecord:
 
 
 def _require_free(directory: Path, nbytes: int, what: str, cure: str) -> None:
-    free = shutil.disk_usage(directory).free
-    if free < nbytes + _SPARE_BYTES:
+    if (free := shutil.disk_usage(directory).free) < nbytes + _SPARE_BYTES:
         raise StorageError(f"{what} takes {nbytes:,} bytes, and {_SPARE_BYTES:,} stay free; {free:,} are free; {cure}")
 
 

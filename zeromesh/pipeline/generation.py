@@ -65,8 +65,7 @@ class StagedForward:
             logits = torch.cat([self._logits[number] for number in range(count)])
             logits = logits if logits.dtype is torch.float64 else logits.float()
         if not any(self._logit):
-            vocabulary, width = max(map(tuple, group.gather_integers([logits.shape[-1], logits.itemsize])))
-            self._logit = vocabulary, width
+            self._logit = max((row[0], row[1]) for row in group.gather_integers([logits.shape[-1], logits.itemsize]))
         if not self._logits:
             dtype = torch.float64 if self._logit[1] == torch.float64.itemsize else torch.float32
             logits = torch.empty(rows, 1, self._logit[0], dtype=dtype, device=inputs["input_ids"].device)

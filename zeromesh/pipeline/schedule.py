@@ -83,8 +83,7 @@ class Message:
     gradient: bool
 
     def __str__(self) -> str:
-        what = "gradients" if self.gradient else "activations"
-        return f"{what} of microbatch {self.microbatch} for stage {self.stage}"
+        return f"{'gradients' if self.gradient else 'activations'} of microbatch {self.microbatch} for stage {self.stage}"
 
 
 def message_of(schedule: PipelineSchedule, rank: int, action: Action, *, received: bool = False) -> Message | None:
@@ -132,8 +131,7 @@ def make_schedule(name: ScheduleName | Literal["forward"], *, ranks: int, microb
         if name == "gpipe":
             return chain(forwards, backwards)
         # The last rank begins backward when the first round has reached its last chunk. Then a forward and a backward come in turn.
-        ahead = (chunks - 1) * rounds[0].length + (2 if chunks > 1 else 1) * (ranks - 1 - rank)
-        ahead = min(ahead, len(forwards))
+        ahead = min(len(forwards), (chunks - 1) * rounds[0].length + (2 if chunks > 1 else 1) * (ranks - 1 - rank))
         in_turn = chain(*zip(forwards[ahead:], backwards, strict=False))
         alternating = chain(forwards[:ahead], in_turn, backwards[len(forwards) - ahead :])
         return _with_weights(alternating, weights, rank) if name == "zero_bubble" else alternating
@@ -223,8 +221,7 @@ def simulate(schedule: PipelineSchedule, times: Times | None = None, *, transfer
     """Simulate a schedule whose actions take `times(rank, action)` and whose messages between ranks take `transfer`. Every rank
     runs its actions as soon as possible. Without `times`, a forward takes 1, a backward 2 and each of its halves 1. Raises
     `ScheduleError` when ranks wait for each other, or for an action that comes later, for ever."""
-    starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
-    ends: list[list[float]] = [[] for _ in range(schedule.ranks)]
+    starts, ends = ([list[float]() for _ in range(schedule.ranks)] for _ in range(2))
     arrivals: dict[int, float] = {}
     times = times or (lambda _rank, action: UNIT_TIMES[action.kind])
     spans = zip(starts, ends, strict=True)

@@ -255,8 +255,7 @@ class BuiltSource(ParameterSource):
         """Return elements of a parameter; see `ParameterSource`. Raises `LayoutError` for an unknown or released name, or interval,
         and `LostValuesError` for values that are on the meta device and cannot be drawn."""
         name = self._canonical.get(fqn, "")
-        value = self._values.get(name)
-        if value is None:
+        if (value := self._values.get(name)) is None:
             raise LayoutError(f"{fqn} is not, or no longer, among the {len(self._values)} parameters of this source")
         check_interval(fqn, start, end, value.numel())
         if name in self._elsewhere:
@@ -427,8 +426,7 @@ def wrap_passed_model(model: nn.Module, seed: int) -> BuiltModel:
     are redrawn. Raises `LostValuesError` if no initialiser would compute some of the parameters on meta; `LayoutError` if such
     parameters have hooks on their gradients, which may refer to tensors without values."""
     drawn = [name for name, p in model.named_parameters() if p.is_meta and not hasattr(p, "stored")]
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in drawn)
-    if not owners:
+    if not (owners := dict.fromkeys(name.rpartition(".")[0] for name in drawn)):
         return BuiltModel(model=model, source=BuiltSource(model))
     if hooked := [name for name in hooked_parameters(model) if name in drawn]:
         why = f"{some(hooked)}: the model was passed on the meta device with hooks on gradients, which cannot be kept"

@@ -62,8 +62,7 @@ class Answer:
         if parser is not None:
             yield _parsed(parser.initial_events, Piece(), calls)
         while not over:
-            progress = await self._pieces.get()
-            if isinstance(progress, BaseException):
+            if isinstance(progress := await self._pieces.get(), BaseException):
                 raise RequestError(500, f"the generator has failed: {progress}", code="generator_failed") from progress
             finish = progress.finish
             text = held + stream.add(progress.tokens, last=finish is not None)

@@ -357,5 +357,4 @@ _HOST_PORT = re.compile(r"(?:\[([0-9a-f:.]*:[0-9a-f:.]*)\]|([0-9a-z.-]+))(?::\d{
 
 def _is_loopback(address: str) -> bool:
     """Return True if `HOST:PORT` is loopback; a literal IPv6 address stands in brackets."""
-    match = _HOST_PORT.fullmatch(address)
-    return match is not None and is_loopback(match[1] or match[2])
+    return (match := _HOST_PORT.fullmatch(address)) is not None and is_loopback(match[1] or match[2])

@@ -303,8 +303,7 @@ def parse_manifest(path: Path, raw: bytes) -> Manifest:
         raise CheckpointError(f"{path} is not written as it was: bytes were added or changed")
 
     def checked(name: str, fits: Callable[[Any], bool], expected: str) -> Any:
-        value = content.get(name)
-        if not fits(value):
+        if not fits(value := content.get(name)):
             raise CheckpointError(f"{path}: {name} should be {expected}")
         return value
 

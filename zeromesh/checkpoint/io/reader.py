@@ -66,8 +66,7 @@ class CheckpointReader:
 
     def content(self, path: str) -> bytes:
         """Return all bytes of a small file, verified. Raises `CheckpointError`."""
-        record = self.manifest.files.get(path)
-        if record is None:
+        if (record := self.manifest.files.get(path)) is None:
             raise CheckpointError(f"{self.directory} has no {path}")
         if record.nbytes > MAX_CONTENT_BYTES:
             cure = f"at most {MAX_CONTENT_BYTES:,} are read at once"
@@ -151,8 +150,7 @@ class CheckpointReader:
         problem = _problem(path, self.manifest.files[piece.path].nbytes, "there") if away else ""
         if not problem:
             file.result().read(data, piece.begin)
-            found = formats.checksum(data)
-            if found == piece.checksum:
+            if (found := formats.checksum(data)) == piece.checksum:
                 return
             wrote = "was there" if away else f"rank {piece.rank} wrote"
             problem = f"{path}: bytes [{piece.begin:,}, {piece.end:,}) are not what {wrote}"
@@ -404,8 +402,7 @@ def _disagreement(reader: CheckpointReader, name: str) -> list[str]:
         found = {each.name: (each.dtype, each.shape, each.begin) for each in formats.read_header(path).values()}
     except (ZeromeshError, OSError) as error:
         return [str(error)]
-    tensors = {t.name: (t.dtype, t.shape, t.begin) for t in reader.manifest.tensors if t.path == name}
-    if not tensors:
+    if not (tensors := {t.name: (t.dtype, t.shape, t.begin) for t in reader.manifest.tensors if t.path == name}):
         return []  # A document, such as adapters for other programs, whose tensors the manifest does not list.
     names = sorted(name for name in found.keys() | tensors.keys() if found.get(name) != tensors.get(name))
     return [f"{path}: its header and the manifest do not agree about {', '.join(names[:3])}"] if names else []

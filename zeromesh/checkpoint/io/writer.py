@@ -127,12 +127,11 @@ def plan_runs(files: Sequence[FileLayout], shards: Iterable[TensorShard], rank: 
 
 def bytes_for_others(runs: Runs) -> list[tuple[str, int, bytes]]:
     """List this rank's parts of blocks that other ranks write: the file, the first byte, and the bytes."""
-    found = []
-    for path, members in runs.items():
-        for edge in file_slices.starts_in_others_blocks(_extents(members)):
-            cuts = (run.cut(edge).to_bytes() for run in overlapping(members, edge.start, edge.end))
-            found.append((path, edge.start, b"".join(cuts)))
-    return found
+    return [
+        (path, edge.start, b"".join(run.cut(edge).to_bytes() for run in overlapping(members, edge.start, edge.end)))
+        for path, members in runs.items()
+        for edge in file_slices.starts_in_others_blocks(_extents(members))
+    ]
 
 
 def plan_pieces(

@@ -280,8 +280,7 @@ class Stub(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            foreign = self.__dict__.get("_foreign")
-            if foreign is None:
+            if (foreign := self.__dict__.get("_foreign")) is None:
                 raise
             return getattr(foreign[0], name)
 

@@ -241,8 +241,7 @@ class _Recorder:
         try:
             return forward(*args, **kwargs)
         except _VALUE_ERRORS as error:
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not tensors:
+            if not (tensors := [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]):
                 raise
             self._guessed_module = self._guessed_module or f"{kind}: {summary(error)}"
             return torch.empty_like(tensors[0])
@@ -250,8 +249,7 @@ class _Recorder:
     def _check_arguments(self, index: int, arguments: Mapping[int | str, Any]) -> dict[Any, Any]:
         """Check that the hidden state alone depends on modules before the blocks; returns the arguments with an unmarked copy."""
         returned = [id(leaf) if isinstance(leaf, torch.Tensor) else 0 for leaf in pytree.tree_leaves(self._outputs[-1])]
-        places = [place for place, value in arguments.items() if id(value) in returned]
-        if not places:
+        if not (places := [place for place, value in arguments.items() if id(value) in returned]):
             reason = f"block {index} does not take what the block before it returns just as it is"
             if self._guessed_module:
                 reason += f", as far as can be told in a trial without values ({self._guessed_module})"
