@@ -10,7 +10,7 @@ The whole parameter is encoded at once, in the dtype that it is computed with, s
 layout. Of a nested scale, `tables` has what the blocks share: a float32 for each 256 blocks, and the mean that was subtracted."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -162,11 +162,8 @@ class Codec:
         step = max(_CHUNK // self.block, 1) * self.block
         for start in range(0, out.numel(), step):
             part = out[start : start + step]
-            self._decode_blocks(
-                codes[start // self.codes_in_byte :][: self.code_bytes(part.numel())],
-                scales[start // self.block :][: self.blocks(part.numel())],
-                part,
-            )
+            own = codes[start // self.codes_in_byte :][: self.code_bytes(part.numel())]
+            self._decode_blocks(own, scales[start // self.block :][: self.blocks(part.numel())], part)
 
     def _decode_blocks(self, codes: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
         count, in_kernels = out.numel(), self.codes_in_byte == 2 and out.dtype in _KERNEL_DTYPES
@@ -184,11 +181,10 @@ class Codec:
 @cache
 def _bitsandbytes() -> Any:
     """Return bitsandbytes' operators; None where it is not installed."""
-    try:
+    with suppress(ImportError):
         import_module("bitsandbytes")
-    except ImportError:
-        return None
-    return torch.ops.bitsandbytes
+        return torch.ops.bitsandbytes
+    return None
 
 
 @cache

@@ -164,11 +164,10 @@ class PieceOptimizer(BucketOptimizer):
         plan, spec = self._plans[number], self._bucket.layout.slots[number].spec
         own, known = self._class.parts[spec.group][0], vars(self._class.parameters[spec.fqn])
         states = dict(zip(plan.tensors if self.whole else self._dtypes, given, strict=True))
-        state: dict[str, Any] = dict(self._class.initial.get(spec.fqn, {}))
         kept = {name: states[name] for name in plan.tensors}
-        if self.steps[number] > 1:  # In the first update the class creates the states.
-            state = self._state_of(number, states, self._scalars_before)
-        (state,) = _run_step(own, group, [(master, grad, state | self._shared.of(spec.group))], known, plan.scalars)
+        begun = self.steps[number] > 1  # In the first update the class creates the states.
+        before = self._state_of(number, states, self._scalars_before) if begun else self._class.initial.get(spec.fqn, {})
+        (state,) = _run_step(own, group, [(master, grad, {**before, **self._shared.of(spec.group)})], known, plan.scalars)
         after = _parts_of(state)
         shapes = {name: tuple(each.shape) if isinstance(each, Tensor) else () for name, each in after.items()}
         expected = {name: tuple(each.shape) for name, each in kept.items()} | dict.fromkeys(plan.scalars, ())
@@ -297,11 +296,9 @@ def _inner_parts(name: str, state: Any) -> dict[str, Any]:
         return {each: getattr(state, each) for each in state.__tensor_flatten__()[0]}
     if isinstance(state, Tensor) or not hasattr(state, "__dict__"):
         return {}
-    kept = {}
-    for each, value in vars(state).items():
-        if isinstance(value, Tensor) or type(value) in (int, float):
-            kept[each] = value
-        elif not isinstance(value, bool | str | None):
+    kept = {each: value for each, value in vars(state).items() if not isinstance(value, bool | str | None)}
+    for each, value in kept.items():
+        if not isinstance(value, Tensor) and type(value) not in (int, float):
             raise ValueError(f"it keeps a {type(value).__name__} as {name}.{each}")
     return kept
 
@@ -448,8 +445,7 @@ def classify(*optimizers: Optimizer, names: Mapping[int, str]) -> OptimizerClass
             kinds = [{name: each.dtype for name, each in plan.tensors.items()} for plan in (small, large)]
             plain = all(s is None or _is_number(s) or type(s) is Tensor for s in large.states.values())
             by_size = not plain or kinds[0] != kinds[1]
-            states, scalars = small.states | large.states, small.scalars | large.scalars
-            plan = replace(small, states=states, scalars=scalars, by_size=by_size)
+            plan = replace(small, states=small.states | large.states, scalars=small.scalars | large.scalars, by_size=by_size)
             plans.update(((number, names[id(each)]), plan) for each in those)
             whole = whole or by_size or not trial.element_wise
     return OptimizerClass(parts=parts, whole=whole, plans=plans)

@@ -335,10 +335,7 @@ def _store_gradients(flat: torch.Tensor | None, bucket: Bucket, indices: Sequenc
         places.append(flat[slot.where.start : slot.where.end].view(slot.spec.shape))
         gradients.append(parameter.grad)
         parameter.grad = None
-    if add:
-        torch._foreach_add_(places, gradients)
-    else:
-        torch._foreach_copy_(places, gradients)
+    (torch._foreach_add_ if add else torch._foreach_copy_)(places, gradients)
 
 
 def _digest(bucket: Bucket, index: int) -> int:
@@ -387,20 +384,18 @@ class GradientShards:
     def prefetch(self, bucket: Bucket) -> None:
         """Start to read the sum of earlier microbatches if it is offloaded. A shard without lasting memory gets it now, before its
         block is recomputed, since it would leave holes between what the recomputation allocates."""
-        rest = bucket.grad_rest
         if bucket.grad is not None or id(bucket) in self._arriving:
             return
         if not (self._keeps_memory or self._pass_through) and bucket.layout.parts > 1:
             bucket.grad = self._allocate_grad(bucket)
-        elif rest is not None and bucket.partial is None and not self.first_microbatch:
+        elif (rest := bucket.grad_rest) is not None and bucket.partial is None and not self.first_microbatch:
             memory = self._allocate_grad(bucket)
             self._arriving[id(bucket)] = (memory, rest.read(0, memory))
 
     def allocate(self, bucket: Bucket) -> None:
         """Allocate `bucket.grad` before a reduction, with the sum of earlier microbatches, which `StorageError` may prevent."""
         self.prefetch(bucket)
-        arriving = self._arriving.pop(id(bucket), None)
-        if arriving is not None:
+        if (arriving := self._arriving.pop(id(bucket), None)) is not None:
             bucket.grad, transfer = arriving
             transfer.wait()
         elif bucket.grad is None:
@@ -462,11 +457,9 @@ class GradientShards:
 
     def drop(self, bucket: Bucket) -> None:
         """Release the memory of a bucket's used gradients, unless it is kept for the next step."""
-        grad = bucket.grad
-        if grad is None or (self._keeps_memory and bucket.grad_rest is None):
-            return
-        bucket.grad = None
-        self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -grad.nbytes)
+        if bucket.grad is not None and not (self._keeps_memory and bucket.grad_rest is None):
+            self._tiers.ledger.add(Tier.DEVICE, Purpose.GRADIENTS, -bucket.grad.nbytes)
+            bucket.grad = None
 
     def norm(self, bucket: Bucket) -> torch.Tensor:
         """Return the norm of a gradient shard, a scalar on the device; nan or inf if an element is, 0 if it was already used."""

@@ -93,8 +93,8 @@ class WeightAverage:
             average.copy_(weights)
 
     @staticmethod
-    def swap(weights: torch.Tensor, average: torch.Tensor) -> None:
-        """Exchange the same part of a shard and its averages, a little at a time."""
+    def swap(average: torch.Tensor, weights: torch.Tensor) -> None:
+        """Exchange the same part of the averages and of their shard, a little at a time."""
         for first, second in zip(*(torch.split(each, _SWAPPED_ELEMENTS) for each in (weights, average)), strict=True):
             kept = first.clone()
             first.copy_(second)
@@ -133,8 +133,7 @@ def time_update(device: torch.device, tiers: Tiers, options: ZeroOptions, most: 
     pinned, settings, dtype = tiers.pinned.used, options.optimizer, options.precision.master
     nbytes, moments = elements * dtype.itemsize, fused_optimizer.moment_dtypes(settings, dtype)
     modes = [Access.UPDATE, Access.READ] + [Access.UPDATE] * len(moments)  # Of master weights, gradients and moments.
-    states = [TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST) for _ in modes]
-    uses = [StreamOperand(tensor=each, mode=mode) for each, mode in zip(states, modes, strict=True)]
+    uses = [StreamOperand(tensor=TieredTensor.of(tiers.buffer(nbytes, _CPU).view(dtype), Tier.HOST), mode=mode) for mode in modes]
     stream = _open_stream(device, tiers, options, len(uses) if is_accelerator(device) else 0, nbytes, WaitTime())
     group = {**fused_optimizer.hyperparameters(settings)[1], "lr": 0.0}
 
@@ -408,15 +407,9 @@ class OptimizerStep:
         if skip and self.outer is None:
             return
         if (averages := self._due_averages) is not None:
-
-            def blend(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
-                with self._guarded(tensors[1:]) as changes:
-                    if changes:
-                        averages.blend(tensors[1], tensors[0])
-
             if not self._options.evaluates_average:  # The update has blended those of buckets that are trained now.
                 others = (bucket for bucket in self._all_buckets if bucket not in self.last_order)
-                self._change_averages(others, Access.READ, blend)
+                self._change_averages(others, Access.READ, averages.blend)
             averages.count += 1
         self.updates += not skip
         if not skip:
@@ -428,22 +421,25 @@ class OptimizerStep:
 
     def swap_averages(self) -> None:
         """Exchange master weights with their averages, or back. Raises `StorageError`."""
+        self._change_averages(self._all_buckets, Access.UPDATE, WeightAverage.swap)
 
-        def swap(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
-            with self._guarded(tensors) as changes:
+    def _change_averages(
+        self, buckets: Iterable[Bucket], mode: Access, change: Callable[[torch.Tensor, torch.Tensor], None]
+    ) -> None:
+        """Call `change` with each part of the averages and that of their weights, which it uses in `mode`."""
+
+        def compute(_row: StreamRow, tensors: list[torch.Tensor]) -> None:
+            weights, average = tensors
+            with self._guarded(tensors if mode is Access.UPDATE else [average]) as changes:
                 if changes:
-                    WeightAverage.swap(*tensors)
+                    change(average, weights)
 
-        self._change_averages(self._all_buckets, Access.UPDATE, swap)
-
-    def _change_averages(self, buckets: Iterable[Bucket], mode: Access, change: Callable[..., None]) -> None:
-        """Call `change` with each part of the weights, which it uses in `mode`, and their averages."""
         for bucket in buckets:
             if bucket.average is not None:
                 self.before_change(bucket)
                 modes = ((bucket.master, mode), (bucket.average, Access.UPDATE))
                 uses = [StreamOperand(tensor=tensor, mode=each) for tensor, each in modes]
-                self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), change)
+                self._stream.run(list(self._cut(self._stream.rows(id(bucket), bucket.length, uses))), compute)
         self._stream.wait_for_writes()
 
     def _agree_on_updates(self, replicas: ProcessSet) -> None:

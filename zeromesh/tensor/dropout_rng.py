@@ -27,21 +27,18 @@ class ShardedRandomness:
     @uncompiled
     def enter(self) -> None:
         """Switch the generators to this rank's state, for divided activations, unless they are in it already."""
-        if self.entered:
-            return
-        seed = seed_of(f"{int(torch.randint(2**62, (), device='cpu'))}/{self._rank}")
-        self._left = seed, torch.get_rng_state(), accelerator.generator_state()
-        seed_generators(seed)
+        if not self.entered:
+            seed = seed_of(f"{int(torch.randint(2**62, (), device='cpu'))}/{self._rank}")
+            self._left = seed, torch.get_rng_state(), accelerator.generator_state()
+            seed_generators(seed)
 
     @uncompiled
     def leave(self) -> None:
         """Switch the generators back to the state shared by all ranks, unless they are in it already."""
-        if self._left is None or not self.entered:
-            return
-        _, host, device = self._left
-        torch.set_rng_state(host)
-        accelerator.set_generator_state(device)
-        self._left = None
+        if self._left is not None and self.entered:
+            (_, host, device), self._left = self._left, None
+            torch.set_rng_state(host)
+            accelerator.set_generator_state(device)
 
     @contextmanager
     def sharded(self) -> Iterator[None]:

@@ -158,10 +158,8 @@ class _Take(torch.autograd.Function):
             x = whole.wait()
         of_weights: list[Tensor | None] = [None] * len(members)
         for number in wanted:
-            left, right = reading.gradients[number], x
-            if members[number].transposed:
-                left, right = right, left
-            of_weights[number] = linear_grad_weight(left, right)
+            pair = reading.gradients[number], x
+            of_weights[number] = linear_grad_weight(*(pair[::-1] if members[number].transposed else pair))
         reading.gradients.clear()
         of_x = None if total is None else total.wait()
         if of_x is not None and grad is not None and reading.mode == "gathered":

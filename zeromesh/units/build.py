@@ -77,8 +77,7 @@ def plan_layouts(
 def open_tiers(mesh: Mesh, options: ZeroOptions) -> Tiers:
     """Open the memory tiers of this rank. The engine built on them closes them; without an engine, the caller does."""
     files = options.offload.files
-    files = replace(files, label=f"{files.label}-rank{mesh.rank}")
-    return Tiers(device=mesh.device, ledger=Ledger(), files=files)
+    return Tiers(device=mesh.device, ledger=Ledger(), files=replace(files, label=f"{files.label}-rank{mesh.rank}"))
 
 
 def build_units(
@@ -375,8 +374,7 @@ class _BucketBuilder:
                 return None
             origin, name = self.source.origin(piece.spec.name)
             for _, part, start in _selections(piece):
-                place = origin.file_position(name, part.start, first.dtype)
-                if place is None:
+                if (place := origin.file_position(name, part.start, first.dtype)) is None:
                     return None
                 slot, begin = self.tiers.file().open_stored(place[0]), place[1] // first.dtype.itemsize
                 runs.append(TieredPart(start=start, end=start + part.length, tier=Tier.FILE, slot=slot, first=begin))
@@ -386,8 +384,7 @@ class _BucketBuilder:
         places, (_, interval) = {}, self._intervals(layout)
         for slot in layout.slots:
             origin, name = self.source.origin(slot.spec.name)
-            place = origin.encoded_place(name, codec_of(layout), slot.spec.dtype)
-            if place is None or not slot.spec.region.is_whole:
+            if (place := origin.encoded_place(name, codec_of(layout), slot.spec.dtype)) is None or not slot.spec.region.is_whole:
                 return None
             places[slot.spec.fqn] = place
         shard, runs = EncodedShard(codec=codec_of(layout), length=interval.length, pieces=()), []
@@ -440,8 +437,7 @@ def _short_rows(piece: ShardPiece) -> StridedRows | None:
 def _fill_piece(master: TieredTensor, piece: ShardPiece, source: ParameterSource) -> None:
     origin, name = source.origin(piece.spec.name)
     for rows, interval, start in _selections(piece):
-        memory = master.view(start, start + interval.length, _CPU)
-        if memory is not None:
+        if (memory := master.view(start, start + interval.length, _CPU)) is not None:
             origin.fill(name, rows, interval, memory)
             continue
         for begin in range(0, interval.length, _CHUNK):

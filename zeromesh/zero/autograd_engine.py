@@ -368,8 +368,7 @@ class AutogradEngine(ZeroEngine):
         present = dict(self.model.named_parameters())
         for one, other in ((present, self._sharded), (self._sharded, present)):
             others = set(map(id, other.values()))
-            changed = next((name for name, each in one.items() if id(each) not in others), None)
-            if changed is not None:
+            if (changed := next((name for name, each in one.items() if id(each) not in others), None)) is not None:
                 why = f"{changed} was added, removed or replaced after shard(), and would be neither trained nor saved"
                 cure = "put back what was there, or call zeromesh.unshard(model), change it, and call shard() again"
                 raise PhaseError(f"{why}; {cure}")

@@ -78,8 +78,7 @@ class ZeroEngine:
         self._states_valid_at: list[list[int]] = []
         self.checkpoint_state = CheckpointState(model, self.units, self.optimizer_step, mesh, options)
         """The tensors of a checkpoint, whole and by name, and this rank's part of each."""
-        if not self._releases:
-            self._gather_all()
+        self._gather_kept()
 
     @classmethod
     def build(
@@ -124,8 +123,7 @@ class ZeroEngine:
             return (bucket.average if averages is not None and averages.count else None) or bucket.master
 
         if averaged not in self._states:
-            sums = self.options.precision.sums
-            self._states[averaged] = FullState(self.model, self.units, self.mesh, sums, weights_of)
+            self._states[averaged] = FullState(self.model, self.units, self.mesh, self.options.precision.sums, weights_of)
         return self._states[averaged]
 
     @property
@@ -331,8 +329,7 @@ class ZeroEngine:
         """Release all units after an update, as their parameters are outdated, and start to gather replicated ones again."""
         for unit in self.units:
             unit.leave()
-        if not self._releases:
-            self._gather_all()
+        self._gather_kept()
         for group in self.groups:
             group.transport.poll()
 
@@ -377,8 +374,8 @@ class ZeroEngine:
         if journal is not None and not self._averages_swapped:
             journal.begin()
 
-    def _gather_all(self) -> None:
-        for unit in self.units:
+    def _gather_kept(self) -> None:
+        for unit in self.units if not self._releases else ():
             self._passes.start(unit, known_order=True)
 
     def wait_for_gathers(self) -> None:

@@ -114,10 +114,9 @@ class Passes:
             self._end_forward(outputs)
         # Only the edges are kept: activations that were sent need not stay until backward.
         self._progress.roots = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
-        done = self._progress
         if not backward_follows:
             self.end()
-        return outputs, done
+        return outputs, self._progress
 
     def backward(self, forward: PassProgress, gradients: Tensors, *, inputs_only: bool = False) -> None:
         """Run backward of a microbatch from the gradients of its roots. `inputs_only`: run the half that other stages wait for, the
@@ -125,12 +124,9 @@ class Passes:
         self._enter_backward(forward)
         self._defers_weights = inputs_only
         with kept_generators(), self._recorder.span(StepPhase.BACKWARD):
-            if inputs_only:
-                self._make_kept_units_live()
-                self._run_backward(gradients)
-            else:
-                self._begin_reducing()
-                self._run_backward(gradients)
+            (self._make_kept_units_live if inputs_only else self._begin_reducing)()
+            self._run_backward(gradients)
+            if not inputs_only:
                 self._end_reducing()
         self.end()
 

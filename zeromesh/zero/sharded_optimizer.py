@@ -192,8 +192,7 @@ def settings_of(optimizer: Optimizer, names: Iterable[tuple[str, torch.Tensor]],
         take_overrides(*parts)
         classes = {each for part in parts for each in type(part).__mro__} - {Optimizer, object}
         known_to = (*map(own_attributes, parts), *values, *map(vars, classes))
-        where = [name for each in known_to for name, value in each.items() if holds(value, by_id)]
-        if where:
+        if where := [name for each in known_to for name, value in each.items() if holds(value, by_id)]:
             why = f"optimizer {kind} has parameters, or their id(), in {where[0]}, and its update gets pieces in their place"
             raise ConfigError(f"{why}; set what belongs to a parameter as its attribute, or as a value of its group")
         known = {by_id[id(each)]: each for group in groups for each in group["params"]}

@@ -59,9 +59,7 @@ def is_transposed(module: nn.Module) -> bool | None:
     """Return True if a linear layer keeps its weight as `[in, out]`, False for `[out, in]`; None for any other module."""
     if type(module) is nn.Linear or type(module).__name__ == "FalconLinear":
         return False
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        return True
-    return None
+    return True if type(module).__name__ == "Conv1D" and hasattr(module, "nf") else None
 
 
 def intermediate_dims(shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int] | None:

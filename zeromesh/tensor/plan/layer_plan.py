@@ -140,8 +140,7 @@ def with_adapters(plan: TensorPlan, model: nn.Module, prefix: str) -> TensorPlan
 
 
 def _divided(layer: LayerPlan, module: Any) -> Iterator[LayerPlan]:
-    wrapped = _wrapped(module)
-    if wrapped is None:
+    if (wrapped := _wrapped(module)) is None:
         yield layer
         return
     for name, _ in wrapped:

@@ -19,7 +19,7 @@ copy of the model (`trainer/models/tensor_trial.py`), and refused if a module co
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import translate
 from itertools import chain
 from typing import Any
@@ -35,8 +35,6 @@ from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan,
 from zeromesh.units.plan import block_modules, without_adapters
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
-_EVENLY = ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input")
-"""The styles of linear layers whose outputs or inputs are divided evenly."""
 _STYLES = (
     *(style.value for style in Style if style not in (Style.SLICED, Style.HEAD, Style.NORMS)),
     *("packed_colwise", "qkv_stacked", "qkv_by_head", "qkv_falcon", "rowwise_heads", "replicate", *_SYNONYMS),
@@ -141,10 +139,9 @@ class _Planner:
     def embeddings(self) -> None:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
         for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
-            try:
-                found = getattr(self.model, getter, lambda: None)()
-            except (NotImplementedError, AttributeError):
-                continue
+            found = None
+            with suppress(NotImplementedError, AttributeError):
+                found = getattr(self.model, getter)()
             name = self.names.get(id(found), "")
             if found is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
@@ -276,7 +273,7 @@ class _Planner:
             self._add(name, Style.COLUMN, tuple(zip(half, second, strict=True)))
         elif style == "rowwise_heads" or (style == "rowwise" and attention is not None):
             self._add(name, Style.ROW, (attention or self._attention_around(name)).by_head(name, inputs))
-        elif style in _EVENLY:
+        elif style in ("colwise", "colwise_gather_output", "rowwise", "rowwise_split_input"):
             self._divide(name, Style(style), outputs if style.startswith("colwise") else inputs)
         else:
             cure = "see zeromesh/tensor/plan/planner.py for those that are"
