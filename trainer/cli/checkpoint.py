@@ -38,8 +38,7 @@ def run_checkpoint(options: argparse.Namespace) -> int:
                 export_checkpoint(directory, options.out, options.dtype, console, **how)
             case "merge":
                 parts = open_parts(options.parts)
-                total = sum(piece.end - piece.begin for part in parts for piece in part.pieces())
-                moved = Throughput(console, "merging", total)
+                moved = Throughput(console, "merging", sum(piece.end - piece.begin for part in parts for piece in part.pieces()))
                 whole = merge(parts, options.out, moved)
                 of = f"step {whole.step} of {counted(len(parts), 'part')}"
                 console.note(f"{options.out}: {of}, {counted(len(whole.files), 'file')}, {moved}")

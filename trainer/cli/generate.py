@@ -58,8 +58,7 @@ def run_generate(options: argparse.Namespace) -> int:
             if not options.chat:
                 _prompts_of(options.prompts)  # Invalid prompts are refused before ranks start.
             # A restart generates only the results that --out lacks. Without --out it would lose all, so there is none.
-            restarts = options.max_restarts if options.out else 0
-            nodes = Nodes(max_restarts=restarts, restarts_from="the results that are there")
+            nodes = Nodes(max_restarts=options.max_restarts if options.out else 0, restarts_from="the results that are there")
             return train.report(train.launch_this_command(options, processes, nodes=nodes, talks=options.chat))
 
 
@@ -148,8 +147,7 @@ def _write_results(
 
     try:
         if missing:
-            prompted = [asked[number] for number in missing]
-            generator.generate(prompted, batch=options.batch, on_results=on_results, **fields)
+            generator.generate([asked[number] for number in missing], batch=options.batch, on_results=on_results, **fields)
     except ZeromeshError:
         if journal is not None:
             left = some([prompts[number].id for number in journal.missing()], 100)

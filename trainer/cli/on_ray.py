@@ -41,14 +41,12 @@ def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mappin
     """Run `python ARGUMENTS` as `processes` ranks on each of `nodes.most` nodes of a Ray cluster, with `env`, and go on while
     `nodes.least` of them are left, if that is less, or one. Returns as `launch_workers` does. Raises `ConfigError` without Ray, and
     on a client outside of the cluster, which the nodes cannot reach."""
-    missing = "--on ray needs one more package: pip install 'zeromesh[ray]' ("
-    with errors_as(ConfigError, missing, ImportError, after=")"):
+    with errors_as(ConfigError, "--on ray needs one more package: pip install 'zeromesh[ray]' (", ImportError, after=")"):
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
     if (setting("RAY_ADDRESS") or "").startswith("ray://"):
-        cure = "start the command on a node, or by `ray job submit`"
-        raise ConfigError(f"--on ray: RAY_ADDRESS is that of Ray's client; {cure}")
+        raise ConfigError("--on ray: RAY_ADDRESS is that of Ray's client; start the command on a node, or by `ray job submit`")
     ray.init()
     gpus = processes if ray.cluster_resources().get("GPU") else 0
     bundle = {"CPU": processes, "GPU": gpus} if gpus else {"CPU": processes}
@@ -89,8 +87,7 @@ def launch_on_ray(argv: Sequence[str], processes: int, nodes: Nodes, env: Mappin
         return bool(requests.first) and not leader.running
 
     with noted_signals() as requests:
-        address_of = lambda left: (left[0].address, random.choice(PORTS))  # noqa: E731
-        leader = Leader(nodes, 0, notify, stopped, address_of=address_of)
+        leader = Leader(nodes, 0, notify, stopped, address_of=lambda left: (left[0].address, random.choice(PORTS)))
         asked = {ask(each): each for each in actors}
         result = run_starts((), leader, requests)
         ray.wait([*asked], num_returns=len(asked), timeout=_END_SECONDS)

@@ -67,8 +67,7 @@ def run_doctor(options: argparse.Namespace) -> int:
         values = [{"part": part, **asdict(finding)} for part, finding in all_findings]
         sys.stdout.write(json.dumps({**counts, "findings": values}, indent=1) + "\n")
     else:
-        words = [f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items()]
-        print_lines([", ".join(words)])
+        print_lines([", ".join(f"{count or 'no'} {plural(count, name.removesuffix('s'))}" for name, count in counts.items())])
     return 1 if counts["problems"] else 0
 
 

@@ -58,8 +58,7 @@ def run_status(options: argparse.Namespace) -> int:
                     values = {"time": time.time(), "step": now.step, "loss": now.loss, "state": state}
                     waited_for = [asdict(each) for each in rank_records.blames(now.ranks)]
                     values |= {"recoveries": now.recoveries, "ranks": now.ranks, "waited_for": waited_for}
-                    verdicts = rank_records.verdicts(now.ranks, now.traffic)
-                    slow = {"recent": rank_records.recent(now.ranks), "verdicts": verdicts}
+                    slow = {"recent": rank_records.recent(now.ranks), "verdicts": rank_records.verdicts(now.ranks, now.traffic)}
                     show([json.dumps(strict(values | slow))])
                 else:
                     show(_lines(options.run, now, width))
@@ -126,8 +125,7 @@ def _table_cells(row: Mapping[str, Any]) -> tuple[object, ...]:
     waits, doing = row.get("waits"), f"{row['doing']}" + (f", {row['disk']}" if row.get("disk") else "")
     doing = "failed" if row["failure"] else f"stopped {doing}" if row.get("stopped") else doing
     awaited = f"{waits['for']}: {ranks_text(waits['ranks']) if waits['ranks'] else 'the link'}" if waits else ""
-    silent = f"{row['seconds_without_progress']:.1f}"
-    return row["rank"], row["pid"], step, doing, f"{row['seconds']:.1f}", awaited, silent
+    return row["rank"], row["pid"], step, doing, f"{row['seconds']:.1f}", awaited, f"{row['seconds_without_progress']:.1f}"
 
 
 def _verdict(note: str, silent: float, *, monitored: bool) -> tuple[int, str]:

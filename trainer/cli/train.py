@@ -58,7 +58,6 @@ def run_launch(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides, ranks=slots, consent=Consent.GIVEN)
     if options.min_hosts is not None and options.min_hosts > len(hosts):
         raise ConfigError(f"--min-hosts {options.min_hosts}: {path} has {len(hosts)}")
-    restarts = options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None)
     with errors_as(ConfigError, f"--ssh {options.ssh!r} cannot be read: ", ValueError):
         ssh = SSH if options.ssh is None else tuple(shlex.split(options.ssh))
     if not ssh:
@@ -88,7 +87,7 @@ def run_launch(options: argparse.Namespace) -> int:
         silence_seconds=options.host_timeout,
         port=options.port,
         least=options.min_hosts or len(hosts),
-        max_restarts=restarts,
+        max_restarts=options.max_restarts if options.max_restarts is not None else 3 * (options.min_hosts is not None),
         check=lambda left: check_mesh(config, sum(host.slots for host in left)),
     )
     if not options.dry_run:
@@ -165,8 +164,7 @@ def _convert_start_arguments(options: argparse.Namespace) -> None:
         sets = {name or name_of_file(path): path for name, _, path in (each.rpartition("=") for each in given)}
         if len(sets) < len(given):
             raise ConfigError(f"--eval: two of {', '.join(given)} have one name; give NAME=FILE")
-        alone = len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists())
-        keys["data.eval"] = given[0] if alone else sets
+        keys["data.eval"] = given[0] if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()) else sets
     keys |= {"model.lora": {"rank": 16, "targets": "all-linear"}} if options.lora else {}
     options.overrides[:0] = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     options.config, options.tune = _DEFAULTS, True
@@ -255,9 +253,8 @@ def run_script(options: argparse.Namespace) -> int:
 
 def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
     """Return the number of ranks, by the launcher or --nproc, and True if this process starts them, as one task may."""
-    launch, nproc = environment.read_environment(), options.nproc
-    if nproc is not None and nproc > (most := max(64, 8 * environment.available_cores())):
-        cores = environment.available_cores()
+    launch, nproc, cores = environment.read_environment(), options.nproc, environment.available_cores()
+    if nproc is not None and nproc > (most := max(64, 8 * cores)):
         raise ConfigError(f"--nproc {nproc}: this host has {cores} cores; allowed are up to {most} ranks")
     if launch.launcher != "torchrun" and launch.world_size == 1:
         return nproc or 1, not options.worker and (nproc or 1) > 1
@@ -276,8 +273,7 @@ def ranks_of(options: argparse.Namespace) -> tuple[int, bool]:
 def _launch(options: argparse.Namespace, processes: int, **nodes: Any) -> WorkersFailed | int:
     least, most = options.nnodes
     if options.on and (options.node_rank is not None or options.rdzv_endpoint):
-        cure = "leave --node-rank and --rdzv-endpoint out"
-        raise ConfigError(f"--on {options.on} numbers the nodes and meets by itself; {cure}")
+        raise ConfigError(f"--on {options.on} numbers the nodes and meets by itself; leave --node-rank and --rdzv-endpoint out")
     if most > 1 and not options.on and not options.rdzv_endpoint:
         raise ConfigError("--nnodes of several hosts needs --rdzv-endpoint HOST:PORT, the same on all of them")
     if options.node_rank is not None and not (options.rdzv_endpoint and least == most > options.node_rank):
@@ -411,8 +407,7 @@ def exit_code_of(error: BaseException) -> int:
 
 def say(message: str) -> None:
     width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    lines = f"zeromesh: {errors.printable_lines(message)}".split("\n")
-    sys.stderr.writelines(f"{line}\n" for line in wrapped(lines, width))
+    sys.stderr.writelines(f"{line}\n" for line in wrapped(f"zeromesh: {errors.printable_lines(message)}".split("\n"), width))
 
 
 def _hint(message: str) -> None:

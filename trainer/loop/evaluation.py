@@ -108,13 +108,11 @@ def run_dataset(
         if expected >= _NOTED_BYTES and collector is not None and not collector.size_noted:
             collector.size_noted = True
             cure = "preprocess_logits_for_metrics would reduce it first, to the most likely tokens for instance"
-            what = f"{human_bytes(expected)} of what the model returns"
-            run.console.note(f"evaluation: each rank collects {what}; {cure}")
+            run.console.note(f"evaluation: each rank collects {human_bytes(expected)} of what the model returns; {cure}")
         run.events.call("on_prediction_step", done, total)
         return not stop()
 
-    averaged = run.model.averaged() if run.model.evaluates_average else nullcontext()
-    with averaged, run.loader(feed, last=1) as loader:
+    with run.model.averaged() if run.model.evaluates_average else nullcontext(), run.loader(feed, last=1) as loader:
         result = run.model.stepper.evaluate(loader, should_continue, collector)
     if result is None:
         return None

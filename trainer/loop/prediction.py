@@ -59,8 +59,7 @@ class Collector:
     def add(self, parts: Sequence[Tree | None]) -> None:
         """Add this rank's outputs of one round of microbatches; None stands for no output."""
         for part in parts:
-            payload = b"" if part is None else _encode(part)
-            gathered = self.mesh.world.gather_bytes(payload, "predictions of a microbatch")
+            gathered = self.mesh.world.gather_bytes(b"" if part is None else _encode(part), "predictions of a microbatch")
             rows = zip(map(self.mesh.shape.data_index, self.mesh.world.ranks), gathered, strict=True)
             self._parts += [_decode(each) for _, each in sorted(rows) if each]
             self.nbytes += sum(map(len, gathered))

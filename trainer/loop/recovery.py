@@ -108,8 +108,7 @@ class Recovery:
         stays = stays and config.recovery.survivors == "keep"
         # Replicas that take local steps are at one step in a checkpoint alone.
         journals = stays and config.recovery.memory == "auto" and config.parallel.sync_every == 1
-        memory = _memory(states) if journals else None
-        return cls(config, line, stays, memory, model if isinstance(model, nn.Module) else None)
+        return cls(config, line, stays, _memory(states) if journals else None, model if isinstance(model, nn.Module) else None)
 
     def join(self, mesh: Mesh) -> None:
         """Agree with the other ranks if the states in memory are whole. Tell the launcher that this rank can go on without others,
@@ -282,8 +281,7 @@ class Recovery:
             if self._ends_again and self._begun.get("step") == state.step == record["step"]:
                 del progress.log[self._logged :]
             # What the run was resumed from counts in its figures; where it goes on now is in the state.
-            now = {name: getattr(state, name) for name in ("stream", "tracker", "paces")}
-            progress.resumed = replace(progress.resumed, **now)
+            progress.resumed = replace(progress.resumed, **{name: getattr(state, name) for name in ("stream", "tracker", "paces")})
         else:
             state = max(filter(None, self._states), key=lambda each: each.step)
             progress.resume(state)
@@ -315,8 +313,7 @@ class Recovery:
             engine.optimizer_step.journal.begin(run.progress.step)
         self.line.tell(trains=True)
         if self.snapshots is not None and not self.snapshots.begin(engine, run.progress.step):
-            why = "two copies need more than half of the memory that a host has available"
-            run.console.note(f"no snapshots of the states: {why}")
+            run.console.note("no snapshots of the states: two copies need more than half of the memory that a host has available")
 
     def forget_steps(self) -> None:
         """Let no states in memory count, before those of an earlier step are loaded; `begin_training` is called then."""
@@ -418,8 +415,7 @@ def require_updates(run: RunContext, why: str = "") -> None:
         what = "data were suspicious" if run.config.recovery.spike_factor else "gradients were not finite"
         steps = f"{counted(progress.skipped_in_a_row, 'step')} in a row, up to step {progress.step}"
         last = f"(run.max_nonfinite; in the last, {progress.cause}); no update of these steps was made{why}"
-        cure = "Lower optimizer.lr, look at the data, or use precision.compute: bfloat16"
-        raise NonFiniteError(f"{what} in {steps} {last}. {cure}")
+        raise NonFiniteError(f"{what} in {steps} {last}. Lower optimizer.lr, look at the data, or use precision.compute: bfloat16")
 
 
 def _digest(text: str) -> int:

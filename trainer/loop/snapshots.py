@@ -123,8 +123,7 @@ class Snapshots:
         best = max((each for each, found in holders.items() if len(found) == each[-1]), default=None)
         images = {image.facts["rank"]: image for image in there if image.snapshot == best}
         own = images.get(mesh.rank)
-        here = own is not None and own.facts["mesh"] == str(mesh.shape)
-        alike = all(mesh.world.gather_json(here, "layouts of snapshots"))
+        alike = all(mesh.world.gather_json(own is not None and own.facts["mesh"] == str(mesh.shape), "layouts of snapshots"))
         self._image = own if alike else None  # where this layout has written it
         self._served = [each for rank, each in images.items() if best and holders[best][rank] == mesh.rank]
         self._loaded = False
@@ -229,8 +228,7 @@ class Snapshots:
             lengths = [max(0, min(length - first, _SENT)) for length in self._lengths]
             before = one_after_another(lengths)
             after = tuple(tuple(before[each][0] for each in sources) for sources in self._sources)
-            given = image[first : first + lengths[rank]]
-            arrived = redistribute(given, before, after, self._mesh.world, "copies of snapshots")
+            arrived = redistribute(image[first : first + lengths[rank]], before, after, self._mesh.world, "copies of snapshots")
             parts = torch.split(arrived, [lengths[each] for each in self._sources[rank]])
             for start, part in zip(starts[:-1], parts, strict=True):
                 copies[start + first : start + first + part.numel()] = part
@@ -322,8 +320,7 @@ def _reader(served: Sequence[Image], mesh: Mesh) -> CheckpointReader:
         done = 0
         for begin, end, rank in sorted(found):  # Replicas have the same bytes, of which the first counts.
             for cut in cut_at_grid(Interval(start=max(begin, done), end=max(end, done))):
-                piece = ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum="", rank=rank)
-                pieces[rank][path].append(piece)
+                pieces[rank][path].append(ChecksumPiece(path=path, begin=cut.start, end=cut.end, checksum="", rank=rank))
             done = max(done, end)
     parts = []
     for rank in mesh.world.ranks:

@@ -94,8 +94,7 @@ class DeviceBatch(dict[str, Any]):
         with accelerator.launching_on(self._copies):
             for name, value in self.items():
                 if isinstance(value, Tensor) and not accelerator.on_accelerator(value):
-                    pinned = value if value.is_pinned() else value.pin_memory()
-                    self[name] = pinned.to(self._device, non_blocking=True)
+                    self[name] = (value if value.is_pinned() else value.pin_memory()).to(self._device, non_blocking=True)
         self._copied = accelerator.record_event(self._copies)
 
     @contextmanager
@@ -353,8 +352,7 @@ class Stepper:
                 results: list[tuple[Tensor, int | Tensor, Any]] = [(torch.zeros(()), 0, None)] * len(batches)
                 # With generation, forward is needed for the loss alone.
                 if generation is None or self.loss.kind != "labels" or all("labels" in each for each in fetched):
-                    plain = collector is not None and generation is None
-                    results = self._forwards(batches, streams, outputs=plain)
+                    results = self._forwards(batches, streams, outputs=collector is not None and generation is None)
                 if generation is not None:
                     numbers = [list(map(feed.order.dataset_index, each.samples)) for each in group]
                     tokens = [generation.tokens(*each, self.compute) for each in zip(fetched, numbers, strict=True)]
@@ -395,15 +393,13 @@ class Stepper:
         results: list[tuple[Tensor, int | Tensor, Any]] = []
 
         def loss_of(batch: Any, seed: float) -> Tensor:
-            own = None if outputs else seed
-            loss, found, count, _ = self.loss.run(self.model, batch, seed=own, targets=batch.targets)
+            loss, found, count, _ = self.loss.run(self.model, batch, seed=None if outputs else seed, targets=batch.targets)
             results.append((loss, count, found if outputs else None))
             return loss
 
         if self.engine is not None:
             work = [batch.work(0.0, drawn) for batch, drawn in zip(batches, streams, strict=True)]
-            losses = self._driver.evaluate(self.engine, work, loss_of)
-            return results or [(loss, 0, None) for loss in losses]
+            return results or [(loss, 0, None) for loss in self._driver.evaluate(self.engine, work, loss_of)]
         for batch, drawn in zip(batches, streams, strict=True):
             with torch.no_grad(), drawn.drawing(), batch.present():
                 loss_of(batch, 0.0)
@@ -434,8 +430,7 @@ class Stepper:
         if plan.average == "tokens":
             return int(targets), [1.0] * len(counts)
         # A microbatch mean is weighted by its samples: sum of losses / count * samples / all samples, in units of 1 / targets.
-        counted = zip(known, microbatches, strict=True)
-        shares = [len(each.samples) / samples * targets / max(1, count) for count, each in counted]
+        shares = [len(each.samples) / samples * targets / max(1, count) for count, each in zip(known, microbatches, strict=True)]
         return int(targets), shares
 
     def _to_device(self, batches: _Batches, counts: Sequence[int | None], *, whole: bool = False) -> list[DeviceBatch]:

@@ -124,10 +124,9 @@ class TrainedModel(PlacedModel):
             return
         master = engine.options.precision.master
         state = self.state()
-        nbytes = state.numel * master.itemsize
         free = least_free_bytes(self.mesh)
         averaged = engine.optimizer_step.averages is not None and not self.saves_average
-        if free and (3 if averaged else 2) * nbytes > free:
+        if free and (3 if averaged else 2) * state.numel * master.itemsize > free:
             self.console.note("the model does not fit in one rank's memory and stays partitioned; use save()")
             return
         if averaged:

@@ -186,8 +186,7 @@ class TrainingLoop:
     def _train(self, feed: Feed) -> None:
         run, progress, note = self.run, self.run.progress, self.run.console.note
         config, mesh, path, resumed, step = run.config, run.mesh, self.directory.path, progress.resumed, progress.step
-        given = [name for name, how in run.inputs.names().items() if how == "given"]
-        facts = {"parameters": run.model.parameters, "given": given}
+        facts = {"parameters": run.model.parameters, "given": [name for name, how in run.inputs.names().items() if how == "given"]}
         with (
             self._checkpoints,
             self.directory.open(config, done := step - bool(progress.unfinished), facts, mesh) as self._writer,
@@ -215,8 +214,7 @@ class TrainingLoop:
             self._checkpoints.try_small_files(self._state)
         # The last evaluation costs as much as so many steps: forward is a third of a step's work.
         samples = sum(map(len, run.data.evaluation_sets().values())) if section.eval_at_end else 0
-        after = samples / run.config.batch.global_size / 3
-        run.console.start(total_steps=section.max_steps, first_step=progress.step, after=after)
+        run.console.start(total_steps=section.max_steps, first_step=progress.step, after=samples / run.config.batch.global_size / 3)
         if section.eval_at_start and progress.step == 0 and run.data.eval is not None:
             self._evaluate()
             run.start_times.end("evaluation")
@@ -235,8 +233,7 @@ class TrainingLoop:
                 self.recovery.after_step(run)
             if files is not None and not run.finished:
                 files.commit(progress.step, self._state(own=True).to_json)
-        wanted = section.eval_at_end and run.data.eval is not None and not self._signal
-        if wanted and self._current_evaluation[0] is None:
+        if section.eval_at_end and run.data.eval is not None and not self._signal and self._current_evaluation[0] is None:
             self._save_last()
             self._evaluate()
         if progress.ended:
@@ -319,8 +316,7 @@ class TrainingLoop:
 
         due = run.due_after(number, position)
         peak, busy = rank_figures(run.ranks, self._stragglers.busy) if due["log"] else (0, ())
-        lr = run.learning_rate_of(number - 1)
-        line = run.stats.line(result, step=number, lr=lr, tokens=progress.tokens, peak=peak)
+        line = run.stats.line(result, step=number, lr=run.learning_rate_of(number - 1), tokens=progress.tokens, peak=peak)
         if shares := self._loader.feed.plan.shares:
             line["shares"] = {str(rank): share for rank, share in enumerate(shares)}
         if run.planned is not None:
@@ -375,8 +371,7 @@ class TrainingLoop:
             return
         shown = dict(line)
         self.run.events.call(event, line["step"], shown)
-        added = {name: value for name, value in shown.items() if value is not line.get(name)}
-        self.run.model.stepper.scalars.add(added)
+        self.run.model.stepper.scalars.add({name: value for name, value in shown.items() if value is not line.get(name)})
 
     def _write(self, line: Line) -> None:
         """Write the step's line, with values added since the last one, before callbacks, which could fail. All ranks call it."""
@@ -457,8 +452,7 @@ class TrainingLoop:
 
         def stop() -> bool:
             # Evaluations may be long, so ranks ask each other between microbatches.
-            asked = torch.tensor([self._asked])
-            self._signal = self._signal or int(run.mesh.world.all_reduce_max(asked, "requests to stop")[0])
+            self._signal = self._signal or int(run.mesh.world.all_reduce_max(torch.tensor([self._asked]), "requests to stop")[0])
             return bool(self._signal)
 
         values = evaluate(run, None, stop=stop, generation=generation_of(run, None, {}, metrics=True))

@@ -79,8 +79,7 @@ def blames(rows: Sequence[Row]) -> list[Blame]:
         elif end in by_rank:
             row = by_rank[end]
             states = {"failed": row["failure"], "stopped": row.get("stopped"), "disk": row.get("disk")}
-            usual = _CAUSES.get(row.get("activity", ""), "compute")
-            cause = next((name for name, holds in states.items() if holds), usual)
+            cause = next((name for name, holds in states.items() if holds), _CAUSES.get(row.get("activity", ""), "compute"))
             late, doing, seconds = end, row["failure"] or row["doing"], row.get("seconds", 0.0)
         else:
             continue
@@ -163,8 +162,7 @@ def verdicts(rows: Sequence[Row], traffic: Mapping[str, Any] | None = None) -> l
 def slowest(busy: Mapping[int, float]) -> tuple[int, float, float]:
     """Return the rank that was at work for the longest, its seconds, and the median of the others' seconds."""
     slow = max(busy, key=busy.__getitem__)
-    others = [seconds for rank, seconds in busy.items() if rank != slow]
-    return slow, busy[slow], statistics.median(others or [busy[slow]])
+    return slow, busy[slow], statistics.median([seconds for rank, seconds in busy.items() if rank != slow] or [busy[slow]])
 
 
 @dataclass(kw_only=True, slots=True)

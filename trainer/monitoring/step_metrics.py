@@ -66,8 +66,7 @@ class MetricsWriter(AbstractContextManager["MetricsWriter"]):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one line, with `time` (seconds since 1970); numbers that are not finite become "nan", "inf" and "-inf". What could
         not be written is kept, and written before the next line. Raises `StorageError`, also where the file was closed."""
-        line = json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
-        self._unwritten += line
+        self._unwritten += json.dumps(strict({**record, "time": round(time.time(), 3)}), allow_nan=False).encode("ascii") + b"\n"
         with errors_as(StorageError, f"{str(self.path)!r} cannot be written: ", OSError, ValueError):
             while self._unwritten:
                 self._unwritten = self._unwritten[self._file.write(self._unwritten) :]

@@ -77,8 +77,7 @@ def evaluation_row(line: Mapping[str, Any]) -> TrackedRow:
 
 def samples_row(step: int, lines: Sequence[Mapping[str, Any]]) -> TrackedRow:
     """Return the row of the completions after `step`: lines of `prompt` and `completion`."""
-    samples = tuple((line["prompt"], line["completion"]) for line in lines)
-    return TrackedRow(RowPosition(step, evaluation=True), {}, samples)
+    return TrackedRow(RowPosition(step, evaluation=True), {}, tuple((line["prompt"], line["completion"]) for line in lines))
 
 
 def missed_rows(directory: Path, sent: RowPosition, through: int) -> list[TrackedRow]:
@@ -114,8 +113,7 @@ class Sender(threading.Thread):
             what = "did not end well"
             tracker.finish()
         except BaseException as error:  # noqa: BLE001 - other people's code, some of which exits; it must not end a run
-            reason = describe_error(error, self._redaction)
-            self.warnings.put(f"WARNING: {self.name} {what}: {reason}. Training goes on; {HAS_ALL}")
+            self.warnings.put(f"WARNING: {self.name} {what}: {describe_error(error, self._redaction)}. Training goes on; {HAS_ALL}")
             with contextlib.suppress(Exception):
                 tracker.give_up(error)
 

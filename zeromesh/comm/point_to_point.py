@@ -179,8 +179,7 @@ class Channels:
 
 def write_header(specs: _Specs) -> torch.Tensor:
     """Return the header for `read_header`, `[HEADER_BYTES]` uint8 on the CPU. Raises `CollectiveError` for too many tensors."""
-    rows = [(str(spec.dtype).removeprefix("torch."), spec.shape, spec.differentiable) for spec in specs]
-    data = json.dumps(rows).encode()
+    data = json.dumps([(str(spec.dtype).removeprefix("torch."), spec.shape, spec.differentiable) for spec in specs]).encode()
     if len(data) > HEADER_BYTES:
         raise CollectiveError(f"{_describe(specs)} cannot be described in {HEADER_BYTES} bytes; send fewer tensors")
     return torch.frombuffer(bytearray(data.ljust(HEADER_BYTES)), dtype=torch.uint8)

@@ -131,8 +131,7 @@ class GatherBuffer:
         reading, self._reading = self._reading, None
         if reading is not None and self._group is not None:
             with reading.ordering():
-                call = CollectiveCall(self.full, self.own(), self._what)
-                self.launched = self._group.start(Collective.ALL_GATHER, call)
+                self.launched = self._group.start(Collective.ALL_GATHER, CollectiveCall(self.full, self.own(), self._what))
 
     def wait(self) -> None:
         if self._group is None and self._reading is not None:
@@ -299,8 +298,7 @@ class DecodingBuffer(GatherBuffer):
 
     def __init__(self, source: GatherBuffer, shards: list[EncodedShard], dtype: torch.dtype, spare: SparePages) -> None:
         self._gathered, self._shards = source, shards
-        length = sum(each.length for each in shards)
-        self._decoded = self._memory = ReleasableBuffer(length, dtype, source.full.device, spare=spare)
+        self._decoded = self._memory = ReleasableBuffer(sum(each.length for each in shards), dtype, source.full.device, spare=spare)
         self.full = self._decoded.full
         self.decoded_nbytes = self.full.nbytes
         # Bytes are due from `gather` to `wait`, values are there from `wait` to `release`.

@@ -104,8 +104,7 @@ def sum_parts(ranks: ProcessSet, grads: torch.Tensor, order: Sequence[int], out:
     elif list(order) != [*range(len(parts))]:
         given = torch.cat(parts)
     received = torch.empty_like(given)
-    call = CollectiveCall(received, given, "sum of gradients over replicas", counts_as=kind)
-    launched = ranks.start(Collective.ALL_TO_ALL, call)
+    launched = ranks.start(Collective.ALL_TO_ALL, CollectiveCall(received, given, "sum of gradients over replicas", counts_as=kind))
 
     def finish() -> None:
         launched.wait()

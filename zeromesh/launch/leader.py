@@ -328,8 +328,7 @@ class Leader:
         now, heirs = time.monotonic(), {each.drawn: f"{each.address}:{each.port}" for each in members}
         self._electorates.append({*heirs})
         recoveries = {str(int(1000 * (now - at))): step for at, step in self._recoveries}
-        name = socket.gethostname()
-        return {"heirs": heirs, "leader": name, "failures": self._failures, "recoveries": recoveries}
+        return {"heirs": heirs, "leader": socket.gethostname(), "failures": self._failures, "recoveries": recoveries}
 
     def inherit(self, will: Message, drawn: str, latest: RankRange, ended: set[str], lost: WorkersFailed, former: str) -> None:
         """Go on as the leader would that is `lost`, by what it has left, as its heir `drawn`. Of the leader, whose name is empty,

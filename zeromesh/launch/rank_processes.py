@@ -118,8 +118,7 @@ class _RankProcess:
         else:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             distance = 2 if name == "SIGTERM" or self.killed else 0
-            unasked = name == "SIGKILL" and not self.killed
-            hint = "; the kernel kills like this when memory runs out (see dmesg)" * unasked
+            hint = "; the kernel kills like this when memory runs out (see dmesg)" * (name == "SIGKILL" and not self.killed)
             message, code = f"was killed by {name}{hint}", 128 - code
         end = WorkersFailed(message=message, exit_code=code or 1, ranks=ranks, distance=distance)
         return replace(end, time=self.ended, pid=self.process.pid)
@@ -180,8 +179,7 @@ class RankProcesses:
             if known or now > self._cause_until:
                 self.leave(_STOP_SECONDS, str(self.failure() or "a rank has failed"))
         if self._stop_until is not None:
-            late = now > self._stop_until
-            self.send(signal.SIGKILL, [each for each in running if late or each.stands_still()])
+            self.send(signal.SIGKILL, [each for each in running if now > self._stop_until or each.stands_still()])
         return False
 
     def leave(self, seconds: float, reason: str = "", after_step: bool = False) -> None:
@@ -262,8 +260,7 @@ def become_worker(exit_code_of: Callable[[BaseException], int], *, whole: bool =
         if line is None:
             sys.stderr.write(text)
             return
-        says_all = isinstance(error, ZeromeshError) and not whole
-        message = str(error) if says_all else f"{type(error).__name__}\n{text.rstrip()}"
+        message = str(error) if isinstance(error, ZeromeshError) and not whole else f"{type(error).__name__}\n{text.rstrip()}"
         code, distance = exit_code_of(error), int(isinstance(error, CollectiveError))
         kind_of_end = {"distance": distance, "left_out": int(getattr(error, "left_out", False))}
         line.tell(error={"message": message, "time": time.time(), "exit_code": code, **kind_of_end})

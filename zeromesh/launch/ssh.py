@@ -266,8 +266,7 @@ class HostProcess(LauncherConnection):
                 code = self._process.wait(0.0 if self._stdout in self.readers else self._patience)
                 drain([self], time.monotonic() + self._patience)
                 last = "".join(f": {each.last}" for each in self._printed.values() if not each.is_stdout and each.last)
-                how = f"ended with exit code {code} before the host had said how its part ended{last}"
-                reason = f"{self._program!r} {how}"
+                reason = f"{self._program!r} ended with exit code {code} before the host had said how its part ended{last}"
         return f": {reason}", (self.alive_at if there else now) + self._silence_seconds + MARGIN_SECONDS
 
     def close(self) -> None:
@@ -311,5 +310,4 @@ def run_attached(
         return LauncherConnection(reader, writer, "", serves=False, mark=BEGIN, **how)
 
     with noted_signals() as requests:
-        follower = Follower(ALONE, 0, notify, lambda: bool(requests.first), attach)
-        return run_starts(arguments, follower, requests, modules)
+        return run_starts(arguments, Follower(ALONE, 0, notify, lambda: bool(requests.first), attach), requests, modules)

@@ -94,8 +94,7 @@ def _all_reduce(call: CollectiveCall) -> Launched:
 
 
 def _reduce_scatter(call: CollectiveCall) -> Launched:
-    work = _reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)
-    return Launched(call, [work], call.given.nbytes)
+    return Launched(call, [_reduce_scatter_single(call.out, call.given, group=call.group, async_op=True)], call.given.nbytes)
 
 
 def _all_to_all(call: CollectiveCall) -> Launched:

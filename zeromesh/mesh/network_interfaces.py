@@ -18,9 +18,8 @@ def listen(name: str, port: int) -> socket.socket:
     """Open a socket that listens at the address by which other hosts know this one as `name`, and at no other. Port 0: any. Raises
     `ConfigError` when that address is unknown, or the port is in use."""
     address = address_for_others(name)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with errors_as(ConfigError, f"{name}:{port}: this host cannot listen there (", OSError, after=")"):
-        return socket.create_server((address, port), family=family, backlog=1024)
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=1024)
 
 
 def address_for_others(name: str) -> str:
@@ -50,16 +49,14 @@ def is_this_host(name: str) -> bool:
 def addresses_of(name: str) -> list[str]:
     """Return the addresses that a host name resolves to here, each once; an empty list for an unknown name."""
     with suppress(OSError):
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
     return []
 
 
 def address_towards(host: str) -> str | None:
     """Return the source address of packets to `host`; None if there is no route, or no such host."""
     for address in addresses_of(host):
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        with suppress(OSError), socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ROUTE_PORT))
             return str(probe.getsockname()[0])
     return None

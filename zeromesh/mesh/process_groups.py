@@ -77,9 +77,8 @@ class MeshGroups:
             backend, size = "gloo", self._environment.world_size
             if is_accelerator(self._device):
                 backend = f"cpu:gloo,{self._device.type}:{dist.get_default_backend_for_device(self._device)}"
-            patience = timedelta(seconds=START_SECONDS)
             with _noting_sockets():
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_SECONDS))
             MeshGroups._default_made_here = True
             atexit.register(_leave_default)
         MeshGroups._default_users += 1
@@ -93,8 +92,7 @@ class MeshGroups:
         for purpose in ("control", *purposes):
             key = purpose, ranks, name
             if key not in self._groups:
-                works = None if purpose == "control" else self.works
-                made = make_group(ranks, works, timedelta(seconds=START_SECONDS))
+                made = make_group(ranks, None if purpose == "control" else self.works, timedelta(seconds=START_SECONDS))
                 self._groups[key] = made if self._rank in ranks else None
             found[purpose] = self._groups[key]
         control = found["control"]

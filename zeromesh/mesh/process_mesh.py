@@ -216,8 +216,7 @@ class ProcessMesh:
         key = frozenset(axes)
         if key not in self._sets:
             own = self.shape.group_of(self.rank, *axes)
-            purposes = _PURPOSES.get(tuple(axes), ())
-            link = self._mesh_groups.create_along(self.shape, axes, purposes) if len(own) > 1 else None
+            link = self._mesh_groups.create_along(self.shape, axes, _PURPOSES.get(tuple(axes), ())) if len(own) > 1 else None
             self._sets[key] = self._as_set(name, own, link)
         return self._sets[key]
 
@@ -270,8 +269,7 @@ class ProcessMesh:
         """The torch `DeviceMesh` with these axes and ranks, for DTensor. All ranks create its process groups at the first use."""
         if not dist.is_initialized():
             raise LayoutError("a single rank has joined no process group, so torch can make no DeviceMesh of it")
-        ranks = torch.arange(self.world_size).view(self.shape.sizes)
-        made = DeviceMesh(self.device.type, ranks, mesh_dim_names=AXES)
+        made = DeviceMesh(self.device.type, torch.arange(self.world_size).view(self.shape.sizes), mesh_dim_names=AXES)
         self._mesh_groups.adopt(made.get_all_groups())
         return made
 

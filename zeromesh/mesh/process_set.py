@@ -93,8 +93,7 @@ class ProcessSet:
         """Return every rank's `payload`, of any length, in the order of the set."""
         lengths = [row[0] for row in self.gather_integers([len(payload)])]
         own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
-        rows = self._gather(own, what).numpy()
-        return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+        return [row[:length].tobytes() for row, length in zip(self._gather(own, what).numpy(), lengths, strict=True)]
 
     def gather_json(self, value: Any, what: str) -> list[Any]:
         """Return every rank's `value`, which JSON can express, in the order of the set; tuples become lists."""
@@ -296,8 +295,7 @@ class ProcessSets(Mapping[str, ProcessSet]):
 
     def _new_set(self, name: str, ranks: tuple[int, ...]) -> ProcessSet:
         purposes: list[GroupPurpose] = ["data"] if self._mesh_groups.works is not None else []
-        groups = self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None
-        return self._as_set(name, ranks, groups)
+        return self._as_set(name, ranks, self._mesh_groups.create(ranks, purposes, name=name) if len(ranks) > 1 else None)
 
 
 def _numbers(ranks: Sequence[int]) -> list[int]:

@@ -98,8 +98,7 @@ def _descriptors(environment: LaunchEnvironment, seconds: float = START_SECONDS)
     identity = hashlib.sha256(f"{os.geteuid()} {launch_identity(environment)}".encode()).hexdigest()
     name = b"\0zeromesh-" + identity.encode()
     if environment.rank:
-        received = _with_former_numbers(_receive_descriptors(name, environment.rank, seconds))
-        return _DESCRIPTORS.setdefault(environment, received)
+        return _DESCRIPTORS.setdefault(environment, _with_former_numbers(_receive_descriptors(name, environment.rank, seconds)))
     made = _with_former_numbers((os.memfd_create("zeromesh-store"), os.memfd_create("zeromesh-rows")))
     listener = socket.socket(socket.AF_UNIX)
     try:

@@ -343,8 +343,7 @@ class EventRing:
         """Write the events, oldest first, below a header, which gets the names and both clocks. Raises `OSError`."""
         words, at = bytes(self._words), self._next_place
         events = (words[at:] if words[at : at + 8].strip(b"\0") else b"") + words[:at]
-        clocks = {"clock_ns": time.monotonic_ns(), "wall_ns": time.time_ns()}
-        first = json.dumps({**header, **clocks, "names": ["", *self._names]})
+        first = json.dumps({**header, "clock_ns": time.monotonic_ns(), "wall_ns": time.time_ns(), "names": ["", *self._names]})
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, zlib.compress(first.encode() + b"\n" + events, 1), sync=False)
 

@@ -165,9 +165,8 @@ class Watchdog:
             self._compare(peers, stream)
         elif not known_order:
             self.board.publish()
-            what = f"agreement on {self._phrase(word)}"
             behind = partial(self._late_peers, peers, stream, number)
-            self.wait(lambda: not behind(), peers, what, behind=behind)
+            self.wait(lambda: not behind(), peers, f"agreement on {self._phrase(word)}", behind=behind)
             self._compare(peers)
 
     @contextmanager
@@ -190,8 +189,7 @@ class Watchdog:
 
         behind = partial(self._late_peers, peers, _CALLS, number - 1)
         try:
-            what = f"the call of {name} by all ranks"
-            self.wait(lambda: not behind(), peers, what, behind=behind, late=not_called, polls=0)
+            self.wait(lambda: not behind(), peers, f"the call of {name} by all ranks", behind=behind, late=not_called, polls=0)
             self._compare(peers, _CALLS)
         except BaseException as error:
             self.fail(error)
