@@ -16,6 +16,7 @@ from transformers import DataCollatorForLanguageModeling
 from zeromesh.checkpoint.loader import candidates
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.comm.transport import choose_transport
+from zeromesh.environment import number_of_start
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
@@ -119,6 +120,9 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
 
 def _judge_of(run: RunContext, engine: ZeroEngine) -> Judge | None:
     settings = run.config.recovery
+    if settings.audit_steps and engine.mesh.data.size == 1 and number_of_start():
+        run.console.note("recovery.audit_steps is left out: one data rank is left, and no other computes the same")
+        settings = settings.model_copy(update={"audit_steps": 0})
     if not (settings.spike_factor or settings.audit_steps):
         return None
     streams, recent = isinstance(run.data.train, StreamedDataset), partial(getattr, run.progress, "accepted")

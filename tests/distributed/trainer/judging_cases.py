@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers as tf
@@ -14,6 +15,7 @@ from zeromesh import Callback, Trainer
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.trainer.data.sampler import SampleOrder
 from zeromesh.trainer.monitoring.step_metrics import read_metrics
+from zeromesh.trainer.setup import model as setup
 
 STEPS, SIZE, COUNT = 9, 8, 80
 NAN_BITS, HIGH, LOW = 64, 62, 3  # bits of a float64: of the exponent, and of a mantissa so low that no figure shows it
@@ -256,6 +258,9 @@ def refused(mesh: Mesh, folder: str) -> None:
     if mesh.world_size == 1:
         with Trainer(seeded(model), given, found) as trainer:
             assert error_of(trainer.fit).startswith("ConfigError: recovery.audit_steps: a microbatch with one data rank")
+        # In a later start others have been lost.
+        with mock.patch.object(setup, "number_of_start", return_value=1), Trainer(seeded(model), given, found) as trainer:
+            assert trainer.fit().final_step == STEPS
         return
     kept = seeded(model)
     kept.register_buffer("running", torch.zeros(3))
