@@ -399,7 +399,8 @@ class Stepper:
 
         if self.engine is not None:
             work = [batch.work(0.0, drawn) for batch, drawn in zip(batches, streams, strict=True)]
-            return results or [(loss, 0, None) for loss in self._driver.evaluate(self.engine, work, loss_of)]
+            losses = self._driver.evaluate(self.engine, work, loss_of)
+            return results or [(loss, 0, None) for loss in losses]
         for batch, drawn in zip(batches, streams, strict=True):
             with torch.no_grad(), drawn.drawing(), batch.present():
                 loss_of(batch, 0.0)
