@@ -165,7 +165,7 @@ def handed_over(name: str) -> int | None:
 _READ: dict[str, str] = {}
 
 
-def content_of(path: Path, most: int = -1) -> bytes:
+def file_as_launched(path: Path, most: int = -1) -> bytes:
     """Return a file that the command names, up to `most` bytes: in a worker as its launcher has read it, since it may have been
     edited while others train. Raises `OSError`."""
     name = os.path.abspath(path)
@@ -178,7 +178,7 @@ def content_of(path: Path, most: int = -1) -> bytes:
 
 
 def files_handed_on() -> dict[str, str]:
-    """Return the variable by which workers find what `content_of` has read here."""
+    """Return the variable by which workers find what `file_as_launched` has read here."""
     os.write(descriptor := os.memfd_create("files"), json.dumps(_READ).encode())
     return {FILES: f"/proc/{os.getpid()}/fd/{descriptor}"}
 

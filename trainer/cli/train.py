@@ -221,14 +221,14 @@ class _Script(SourceFileLoader):
     """Loads a script as the launcher has read it."""
 
     def get_code(self, fullname: str) -> CodeType:
-        return self.source_to_code(environment.content_of(Path(self.path)), self.path)
+        return self.source_to_code(environment.file_as_launched(Path(self.path)), self.path)
 
 
 def run_script(options: argparse.Namespace) -> int:
     """Run a script as `python SCRIPT ARGUMENTS` does, on this process or on ranks that it starts; returns the exit code."""
     processes, starts = ranks_of(options)
     with errors_as(ConfigError, f"zeromesh run {options.script}: this is no file that can be read (", OSError, after=")"):
-        environment.content_of(Path(options.script))
+        environment.file_as_launched(Path(options.script))
     if starts or (not options.worker and (options.nnodes[1] > 1 or options.max_restarts or options.on)):
         return report(_launch(options, processes))
     sys.argv[:] = [options.script, *options.arguments]

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from zeromesh.environment import content_of, setting
+from zeromesh.environment import file_as_launched, setting
 from zeromesh.errors import ConfigError, printable
 from zeromesh.trainer.config.redact import is_secret
 
@@ -28,7 +28,7 @@ _INFINITY_OR_NAN = re.compile(r"([-+]?)\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 def read_yaml(path: Path, missing: str, *, where: str) -> Any:
     """Return the value of `parse_yaml` for a file or a pipe. Raises `ConfigError`, with the text `missing` for an absent file."""
     try:
-        content = content_of(path, MAX_BYTES + 1)  # One byte more than allowed detects a file that is too large.
+        content = file_as_launched(path, MAX_BYTES + 1)  # One byte more than allowed detects a file that is too large.
         text = content.decode("utf-8-sig") if len(content) <= MAX_BYTES else content.decode("latin-1")
     except FileNotFoundError:
         raise ConfigError(missing, where=where) from None

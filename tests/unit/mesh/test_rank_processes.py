@@ -377,21 +377,21 @@ def test_ranks_read_the_files_of_the_command_as_they_were_at_its_start(monkeypat
     first, other = tmp_path / "first.yaml", tmp_path / "other.yaml"
     for path in (first, other):
         path.write_text("lr: 1")
-    assert environment.content_of(first, 2) == b"lr"
-    assert environment.content_of(first) == b"lr: 1"
+    assert environment.file_as_launched(first, 2) == b"lr"
+    assert environment.file_as_launched(first) == b"lr: 1"
     for name, value in environment.files_handed_on().items():
         monkeypatch.setenv(name, value)
     first.unlink()
     other.write_text("lr: 2")
     with pytest.raises(FileNotFoundError):
-        environment.content_of(first)
+        environment.file_as_launched(first)
     monkeypatch.setenv(LINE, f"{os.getpid()}:0")
     environment._handed_files.cache_clear()
-    assert environment.content_of(first) == b"lr: 1"
-    assert environment.content_of(other) == b"lr: 2", "which the launcher has not read"
+    assert environment.file_as_launched(first) == b"lr: 1"
+    assert environment.file_as_launched(other) == b"lr: 2", "which the launcher has not read"
     monkeypatch.setenv(environment.FILES, str(tmp_path / "absent"))
     environment._handed_files.cache_clear()
-    assert environment.content_of(other) == b"lr: 2"
+    assert environment.file_as_launched(other) == b"lr: 2"
     environment._handed_files.cache_clear()
 
 
