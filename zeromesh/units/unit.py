@@ -81,7 +81,7 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
     def wake(self) -> None:
         """Make the values usable, which restores the parameter's class. Raises `PhaseError` if they cannot be gathered."""
         type(self).on_use(self)
-        if isinstance(self, AtRest):
+        if isinstance(self, AtRest) and not isinstance(self, Watched):
             raise PhaseError(f"a parameter of shape {tuple(self.shape)} was to be made usable, and still rests")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -94,6 +94,23 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
         except PhaseError as error:
             return f"Parameter at rest, {tuple(self.shape)}, {self.dtype}: {error}"
         return repr(self)
+
+
+class Watched(AtRest):
+    """A parameter with values that no module runs with. Computing with gradients from it calls `on_use`, which raises."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        used = [(each, type(each)) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Watched)]
+        result = super().__torch_function__(func, types, args, kwargs)
+        for parameter, kind in used:
+            if any(isinstance(each, torch.Tensor) and each.grad_fn is not None for each in pytree.tree_leaves(result)):
+                kind.on_use(parameter)
+            parameter.__class__ = kind
+        return result
+
+    def wake(self) -> None:
+        self.__class__ = type(self).live_type
 
 
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
@@ -131,6 +148,13 @@ class UseCallback:
 
     def __call__(self, used: nn.Parameter) -> None:
         self.on_use(self._names[id(used)])
+
+    def refuse(self, used: nn.Parameter) -> None:
+        raise PhaseError(
+            f"parameter {self._names[id(used)]} was used outside of the model's modules, as by a penalty in the loss, while ranks "
+            "divide more than samples (parallel.tensor, expert or context): it would count otherwise than in one process. Use "
+            "optimizer.weight_decay, compute it in a module, or train without these axes; read it under torch.no_grad()"
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -170,6 +194,8 @@ class Bucket:
         self.gaps = [slice(gap.start, gap.end) for gap in layout.gaps()]
         self.training = [slot.spec.requires_grad for slot in layout.slots]
         """True for each parameter that is trained in the current step."""
+        self.watched = [slot.spec.part is not None for slot in layout.slots]
+        """True for each parameter of which this rank has or sees a part, so that only modules can compute with it."""
         self.missing: frozenset[int] = frozenset()
         """The indices of parameters without a gradient on any rank in the current step, which keep their values."""
         self.set_trainable(any(self.training))
@@ -239,6 +265,9 @@ class Bucket:
         on_use = staticmethod(self.use_callback)
         resting = {each: make_subclass(AtRest, each, f"{each.__name__}AtRest", on_use=on_use) for each in set(kinds)}
         self._resting_classes: list[type[AtRest]] = [resting[kind] for kind in kinds]
+        refuse = staticmethod(self.use_callback.refuse)
+        watched = {each: make_subclass(Watched, each, f"{each.__name__}Watched", on_use=refuse) for each in set(kinds)}
+        self._watched_classes: list[type[Watched]] = [watched[kind] for kind in kinds]
         for parameter, kind in zip(self.parameters, kinds, strict=True):
             parameter.__class__ = resting[kind] if issubclass(type(parameter), AtRest) else kind
 
@@ -260,11 +289,22 @@ class Bucket:
         if self._versions_unreliable:
             self.record_digests()
 
+    def watch(self) -> None:
+        """Refuse that other code than modules computes with gradients from those live parameters that are `watched`."""
+        for parameter, kind, watched in zip(self.parameters, self._watched_classes, self.watched, strict=True):
+            if watched and not issubclass(type(parameter), AtRest):
+                parameter.__class__ = kind
+
+    def end_watch(self) -> None:
+        for parameter in self.parameters:
+            if issubclass(type(parameter), Watched):
+                parameter.__class__ = live_class(parameter)
+
     def hide_values(self) -> None:
         """Replace the parameters by NaN of equal shape, in the class that calls `on_use` at their first use."""
         for parameter, rest, kind in zip(self.parameters, self._placeholders, self._resting_classes, strict=True):
-            if not issubclass(type(parameter), AtRest):
-                parameter.data = rest
+            if type(parameter) is not kind:
+                set_values(parameter, rest)
                 parameter.__class__ = kind
 
     def record_digests(self) -> None:

@@ -126,6 +126,10 @@ class AutogradPasses(Passes):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        if self._mesh.shape.context > 1:  # The ranks of a sequence sum the gradients of what its model returns as the loss.
+            self._watched = [bucket for unit in self.units for bucket in unit.buckets]
+            for bucket in self._watched:
+                bucket.watched = [True] * len(bucket.parameters)
         self.step = StepGradients()
         self.synced = True
         self.users_flags: dict[int, bool] | None = None if self._options.optimizer.members else {}  # by ids

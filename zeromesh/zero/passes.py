@@ -90,6 +90,8 @@ class Passes:
         self._in_recorded_order = False
         self._direct_call: nn.Module | None = None
         self._calls = UnitCalls()
+        self._watched = [bucket for unit in self.units for bucket in unit.buckets if any(bucket.watched)]
+        self._watching = False  # True where no module runs that may compute with these
         self.writes = InplaceWrites(alone=mesh.peers.size == 1)
         self._progress = PassProgress()
         self._defers_weights = False
@@ -109,6 +111,7 @@ class Passes:
         the global generators. `backward_follows`: its backward follows directly, in the same pass."""
         kind = f"chunk {chunk}" if backward_follows else f"forward of chunk {chunk}"
         self._begin(PassMode.FORWARD, kind, PassProgress(streams, chunk))
+        self._watch()
         with self.drawing(streams), torch.enable_grad(), self._recorder.span(StepPhase.FORWARD):
             outputs = run()
             self._end_forward(outputs)
@@ -117,6 +120,12 @@ class Passes:
         if not backward_follows:
             self.end()
         return outputs, self._progress
+
+    def _watch(self, *, watching: bool = True) -> None:
+        if watching or self._watching:
+            self._watching = watching
+            for bucket in self._watched:
+                (bucket.watch if watching else bucket.end_watch)()
 
     def backward(self, forward: PassProgress, gradients: Tensors, *, inputs_only: bool = False) -> None:
         """Run backward of a microbatch from the gradients of its roots. `inputs_only`: run the half that other stages wait for, the
@@ -134,6 +143,7 @@ class Passes:
         if self.mode is not PassMode.FORWARD or self._progress is not forward:
             self._begin(PassMode.BACKWARD, f"backward of chunk {forward.chunk}", forward)
         self.mode = PassMode.BACKWARD
+        self._watch(watching=False)
 
     def backward_weight(self, forward: PassProgress, run: Callable[[], None]) -> None:
         """Run the other half of backward: `run()` computes the gradients of parameters that are still missing."""
@@ -269,6 +279,7 @@ class Passes:
 
     def before_forward(self, unit: Unit) -> None:
         """Prepare a unit that is about to run: in a pass, in recomputation during backward, or in a user's call of the model."""
+        self._watch(watching=False)
         if self.mode is PassMode.BACKWARD:
             self._make_live_in_backward(unit)
             if self._progress.streams is not None:
@@ -294,6 +305,7 @@ class Passes:
 
     def before_part(self, module: nn.Module) -> None:
         """Prepare for a module that has parameters of the root and may run without it."""
+        self._watch(watching=False)
         if self.mode is PassMode.IDLE:
             self._begin_users_pass(module)
 
@@ -306,6 +318,8 @@ class Passes:
         outside of a pass, when other ranks have parts of the values."""
         if self.mode is not PassMode.IDLE:
             self._keep_live(unit)
+            if self._watching:
+                self._watch()
             return
         if self._releases and self._mesh.shard.size > 1:
             one, everything, files = self.readers
@@ -377,6 +391,8 @@ class Passes:
             unit.rest()
         if ends:
             self.end()
+        elif unit.index == 0 and self.mode is PassMode.FORWARD:
+            self._watch()
 
     def _on_reached(self, unit: Unit, call: int) -> Callable[[], None]:
         return partial(self.before_backward, unit, call)

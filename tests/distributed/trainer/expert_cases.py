@@ -165,6 +165,40 @@ def loop(mesh: Mesh, folder: str, kind: str) -> None:
         torch.testing.assert_close(found, wanted_state[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
+def penalties(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any], stage: int) -> None:
+    """Losses of parameters of which ranks have or see a part are refused, in a loop and in a trainer; other reads are not."""
+    (batch,) = [{name: each[None] for name, each in sample.items()} for sample in sentences(1)]
+    build = seeded(KINDS.get(kind, llama))
+    names = ["experts."] if "expert" in axes else ["q_proj", "q_norm"]
+
+    def penalty(model: Any) -> torch.Tensor:
+        part = [each for name, each in model.named_parameters() if any(map(name.__contains__, names))]
+        return torch.stack([each.square().sum() for each in part]).sum()
+
+    def first(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        added = penalty(model)
+        return model(**batch).loss + added, 1
+
+    def after(model: Any, batch: Any) -> tuple[torch.Tensor, int]:
+        return model(**batch).loss + penalty(model), 1
+
+    for loss in (first, after) if "context" not in axes else ():  # There losses of one's own are refused by name.
+        config = settings(folder, parallel=dict(axes), zero={"stage": stage}, run={"name": loss.__name__})
+        said = error_of(partial(fitted, seeded(KINDS.get(kind, llama)), config, sentences(), compute_loss=loss), ZeromeshError)
+        assert "was used outside of the model's modules, as by a penalty" in said, (loss.__name__, said)
+    model, optimizer = zeromesh.shard(build, partial(torch.optim.SGD, lr=0.5), stage=stage, parallel=dict(axes))
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(**batch).loss
+    with torch.no_grad():
+        assert float(penalty(model)) > 0
+    said = error_of(lambda: loss + penalty(model), ZeromeshError)
+    assert "was used outside of the model's modules, as by a penalty" in said, said
+    loss.backward()
+    optimizer.step()
+
+
 def uneven_reads(mesh: Mesh, folder: str, kind: str, axes: Mapping[str, Any]) -> None:
     """Reads of parameters end at once on even ranks, and on odd ones not before their values are needed."""
     poll = GatherBuffer.poll

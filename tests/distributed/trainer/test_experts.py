@@ -52,6 +52,8 @@ test_loops_and_ways_to_compute = pytest.mark.sampled(3)(
         [
             row(2, "loop", kind="mixtral"),
             # Ranks read parameters at different speeds while they exchange tokens, over groups of equal ranks.
+            *(row(2, "penalties", kind="qwen", axes=TWO, stage=stage) for stage in (0, 3)),
+            *(row(2, "penalties", kind="qwen", axes={axis: 2}, stage=2) for axis in ("tensor", "context")),
             row(2, "uneven_reads", kind="qwen", axes=TWO),
             row(2, "uneven_reads", kind="mixtral", axes={"context": 2}),
             row(2, "uneven_reads", FULL, kind="qwen", axes={"context": 2, "context_method": "heads"}),
