@@ -15,7 +15,6 @@ from zeromesh.checkpoint.io.reader import CheckpointReader
 from zeromesh.checkpoint.loader import candidates, fill_shards, open_checkpoint
 from zeromesh.checkpoint.saver import SaveContent, Saved, Saver
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore, newest_at
-from zeromesh.environment import number_of_start
 from zeromesh.errors import CheckpointError, ConfigError, LayoutError, StorageError, some
 from zeromesh.files import write_whole
 from zeromesh.mesh.process_mesh import Mesh
@@ -45,11 +44,12 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
         note: Callable[[str], None],
         *,
         linked: bool = False,
+        goes_on: bool = False,
     ) -> None:
         if config.checkpoint.every_steps:
             require_storable(engine.model, "set checkpoint.every_steps: 0")
         # A run that goes on from elsewhere may get room until it saves, and would lose what it has by an end.
-        self._tries = bool(config.checkpoint.every_steps) and not number_of_start()
+        self._tries, self._goes_on = bool(config.checkpoint.every_steps) and not goes_on, goes_on
         self.store = CheckpointStore(directory / FOLDER)
         self._section, self._mesh, self._engine = config.checkpoint, engine.mesh, engine
         self._processing_class, self._note = processing_class, note
@@ -81,7 +81,7 @@ class RunCheckpoints(AbstractContextManager["RunCheckpoints"]):
             steps = [step for step in steps if step <= most]
         elif (files := self._engine.durable) is not None and (record := files.resumed) is not None:
             steps.insert(0, record["step"])
-        if most is None and self._section.resume == "never" and steps and not number_of_start():  # Else they are the run's own.
+        if most is None and self._section.resume == "never" and steps and not self._goes_on:  # Else they are the run's own.
             there = f"{self.store.root} holds checkpoints" if record is None else "files hold states"
             why = f"{there} of an earlier run, up to step {steps[0]}, and checkpoint.resume is never"
             raise ConfigError(f"{why}; give this run another run.name, move them away, or set checkpoint.resume: auto")

@@ -104,6 +104,7 @@ class TrainingLoop:
                 run.model.processing_class,
                 run.console.note,
                 linked=bool(run.events.of_transformers),
+                goes_on=self.directory.goes_on(run.mesh),
             )
             if progress.step == 0:
                 self._resume()

@@ -37,7 +37,7 @@ class RunDirectory:
     """The directory into which rank 0 writes a run's files. Raises `StorageError` at construction if it cannot be written."""
 
     def __init__(self, path: Path, rank: int) -> None:
-        self.path, self._writes = path, rank == 0
+        self.path, self._writes, self._goes_on = path, rank == 0, False
         if self._writes:
             with refusals(path, "written", _ELSEWHERE):
                 path.mkdir(parents=True, exist_ok=True)
@@ -56,10 +56,10 @@ class RunDirectory:
                 yield
         except CollectiveError as error:
             with suppress(OSError):
-                for start in starts_of_run()[-1:]:
+                if starts_of_run():
                     _KEPT[path] = file = io.FileIO(open_regular(path, os.O_RDWR), "r+")
                     if try_lock(file.fileno()):
-                        _note(file, f"{ENDED} by {type(error).__name__}\n{start}")
+                        _note(file, f"{ENDED} by {type(error).__name__}")
             raise
 
     @contextmanager
@@ -67,9 +67,12 @@ class RunDirectory:
         with ExitStack() as stack:
             with refusals(path, "opened and locked", _UNLOCKED):
                 file = stack.enter_context(io.FileIO(open_regular(path, os.O_RDWR | os.O_CREAT), "r+"))
-                if not try_lock(file.fileno()):
-                    holder, _, start = file.read(200).decode(errors="replace").strip().partition("\n")
-                    if start not in starts_of_run()[:-1]:
+                free = try_lock(file.fileno())
+                holder, _, start = file.read(200).decode(errors="replace").strip().partition("\n")
+                began = start in starts_of_run()[:-1]
+                self._goes_on = began if holder and starts_of_run() else bool(number_of_start())
+                if not free:
+                    if not began:
                         why = f"belongs to a run that is going on ({holder or 'another process'})"
                         raise ConfigError(f"{str(self.path)!r} {why}; wait for it, or give another run.name")
                     path.unlink()
@@ -78,7 +81,7 @@ class RunDirectory:
                     open_files = () if holder.startswith(ENDED) else map(self.path.joinpath, _APPENDED)
                     for each in filter(os.path.lexists, open_files):
                         write_whole(each, read_whole(each))
-                _note(file, "\n".join((f"pid {os.getpid()} on {socket.gethostname()}", *starts_of_run()[-1:])))
+                _note(file, f"pid {os.getpid()} on {socket.gethostname()}")
                 remove_unfinished(self.path)
             try:
                 yield
@@ -86,6 +89,10 @@ class RunDirectory:
                 _note(file, f"{ENDED} by {type(error).__name__}")
                 raise
             _note(file, ENDED)
+
+    def goes_on(self, mesh: Mesh) -> bool:
+        """Return whether an earlier start of this run had the directory. All ranks call it, while the directory is locked."""
+        return bool(mesh.world.all_or_raise("an earlier start", lambda: self._goes_on, StorageError, first=True)[0])
 
     def last_step(self, mesh: Mesh) -> int:
         """Return the latest step of which rank 0 has a line of metrics, or 0. All ranks call it."""
@@ -132,7 +139,8 @@ class RunDirectory:
 
 
 def _note(file: io.FileIO, text: str) -> None:
-    """Write one line to the lock file; errors of a full disk are ignored, as later writes report them."""
+    """Write a line and this start to the lock file; errors of a full disk are ignored, as later writes report them."""
+    content = "".join(f"{line}\n" for line in (text, *starts_of_run()[-1:])).encode()
     with suppress(OSError):
-        os.pwrite(file.fileno(), f"{text}\n".encode(), 0)
-        file.truncate(len(text) + 1)
+        os.pwrite(file.fileno(), content, 0)
+        file.truncate(len(content))

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -178,7 +179,35 @@ def test_ranks_that_stay_keep_other_runs_out_until_the_next_start(
     started = ["start 0 of run x", "start 1 of run x"]
     with RunDirectory(tmp_path, 0).locked():
         pass
-    assert (tmp_path / "run.lock").read_text() == "ended\n"
+    assert (tmp_path / "run.lock").read_text() == "ended\nstart 1 of run x\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "then", "number", "wanted"),
+    [
+        ([], [], 0, False),
+        ([], [], 1, True),
+        (["start 0 of run x"], ["start 0 of run x", "start 1 of run x"], 1, True),
+        (["start 0 of run x"], ["start 0 of run y", "start 1 of run y"], 1, False),
+        (["start 0 of run x"], ["start 0 of run x"], 0, False),
+        ([], ["start 0 of run y", "start 1 of run y"], 1, False),
+    ],
+)
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_a_directory_has_is_a_runs_own_if_it_began_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[str], then: list[str], number: int, wanted: bool, ends: bool
+) -> None:
+    """Not if only another trainer of its script did."""
+    started = before
+    monkeypatch.setattr(run_directory, "starts_of_run", lambda: started)
+    monkeypatch.setattr(run_directory, "number_of_start", lambda: number)
+    with contextlib.nullcontext() if ends else pytest.raises(ValueError, match="an end"), RunDirectory(tmp_path, 0).locked():
+        if not ends:
+            raise ValueError("an end")
+    started = then
+    mesh: Any = SimpleNamespace(world=SimpleNamespace(all_or_raise=lambda _what, look, *_, **__: [look()]))
+    with (directory := RunDirectory(tmp_path, 0)).locked():
+        assert directory.goes_on(mesh) == wanted
 
 
 @pytest.mark.parametrize("number", NO_LOCKS)

@@ -82,7 +82,9 @@ class Saver:
 class Run:
     """A run's checkpoints over a saver that only notes, with its lines."""
 
-    def __init__(self, folder: Path, *, linked: bool = False, mesh: Any = None, **sections: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, *, linked: bool = False, goes_on: bool = False, mesh: Any = None, **sections: Mapping[str, Any]
+    ) -> None:
         self.lines: list[str] = []
         tensors = [TensorSpec(kind=MODEL, name=name, dtype=torch.float32, shape=()) for name in "ab"]
         holdings = SimpleNamespace(frozen=set, tensors=lambda: tensors, bucket_number=hash)
@@ -95,7 +97,7 @@ class Run:
         if resume not in ("auto", "never"):
             Path(resume).mkdir(parents=True, exist_ok=True)
         config = load_config({**sections, "checkpoint": {"every_steps": 1, **sections.get("checkpoint", {})}})
-        self.kept = RunCheckpoints(config, folder, engine, None, self.lines.append, linked=linked)
+        self.kept = RunCheckpoints(config, folder, engine, None, self.lines.append, linked=linked, goes_on=goes_on)
         self.saver: Any = self.kept.saver
 
     def make(self, *steps: int) -> None:
@@ -228,9 +230,8 @@ def test_room_and_small_files_are_tried_where_checkpoints_are_written_at_interva
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int, goes_on: str
 ) -> None:
     """But not by a run that goes on, and would lose by an end what it has in memory."""
-    monkeypatch.setattr(manager, "number_of_start", lambda: int(goes_on == "memory"))
     monkeypatch.setattr(manager, "load_engine", lambda *_: None)
-    run = Run(tmp_path, checkpoint={"every_steps": every})
+    run = Run(tmp_path, goes_on=goes_on == "memory", checkpoint={"every_steps": every})
     if goes_on == "files":
         record = {"step": 3, "content": state(3).to_json()}
         run.engine.durable = SimpleNamespace(resumed=record)
@@ -342,6 +343,10 @@ def test_never_refuses_what_an_earlier_run_has_left(tmp_path: Path, stored: dict
     run.make(2, 11)
     with pytest.raises(ConfigError, match=r"of an earlier run, up to step 11, and checkpoint\.resume is never"):
         run.kept.resume(NOW)
+    stored["step-00000011"] = state(11, settings=NOW)
+    own = Run(tmp_path, goes_on=True, checkpoint={"resume": "never"}).kept.resume(NOW)
+    assert own is not None
+    assert own.step == 11
 
 
 def test_checkpoints_are_linked_by_transformers_names(tmp_path: Path, stored: dict[str, Any]) -> None:
