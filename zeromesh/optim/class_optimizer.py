@@ -16,7 +16,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 from operator import itemgetter
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, cast
@@ -342,7 +342,7 @@ def _run_step(
     around: Sequence[Sequence[_Named]] = ((), ()),
 ) -> list[dict[str, Any]]:
     """Update values in place, by the method `call`; `rows` are of parameters, `given` the attributes of each, and `around` groups
-    before and behind theirs, which get none. Returns the states after the update, and among them the numbers of the group that are
+    before and behind theirs. Returns the states after the update, and among them the numbers of the group that are
     in a given state, in `kept`, or changed."""
     blank, marks = blank_copy_of(own), _mark(given)
     values, gradients, states = zip(*rows, strict=True)
@@ -351,7 +351,7 @@ def _run_step(
         parameter.grad = gradient
         vars(parameter).update(given)
     moved = {name.removeprefix(_GROUP): value for name, value in states[0].items() if name.startswith(_GROUP)}
-    before, behind = ([{"params": [], **plain_group(each)} for each in some] for some in around)
+    before, behind = (list(map(dict, some)) for some in around)
     blank.param_groups = [*before, {"params": parameters, **plain_group(group), **moved}, *behind]
     own_states = [{name: value for name, value in each.items() if not name.startswith(_GROUP)} for each in states]
     blank.state = defaultdict(dict, zip(parameters, own_states, strict=True))
@@ -459,6 +459,10 @@ class _Trial:
         """It runs all updates, so that what one of them leaves in it would change the others."""
         self._name, at = type(own).__name__, next(n for n, each in enumerate(own.param_groups) if each is group)
         self._group = plain_group(group)
+        for name, each in self._group.items():  # Lists with an entry for each parameter begin with two that differ.
+            if isinstance(each, list | tuple) and len(each) == len(group["params"]):
+                start = next((n for n, two in enumerate(pairwise(map(repr, each))) if two[0] != two[1]), 0)
+                self._group[name] = each[start:] + each[:start]
         self._initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))
@@ -473,11 +477,13 @@ class _Trial:
         with library_errors(before=failed), torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
             values, states = self._run(list)
             alone = [self._run(itemgetter(one)) for one in each]
-            placed = values, states
-            with suppress(Exception):  # A class that wants a parameter in each group is not told the others.
-                placed = self._run(list, (own.param_groups[:at], own.param_groups[at + 1 :]))
+            placed = list[Any]()
+            for count in range(2):  # Groups beside its own are empty, or have a parameter without a gradient.
+                others = [{**plain_group(each), "params": [nn.Parameter(torch.ones(2))] * count} for each in own.param_groups]
+                with suppress(Exception):  # A class may want another one.
+                    placed.append((self._run(list, (others[:at], others[at + 1 :])), slice(None)))
         self.plan = _state_plan(self._name, states[0])
-        runs = *zip(alone, each, strict=True), (placed, slice(None))
+        runs = *zip(alone, each, strict=True), *placed
         if not all(self._equal(run, (values[one], states[one])) for run, one in runs):
             why = f"optimizer {self._name}: its update of one parameter depends on others, on groups beside its own, or on chance"
             cure = "use one that updates each tensor by itself, or give shard() a list of optimizers with a group each"

@@ -405,13 +405,47 @@ class ByNumber(Rated):
 
 def test_groups_that_are_told_by_their_number_are_refused() -> None:
     model, said = net(), "its update of one parameter depends on others, on groups beside its own"
-    for make in (ByNumber, partial(ByNumber, rates=(1.0, 1.0), last=True)):
-        with pytest.raises(ConfigError, match=f"optimizer ByNumber: {said}"):
+    for make in (ByNumber, OfFilledGroups, partial(ByNumber, rates=(1.0, 1.0), last=True)):
+        with pytest.raises(ConfigError, match=f"optimizer (ByNumber|OfFilledGroups): {said}"):
             settings_of(two_groups(make, {}, model), model.named_parameters())
-        single = [make(model[n].parameters()) for n in range(2)] if make is ByNumber else [ByNumber(model.parameters())]
+        single = [make(model[n].parameters()) for n in range(2)] if make is not partial else [ByNumber(model.parameters())]
         assert settings_of(ChainedOptimizer(*single), model.named_parameters()).own_class is not None
     equal = two_groups(partial(ByNumber, rates=(0.5, 0.5)), {}, model)
     assert settings_of(equal, model.named_parameters()).own_class is not None
+
+
+class OfFilledGroups(ByNumber):
+    """The same of a class that looks into each group, and passes parameters without a gradient over."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert all(group["params"][0] is not None for group in self.param_groups)
+        for rate, group in zip(self.rates, self.param_groups, strict=False):
+            for each in group["params"]:
+                if each.grad is not None:
+                    each.sub_(each.grad * rate)
+
+
+class ByPlace(Rated):
+    """A class whose groups have a list of rates, one for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for rate, each in zip(group["rates"], group["params"], strict=False):
+                each.sub_(each.grad * rate)
+
+
+def test_lists_with_an_entry_for_each_parameter_are_refused() -> None:
+    model = net()
+    for count in range(4):
+        optimizer = ByPlace(model.parameters())
+        optimizer.param_groups[0]["rates"] = [0.5] * count + [1.0] * (4 - count)
+        if count % 4:
+            with pytest.raises(ConfigError, match="optimizer ByPlace: its update of one parameter depends on others"):
+                settings_of(optimizer, model.named_parameters())
+        else:
+            assert settings_of(optimizer, model.named_parameters()).own_class is not None
 
 
 class ByName(Rated):
