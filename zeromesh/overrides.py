@@ -8,10 +8,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+WIDE_LOSSES = (
+    *("binary_cross_entropy_with_logits", "cross_entropy", "huber_loss", "kl_div", "l1_loss", "mse_loss", "smooth_l1_loss"),
+)
 PATCHES = {
     "torch.autocast": "2.13.0",  # planning/tracing/meter.py: PEFT turns it off on the device of its weights, which may be meta.
     "torch.autograd._engine_run_backward": "2.13.0",  # models/small_copy.py: a dispatch mode stays active in backward.
-    "torch.nn.functional.cross_entropy": "2.13.0",  # integrations/accelerate.py: in float32, as under autocast.
+    # losses/losses.py: in float32, as under autocast.
+    **{f"torch.nn.functional.{loss}": "2.13.0" for loss in WIDE_LOSSES},
     "torch.nn.functional.scaled_dot_product_attention": "2.13.0",  # planning/tracing/meter.py: traces a device's kernel.
     # attention/packed_attention.py: documents are those of the batch, and a mask that stands for them has an attention of ours.
     "transformers.masking_utils.find_packed_sequence_indices": "5.23.0",

@@ -22,7 +22,13 @@ LIBRARIES = {
 FINGERPRINTS = {
     "torch.autocast": "b610967e",
     "torch.autograd._engine_run_backward": "13d9e5bc",
+    "torch.nn.functional.binary_cross_entropy_with_logits": "6837f314",
     "torch.nn.functional.cross_entropy": "c19505b2",
+    "torch.nn.functional.huber_loss": "907f85e7",
+    "torch.nn.functional.kl_div": "63607067",
+    "torch.nn.functional.l1_loss": "fb4a839d",
+    "torch.nn.functional.mse_loss": "fa7c8d97",
+    "torch.nn.functional.smooth_l1_loss": "ee5b04a3",
     "torch.nn.functional.scaled_dot_product_attention": "582db9a4",
     "transformers.masking_utils.find_packed_sequence_indices": "b05ec500",
     "transformers.modeling_utils.AttentionInterface.get_interface": "80dd3bb0",

@@ -20,8 +20,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -29,8 +27,9 @@ from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
 from zeromesh.mesh.mesh_shape import SIZES, MeshShape
 from zeromesh.offload.accelerator import current_accelerator as accelerator_kind
-from zeromesh.overrides import override, replaced
+from zeromesh.overrides import override
 from zeromesh.trainer.config.load import ConfigSource, Consent, load_config
+from zeromesh.trainer.losses.losses import wide_losses
 from zeromesh.trainer.models.adapters import is_adapted, pretrained_of
 from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import copy_with, peft_reading
@@ -316,11 +315,8 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
 
 
 def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with cross entropies and
-    results in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
-
-    def wide(logits: Tensor, *arguments: Any, **named: Any) -> Tensor:
-        return cross_entropy(convert_to_fp32(logits), *arguments, **named)
+    """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with losses and results
+    in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
 
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
@@ -329,7 +325,7 @@ def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[.
             cast_inputs(model, dtype)
         if isinstance(mask := named.get("attention_mask"), Tensor):
             named["attention_mask"] = cast(mask, dtype)  # As attention has it.
-        with replaced(functional, {"cross_entropy": wide}):
+        with wide_losses():
             return convert_to_fp32(forward(model, *arguments, **named))
 
     return converted

@@ -1,17 +1,20 @@
 """Losses of models, as sums over targets with their number, never as means."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores, chunked_cross_entropy, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.overrides import WIDE_LOSSES, replaced
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets, shifted
 from zeromesh.trainer.formatting import Detail
 from zeromesh.trainer.losses.chunked_head import ChunkedHead, LigerLoss
@@ -58,8 +61,22 @@ class Loss:
         if seed is None and self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             return torch.zeros(()), model(**batch), 0, {}
         counted = self.count(batch) if targets is None else targets
-        total, outputs, found, scalars = self.compute(model, batch, counted or 0, seed)
+        with wide_losses():
+            total, outputs, found, scalars = self.compute(model, batch, counted or 0, seed)
         return total, model(**batch) if seed is None and outputs is None else outputs, found, scalars
+
+
+def wide_losses() -> AbstractContextManager[None]:
+    """Return a context in which torch's losses of 16-bit tensors are computed in float32, as under autocast."""
+
+    def widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *arguments, **named: function(*_widened(arguments), **_widened(named))
+
+    return replaced(functional, {name: widened(getattr(functional, name)) for name in WIDE_LOSSES})
+
+
+def _widened(arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda each: each.float() if each.is_floating_point() and each.itemsize < 4 else each, arguments)
 
 
 def make_loss(
@@ -116,8 +133,8 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
     if output_layer(model) is None:
         return _example_loss(f"{whose} (loss_type {getattr(model, 'loss_type', None)})")
     known = _shifts_labels(model)
-    replaced = Verdict(causal=known, reason="its loss function was replaced")
-    verdict = replaced if "_loss_function" in vars(model) else examine(model, known)
+    own = Verdict(causal=known, reason="its loss function was replaced")
+    verdict = own if "_loss_function" in vars(model) else examine(model, known)
     if verdict.sees_later:
         why = f"{type(model).__name__} is to predict the next token and sees it (a trial shows)"
         cure = "its logits depend on later tokens. Set is_decoder: true in model.config, or model.head: masked_lm"
@@ -179,10 +196,9 @@ def _label_loss(
             if head is not None and seed is not None:
                 return head.run(model, inputs, targets=targets, seed=seed, count=found), None, found, {}
             outputs = model(**inputs)
-            # Logits are widened to 32 bits at least, as in the model's own loss.
-            dtype = torch.promote_types(outputs.logits.dtype, torch.float32)
-            wide, targets = outputs.logits.flatten(0, -2).to(dtype), targets.flatten()
-            return cross_entropy(wide, targets, reduction="sum", label_smoothing=smoothing), outputs, found, {}
+            logits, targets = outputs.logits.flatten(0, -2), targets.flatten()
+            total = functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=smoothing)
+            return total, outputs, found, {}
         if targets is not None:
             inputs["num_items_in_batch"] = max(1, found)  # The mean over targets of all ranks.
         elif not found:
@@ -211,8 +227,7 @@ def _answer_loss() -> Loss:
         outputs = model(**{name: value for name, value in batch.items() if name not in _POSITIONS})
         total = torch.zeros((), device=outputs.start_logits.device)
         for logits, targets in zip((outputs.start_logits, outputs.end_logits), answers(batch), strict=True):
-            wide = logits.float() if logits.dtype.itemsize < 4 else logits
-            total = total + cross_entropy(wide, targets, ignore_index=IGNORED_LABEL, reduction="sum")
+            total = total + functional.cross_entropy(logits, targets, ignore_index=IGNORED_LABEL, reduction="sum")
         return total, outputs, count, {}
 
     def count(batch: Batch) -> int:

@@ -300,13 +300,17 @@ def test_the_chunked_head_stands_for_no_loss_that_differs_by_more_than_rounding(
         (1, "sequence_classification", torch.tensor([0.5, 1.0, -2.0]), 3),
     ],
 )
-def test_classifiers_count_labels_or_elements(classes: int, head: str, labels: torch.Tensor, count: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_classifiers_count_labels_or_elements(
+    dtype: torch.dtype, classes: int, head: str, labels: torch.Tensor, count: int
+) -> None:
+    """And their losses are computed in float32, as under autocast."""
     torch.manual_seed(0)
-    model: Any = small_model("bert", head, vocab_size=90, num_labels=classes).eval()  # type: ignore[arg-type]
+    model: Any = small_model("bert", head, vocab_size=90, num_labels=classes).eval().to(dtype)  # type: ignore[arg-type]
     ids = batch_of()["input_ids"]
     loss = make_loss(model)
     assert loss.count({"input_ids": ids, "labels": labels}) == count
-    logits = model(input_ids=ids).logits.flatten(0, -2)
+    logits = model(input_ids=ids).logits.flatten(0, -2).float()
     if classes == 1:
         expected = (logits.squeeze(1) - labels).square().sum()
     else:
