@@ -96,6 +96,7 @@ class Member:
     running: bool = False  # True if the launcher's ranks of the latest start have not ended
     failure: WorkersFailed | None = None
     began: bool = False  # True if it has said that it knows of the latest start
+    on_trial: bool = False  # True if it came to a run that had begun, and its ranks have been the first to fail in each start since
 
 
 class Leader:
@@ -210,19 +211,22 @@ class Leader:
             self._wait()
         found = [failure] if failure else []
         for each in self._members:
+            each.on_trial &= not each.numbered or (each.failure is not None and not each.failure.distance)
             if each.failure:
                 found.append(replace(each.failure, message=f"host {each.name}: {each.failure.message}"))
                 each.processes -= each.failure.left_out * (each.failure.left_out < each.processes)
         cause = min([*found, *self._lost], key=lambda each: each.distance, default=None)
         if cause is None:
             return self._end(0)
-        if cause.exit_code == USERS_MISTAKE or (self._lost and self._too_few):
+        mistake = cause.exit_code == USERS_MISTAKE  # All ranks that compare what they are given find it.
+        if (mistake and not self._leaves_out()) or (self._lost and self._too_few):
             return self._end(cause)
         # Hosts that have come are taken in once the steps that are in memory are safe.
         died = any(each.limit and not each.distance and each.exit_code not in STOPPED for each in found)
         self._has_new_hosts = self._has_new_hosts and not died
         self._replaces = recovers = not self._has_new_hosts and self._recovers(found)
-        if not self._lost and not self._has_new_hosts and not recovers:
+        others = [each for each in found if not each.distance]
+        if not (self._lost or self._has_new_hosts or recovers or self._leaves_out(among=len(others))):
             self._failures += 1
             if self._failures > self._nodes.max_restarts:
                 return self._end(cause)
@@ -232,6 +236,21 @@ class Leader:
             if (few := max(self._nodes.least - 1 - len(self._known), int(lacks_one))) > 0:
                 self.notify(f"waiting for {counted(few, 'more host')}")
         return self.first_start()
+
+    def _leaves_out(self, among: int | None = None) -> bool:
+        """Leave out hosts that are on trial and have failed, if they alone are `among` so many; returns True if there are any."""
+        failed = [each for each in self._members if each.on_trial and each.failure]
+        if among not in (None, len(failed)):
+            return False
+        for each in failed:
+            cause: Any = each.failure
+            text = f"the run goes on without this host, whose ranks have failed in each start since it came: {cause.message}"
+            each.connection.send({"over": {"code": cause.exit_code, "text": text}})
+            each.connection.close()
+            self._members.remove(each)
+            why = f"host {each.name} is left out, as its ranks have failed in each start since it came ({cause.message})"
+            self._lost.append(replace(cause, message=why))
+        return bool(failed)
 
     def _recovers(self, failures: Sequence[WorkersFailed]) -> bool:
         """Return True if there are ranks that have not failed themselves, which go on, within their limit, and count that."""
@@ -397,7 +416,7 @@ class Leader:
         if names := [each.name for each in self._members if each.slots]:
             hosts, processes = counted(len(names), "host"), sum(each.slots for each in self._members)
             left = f"{hosts} ({', '.join(names)}) and {counted(processes, 'process')}"
-            self.notify(str(cause))
+            self.notify("; ".join(map(str, self._lost or [cause])))
             self.notify(f"going on from {self._nodes.restarts_from} with {left}")
         elif self._lost:
             self.notify(f"{'; '.join(map(str, self._lost))}; {again}")
@@ -485,7 +504,7 @@ class Leader:
             if each.rank in [other.rank for other in self._known]:
                 raise MessageError(f"--node-rank {each.rank} is there twice")
         # It may come from a lost leader, and have ranks that end or come to rest.
-        each.processes, each.running = processes, running
+        each.processes, each.running, each.on_trial = processes, running, bool(self._starts) and not running
         self._silent.discard(each.drawn)
         if self._will:
             each.connection.send(self._will)

@@ -310,6 +310,55 @@ def test_a_run_ends_or_starts_again(own: Any, theirs: Any, gone: bool, nodes: di
     assert not lost.open
 
 
+@pytest.mark.parametrize("on_trial", [True, False])
+@pytest.mark.parametrize(
+    ("own", "theirs", "other", "left_out"),
+    [
+        (None, failed(), None, True),
+        (failed("noticed", distance=1), failed(), None, True),
+        (failed(), failed(), None, False),
+        (None, failed(), failed(), False),
+        (failed(code=2), failed(code=2), failed(code=2), True),
+        (failed(code=2), None, None, False),
+    ],
+)
+def test_a_host_that_came_later_and_fails_each_time_is_left_out(
+    own: Any, theirs: Any, other: Any, left_out: bool, on_trial: bool
+) -> None:
+    """The run of the others goes on, unless their own ranks fail too, other than by what the host was given."""
+    told: list[str] = []
+    new, old = member("new", on_trial=on_trial), member("old")
+    leader = leader_of(hosts := [new, old], told, least=1)
+    for each, failure in ((new, theirs), (old, other)):
+        each.running, each.failure = False, failure
+    found = leader.next_start(own)
+    if not (left_out and on_trial):
+        assert isinstance(found, WorkersFailed)
+        assert not hosts
+        return
+    assert isinstance(found, RankRange)
+    assert (hosts, found.world_size, leader._failures) == ([old], 2, 0)
+    said = sent_to(new)[-1]["over"]
+    assert said["code"] == theirs.exit_code
+    assert "the run goes on without this host, whose ranks have failed in each start since it came: no memory" in said["text"]
+    assert told[0].startswith("host new is left out, as its ranks have failed")
+
+
+def test_a_host_that_came_later_is_on_trial_until_a_start_ends_well() -> None:
+    (host,) = hosts = [member("new", processes=0)]
+    leader = Leader(Nodes(most=3), 1, print, bool, members=hosts, address_of=lambda left: ("there", 1234))
+    introduction: Message = {"name": "new", "processes": 1, "run_id": ""}
+    host.greeting, leader._starts = None, 1
+    leader._introduce(host, introduction)
+    assert host.on_trial
+    leader.first_start()
+    host.running = False
+    leader.next_start(failed("another rank"))
+    assert not host.on_trial
+    leader._introduce(host, {**introduction, "running": True})
+    assert not host.on_trial, "it comes from a lost leader"
+
+
 def test_failures_are_counted_over_all_starts() -> None:
     told: list[str] = []
     leader = Leader(Nodes(max_restarts=2), 1, told.append, bool)
