@@ -250,6 +250,8 @@ def _schedule(read: Translation) -> Pairs:
         lr = read.number("optimizer.params.lr") or read.values.get("optimizer.lr") or OptimizerSection().lr
         if lowest and not read.problems:
             yield "schedule.start_ratio", lowest / (highest or lr)
+            if name == "linear":  # It falls to where it began.
+                yield from (("schedule.name", "polynomial"), ("schedule.min_ratio", lowest / (highest or lr)))
     steps = read.count(f"{prefix}total_num_steps") if name in ("linear", "cosine_warmup_with_min_lr") else steps
     if steps is not None:
         yield from (("run.max_steps", steps), ("run.epochs", None))

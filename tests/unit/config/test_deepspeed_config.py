@@ -491,6 +491,7 @@ CURVES: list[dict[str, Any]] = [
     {"type": "WarmupLR", "params": {**_UP_TO, "warmup_type": "linear"}},
     {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_max_lr": 0.3}},
     {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_type": "linear"}},
+    {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_max_lr": 0.3, "warmup_min_lr": 0.03}},
     {"type": "WarmupCosineLR", "params": _OF_60},
     {"type": "WarmupCosineLR", "params": {**_OF_60, "warmup_min_ratio": 0.2, "cos_min_ratio": 0.1}},
     {"type": "OneCycle", "params": {**_CYCLE, "cycle_momentum": False}},
@@ -513,6 +514,15 @@ def test_learning_rates_are_those_of_deepspeed(scheduler: dict[str, Any]) -> Non
         theirs.step()
         expected.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+def test_a_rate_falls_to_where_it_began() -> None:
+    """Also where DeepSpeed is not installed: `WarmupDecayLR` is `warmup_min_lr` and a share of what is above it."""
+    scheduler = {"type": "WarmupDecayLR", "params": {**_OF_60, "warmup_max_lr": 0.3, "warmup_min_lr": 0.03}}
+    config = load_config({"scheduler": scheduler, "optimizer": {"type": "AdamW"}, "zeromesh": {"run": {"seed": 1}}}, ranks=1)
+    schedule, start = schedule_of(config), _OF_60["warmup_num_steps"]
+    rates = [config.optimizer.lr * schedule.factor(step) for step in range(start, 61)]
+    assert rates == pytest.approx([0.03 + 0.27 * (60 - step) / (60 - start) for step in range(start, 61)], rel=1e-12)
 
 
 def test_every_key_of_the_installed_deepspeed_has_a_row() -> None:
