@@ -462,7 +462,7 @@ class _Trial:
         for name, each in self._group.items():  # Lists with an entry for each parameter begin with two that differ.
             if isinstance(each, list | tuple) and len(each) == len(group["params"]):
                 start = next((n for n, two in enumerate(pairwise(map(repr, each))) if two[0] != two[1]), 0)
-                self._group[name] = each[start:] + each[:start]
+                self._group[name] = type(each)([*each[start:], *each[:start]])
         self._initial = next((dict(own.state[each]) for each in group["params"] if each in own.state), {})
         if isinstance(rate := self._group.get("lr"), float | int | Tensor):
             self._group["lr"] = _to_type(rate if isinstance(rate, Tensor) else 0.0, max(float(rate), _LEAST_RATE))

@@ -96,7 +96,7 @@ class AtRest(nn.Parameter, metaclass=ParameterMeta):
         return repr(self)
 
 
-class Watched(AtRest):
+class Watched(AtRest):  # type: ignore[metaclass]  # torch gives it no types.
     """A parameter with values that no module runs with. Computing with gradients from it calls `on_use`, which raises."""
 
     @classmethod
@@ -110,7 +110,7 @@ class Watched(AtRest):
         return result
 
     def wake(self) -> None:
-        self.__class__ = type(self).live_type
+        self.__class__ = type(self).live_type  # type: ignore[assignment]
 
 
 def set_values(parameter: nn.Parameter, values: torch.Tensor) -> None:
