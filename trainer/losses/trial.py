@@ -191,7 +191,7 @@ def _pass(small: Any, document: int | None = None) -> small_copy.Pass:
     packed = packed_batch(small)
     ids, positions = packed["input_ids"], packed["position_ids"]
     takes = inspect.signature(type(small).forward).parameters
-    given: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}
+    given: dict[str, Any] = {}
     context: AbstractContextManager[None] = nullcontext()
     place = slice(None), slice(None)
     if document is None:

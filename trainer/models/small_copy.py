@@ -230,6 +230,8 @@ def shrink_config(config: Any, sizes: Mapping[str, int], layers: int) -> Any:
         value = getattr(small, name, None)
         if isinstance(value, int) and value >= getattr(small, "vocab_size", value + 1):
             setattr(small, name, 0)
+    if getattr(small, "use_cache", False):  # Each position is read once. Not all models hand on what `forward` is told of it.
+        small.use_cache = False
     # Fused implementations do not support float64.
     if str(getattr(small, "_attn_implementation", "sdpa")) not in ("sdpa", "eager"):
         small._attn_implementation = "eager"

@@ -164,8 +164,6 @@ def example_inputs(small: Any) -> Iterator[tuple[str, Any]]:
         sizes[main] = (bands, 2 * config.max_source_positions) if positive(config, "num_mel_bins") else (64, bands)
     for name, shape in sizes.items():
         yield name, torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    if "use_cache" in names:
-        yield "use_cache", False
 
 
 class _ThreadExchange(Exchange):
@@ -258,7 +256,7 @@ def _differing_gradient(whole: nn.Module, ranks: Sequence[_Divided], expected: s
             wanted = times * (gradient if part is None else part_of(gradient, part.region))
             if not small_copy.deviation(partial_sums, wanted, 1.0) <= _TOLERANCE:
                 module, _, leaf = name.rpartition(".")
-                return f"{small_copy.module_label(whole, module)}, has another gradient of its {leaf}"
+                return f"{small_copy.module_label(whole, module)}, has another " + (f"gradient of its {leaf}" if leaf else "result")
     return ""
 
 

@@ -193,6 +193,15 @@ def test_attention_and_mlps_are_recognised_and_equal(model: Any, divided: int) -
         require_equal_when_divided(made, {}, sequence=sequence)
 
 
+def test_a_cache_in_the_results_is_no_difference() -> None:
+    """Each rank has those of its own heads; published directories ask for them, and Llava's `forward` names no option."""
+    vision = {"image_size": 8, "patch_size": 4, **SIZES}
+    text = {"model_type": "llama", "vocab_size": 90, "use_cache": True, **KV, **SIZES}
+    model = on_meta("llava", "image_text_to_text", vision_config={"model_type": "clip_vision_model", **vision}, text_config=text)
+    assert model.config.text_config.use_cache
+    require_equal_when_divided(model, {}, sequence=False)
+
+
 @pytest.mark.parametrize(
     ("model", "rules", "message"),
     [
