@@ -6,8 +6,8 @@ accelerator.prepare(model, optimizer, loader, scheduler)"""
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from types import MethodType
@@ -21,7 +21,6 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, convert_to_fp32, parse_flag_from_env, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from zeromesh.environment import read_environment
 from zeromesh.errors import ConfigError, LayoutError, PhaseError
@@ -35,7 +34,7 @@ from zeromesh.trainer.models.quantized_layers import make_plain
 from zeromesh.trainer.models.save_pretrained import copy_with, peft_reading
 from zeromesh.trainer.shard import engine_of, is_sharded, load, save, shard, state_dict, unshard
 from zeromesh.weight_init.weight_sources import canonical_names
-from zeromesh.zero.hooks import cast, cast_inputs
+from zeromesh.zero.hooks import cast_inputs
 from zeromesh.zero.sharded_optimizer import ShardedOptimizer
 
 _ORIGINALS: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = weakref.WeakKeyDictionary()
@@ -191,8 +190,10 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         for each in model.parameters():
             vars(each)["copied_as"] = each.dtype
         _replace(model, "save_pretrained", _make_save_pretrained, self)
-        if self._compute in _COMPUTE.values():
-            _replace(model, "forward", _cast_forward, getattr(torch, str(self._compute)))
+        narrow = getattr(torch, str(self._compute)) if self._compute in _COMPUTE.values() else None
+        if narrow is not None:  # Weights change their memory.
+            cast_inputs(model)
+            _replace(model, "forward", _cast_forward, partial(torch.autocast, self.device.type, narrow, cache_enabled=False))
         precision = {} if self._compute is None else {"compute": self._compute}
         # Stages 2 and 3 reduce gradients in each backward anyway, the others at the end of a step, after any number of them.
         usual = sys.maxsize if self.gradient_accumulation_steps > 1 else 1
@@ -314,18 +315,13 @@ class Accelerator(PlainAccelerator):  # type: ignore[misc]  # accelerate has no 
         return next((each.optimizer for each in self._optimizers if each.optimizer.engine.model is model), None)
 
 
-def _cast_forward(forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a model's `forward` whose modules cast floating-point inputs to the dtype of their weights, with losses and results
-    in float32, as under autocast: inputs that meet no module, such as time steps and targets, stay as they are."""
+def _cast_forward(forward: Callable[..., Any], autocast: Callable[[], AbstractContextManager[object]]) -> Callable[..., Any]:
+    """Return a model's `forward` under autocast, with losses and results in float32."""
 
     def converted(model: Any, /, *arguments: Any, **named: Any) -> Any:
         if not is_sharded(model):
             return forward(model, *arguments, **named)
-        if any(map(_is_floating, tree_leaves((arguments, named)))):
-            cast_inputs(model, dtype)
-        if isinstance(mask := named.get("attention_mask"), Tensor):
-            named["attention_mask"] = cast(mask, dtype)  # As attention has it.
-        with wide_losses():
+        with wide_losses(), autocast():
             return convert_to_fp32(forward(model, *arguments, **named))
 
     return converted
@@ -348,7 +344,7 @@ def _make_save_pretrained(store: Callable[..., Any], accelerator: Accelerator) -
             if state_dict:
                 store(copy_with(model, state_dict, ""), save_directory, *arguments, **named)
             return
-        floating = {each.dtype for each in (state_dict or {}).values() if _is_floating(each)}
+        floating = {each.dtype for each in (state_dict or {}).values() if torch.is_tensor(each) and each.is_floating_point()}
         with peft_reading(model, state_dict or {}):
             store(model, save_directory, *arguments, state_dict=state_dict, **named)
         if accelerator.is_main_process and floating and not is_adapted(model) and model.config.dtype not in floating:
@@ -369,7 +365,3 @@ def _replace(
     replaced: Any = wraps(function)(make_replacement(function, option))
     replaced.of_accelerator = True
     setattr(model, name, MethodType(replaced, model))
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

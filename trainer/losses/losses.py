@@ -1,7 +1,7 @@
 """Losses of models, as sums over targets with their number, never as means."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
@@ -50,6 +50,8 @@ class Loss:
     classes: int | None = None
     auxiliary: bool = False
     """True if it has terms that are computed per microbatch, such as auxiliary losses of experts."""
+    narrow: torch.dtype | None = None
+    """The 16-bit dtype of the weights of a model that is not transformers', which runs under autocast with inputs in float32."""
 
     def __call__(self, model: nn.Module, batch: Batch, *, seed: float, targets: int | None = None) -> Tensor:
         return self.run(model, batch, seed=seed, targets=targets)[0]
@@ -61,9 +63,9 @@ class Loss:
         if seed is None and self.kind == "labels" and not isinstance(batch.get("labels"), Tensor):
             return torch.zeros(()), model(**batch), 0, {}
         counted = self.count(batch) if targets is None else targets
-        with wide_losses():
+        with wide_losses(), nullcontext() if self.narrow is None else _autocast(model, self.narrow):
             total, outputs, found, scalars = self.compute(model, batch, counted or 0, seed)
-        return total, model(**batch) if seed is None and outputs is None else outputs, found, scalars
+            return total, model(**batch) if seed is None and outputs is None else outputs, found, scalars
 
 
 def wide_losses() -> AbstractContextManager[None]:
@@ -73,6 +75,10 @@ def wide_losses() -> AbstractContextManager[None]:
         return lambda *arguments, **named: function(*_widened(arguments), **_widened(named))
 
     return replaced(functional, {name: widened(getattr(functional, name)) for name in WIDE_LOSSES})
+
+
+def _autocast(model: nn.Module, dtype: torch.dtype) -> AbstractContextManager[object]:
+    return torch.autocast(next(model.parameters()).device.type, dtype, cache_enabled=False)  # Weights change their memory.
 
 
 def _widened(arguments: Any) -> Any:

@@ -57,6 +57,7 @@ from zeromesh.trainer.weights.safetensors_source import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.weight_init.weight_sources import BuiltModel, build_deferred, materialize_buffers, wrap_passed_model
 from zeromesh.zero.engine import ZeroEngine
+from zeromesh.zero.hooks import cast_inputs
 
 _TRANSPORT_TEXTS = {"shared": "through host-shared memory", "gloo": "over gloo", "nccl": "over NCCL"}
 _MESSAGE_BYTES = 64 * 2**20  # of a weight, in one message to the other ranks
@@ -90,7 +91,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         undone.callback(divided.close)
         engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
         undone.callback(engine.close)
-        judge = _judge_of(run, engine)
+        judge, compute = _judge_of(run, engine), torch.float32 if loss.narrow else options.precision.compute
         loads = ExpertLoads(model, engine.ranks, config.optimizer.expert_bias_rate)
         changes.callback(loads.close)
         run.start_times.end("engine")
@@ -108,7 +109,7 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
             restore_modules=changes.close,
             feeds=feeds,
             engine=engine,
-            stepper=Stepper(model, loss, mesh, options.precision.compute, engine, divided.pipeline, divided.context, judge, loads),
+            stepper=Stepper(model, loss, mesh, compute, engine, divided.pipeline, divided.context, judge, loads),
             **whole,
         )
         if engine.lacks_parameters or mesh.model_size > 1:
@@ -170,7 +171,16 @@ def _adapt_to_data(model: nn.Module, run: RunContext) -> None:
 def loss_of(config: TrainerConfig, inputs: UserInputs) -> Callable[[nn.Module], Loss]:
     """Return the function that makes the loss of a model, by the configuration or by the user's own."""
     mode = config.model.loss if isinstance(config.model.loss, str) else "native"
-    return partial(make_loss, mode=mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
+    compute = getattr(torch, config.precision.compute)
+
+    def make(model: nn.Module) -> Loss:
+        loss = make_loss(model, mode=mode, compute_loss=inputs.compute_loss, smoothing=config.run.label_smoothing)
+        if compute.itemsize > 2 or pretrained_of(model) is not None:
+            return loss
+        cast_inputs(model)
+        return replace(loss, narrow=compute)
+
+    return make
 
 
 def _loss_and_feeds(model: nn.Module, run: RunContext) -> tuple[Loss, Feeds, list[str]]:

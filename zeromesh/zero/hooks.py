@@ -110,23 +110,23 @@ class Hooks:
             parameter.requires_grad_(trained)
 
 
-def _in_own_dtype(module: nn.Module, arguments: tuple[Any, ...]) -> Any:
+def _in_own_dtype(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     dtype = next(each.dtype for each in module.parameters(recurse=False) if each.is_floating_point())
-    count = len(arguments) if type(module).__module__.startswith("torch.nn.") else 1
-    return pytree.tree_map_only(torch.Tensor, lambda each: cast(each, dtype), arguments[:count]) + arguments[count:]
+    return pytree.tree_map_only(torch.Tensor, lambda each: cast(each, dtype), (arguments, named))
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def cast_inputs(root: nn.Module, dtype: torch.dtype) -> None:
-    """Have modules with weights in `dtype` take inputs in the dtype of their weights, also in copies: all arguments of torch's
-    modules, the first one of others, whose further ones may be exact. A whole model takes any, as it has modules for that."""
+def cast_inputs(root: nn.Module) -> None:
+    """Have torch's layers take their arguments in the dtype of their weights, also in copies. Other modules get exact ones, and
+    autocast casts what they multiply."""
     for module in root.modules():
-        own = any(each.dtype == dtype for each in module.parameters(recurse=False))
-        if own and (module is not root or not root._modules) and _in_own_dtype not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_in_own_dtype)
+        of_torch = any(each.__module__.startswith("torch.nn.") for each in type(module).__mro__ if each is not nn.Module)
+        own = any(each.is_floating_point() for each in module.parameters(recurse=False))
+        if of_torch and own and _in_own_dtype not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_in_own_dtype, with_kwargs=True)
 
 
 def has_foreign_hooks(module: nn.Module) -> bool:
