@@ -143,7 +143,7 @@ class Streams:
 
 
 def seed_of(text: str) -> int:
-    """Hash a text to a seed of 63 bits, which is the same in all processes."""
+    """Hash a text to 63 bits, for a seed or a key, which are the same in all processes."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 

@@ -14,7 +14,6 @@ Where data are suspicious in many steps in a row, it may be the weights that are
 then, and the data of the steps since are passed over (`rewind`)."""
 
 import gc
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +21,7 @@ from copy import copy, deepcopy
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -39,6 +39,7 @@ from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.offload.accelerator import is_accelerator
 from zeromesh.offload.memory.state_memory import StateMemory
 from zeromesh.optim.journal import Journal
+from zeromesh.rng import seed_of
 from zeromesh.trainer.checkpoints.manager import RunCheckpoints
 from zeromesh.trainer.checkpoints.trainer_state import TrainerState
 from zeromesh.trainer.config.trainer_config import TrainerConfig
@@ -46,7 +47,7 @@ from zeromesh.trainer.data.loader import Feed
 from zeromesh.trainer.loop.context import RunContext, RunProgress
 from zeromesh.trainer.loop.snapshots import Snapshots
 from zeromesh.trainer.monitoring.step_stats import StepResult
-from zeromesh.units.unit import Bucket, set_values
+from zeromesh.units.unit import Bucket, all_buckets, set_values
 from zeromesh.zero.engine import ZeroEngine
 from zeromesh.zero.full_state import persistent_buffers
 
@@ -115,14 +116,14 @@ class Recovery:
         and heed what it tells, while the mesh is there."""
         self.stays = self.stays and not is_accelerator(mesh.device) and are_ours()
         sections = self.config.model_dump(mode="json", exclude=set(_UNRELATED))
-        self._key, section, self.snapshots = _digest(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
+        self._key, section, self.snapshots = seed_of(f"{sections} {mesh.shape} {mesh.rank}"), self.config.recovery, None
         # The last host that is left goes on from the copies that it has, and has snapshots without them.
         copied = section.copies > 0 and (len({each.host for each in mesh.locations}) > 1 or number_of_start() > 0)
         on_device = section.memory == "auto" and is_accelerator(mesh.device) and self.config.parallel.sync_every == 1
         own, others = handed_over(SNAPSHOTS), handed_over(COPIES)
         if own is not None and others is not None and (section.memory == "snapshots" or on_device or copied):
             # Another run of these processes may have left some, of the same model: only those of this very run count.
-            memories, key = (_memory(own), _memory(others) if copied else None), _digest(self.config.to_yaml())
+            memories, key = (_memory(own), _memory(others) if copied else None), seed_of(self.config.to_yaml())
             self.snapshots = Snapshots(*memories, mesh, key, section.every_steps, frozen=self.model is not None)
         if not self.stays:
             self.memory = None
@@ -221,7 +222,7 @@ class Recovery:
         """Keep what this process knows of a run that ends in it; nothing where its model is whole already."""
         engine, self._kept = run.model.engine, None
         if engine is not None and engine.optimizer_step.journal is not None:
-            buckets = (bucket for unit in engine.units for bucket in unit.buckets)
+            buckets = all_buckets(engine.units)
             plain = all(each.training == [slot.spec.requires_grad for slot in each.layout.slots] for each in buckets)
             self._kept = Kept(present(), run.progress, _shared_buffers(engine), plain)
 
@@ -361,7 +362,7 @@ class Recovery:
             dtype, trained = self._given[name]
             each.grad = None
             set_values(each, torch.zeros((), dtype=dtype, device=each.device).expand(each.shape))
-            each.requires_grad_(trained).stored = _Elsewhere(dtype)  # type: ignore[attr-defined]
+            each.requires_grad_(trained).stored = _elsewhere(dtype)  # type: ignore[attr-defined]
 
 
 def note_act(run: RunContext, feed: Feed, act: Mapping[str, Any], positions: range) -> None:
@@ -418,27 +419,14 @@ def require_updates(run: RunContext, why: str = "") -> None:
         raise NonFiniteError(f"{what} in {steps} {last}. Lower optimizer.lr, look at the data, or use precision.compute: bfloat16")
 
 
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-
-
-class _Elsewhere:
-    """The values of a parameter that come from a checkpoint or from memory later; see `BuiltSource`."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def read(self, start: int, end: int) -> Tensor:
-        return torch.zeros(end - start, dtype=self._dtype)
-
-    def encoded_by(self, codec: Any) -> None:
-        return None
+def _elsewhere(dtype: torch.dtype) -> SimpleNamespace:
+    """Return the source of a parameter's values that come from a checkpoint or from memory later; see `BuiltSource`."""
+    return SimpleNamespace(read=lambda start, end: torch.zeros(end - start, dtype=dtype), encoded_by=lambda codec: None)
 
 
 def _shared_buckets(engine: ZeroEngine) -> list[Bucket]:
     """Return the buckets whose master weights are a part of a buffer that the ranks of a host share."""
-    buckets = (bucket for unit in engine.units for bucket in unit.buckets)
-    shared = (bucket for bucket in buckets if bucket.group.transport.name == "shared")
+    shared = (bucket for bucket in all_buckets(engine.units) if bucket.group.transport.name == "shared")
     return [bucket for bucket in shared if bucket.buffer.persistent and bucket.copy is None]
 
 

@@ -1,7 +1,6 @@
 """`ProcessSet`: ranks that act together, and their small agreements; `ProcessSets`: named sets, which may be added and removed, as
 in Horovod (`hvd.add_process_set`) and MPI (`MPI_Comm_split`)."""
 
-import hashlib
 import json
 import operator
 import threading
@@ -20,6 +19,7 @@ from zeromesh.mesh.device_works import DeviceWorks
 from zeromesh.mesh.mesh_shape import AXES
 from zeromesh.mesh.process_groups import GroupPurpose, MeshGroups, SetGroups
 from zeromesh.offload.accelerator import on_accelerator
+from zeromesh.rng import seed_of
 from zeromesh.telemetry.step_recorder import Collective, CommAccount, StepRecorder
 from zeromesh.telemetry.watchdog import Watchdog
 
@@ -101,11 +101,10 @@ class ProcessSet:
 
     def require_same(self, values: Mapping[str, object], error: type[ZeromeshError], *, advice: str) -> None:
         """Compare named values, as text, on all ranks. Raises `error` on each, with what differs, what ranks have, and `advice`."""
-        content = json.dumps({name: str(value) for name, value in values.items()}).encode()
-        digest = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1
-        if len({row[0] for row in self.gather_integers([digest])}) == 1:
+        texts = {name: str(value) for name, value in values.items()}
+        if len({row[0] for row in self.gather_integers([seed_of(json.dumps(texts))])}) == 1:
             return
-        rows = [json.loads(row) for row in self.gather_bytes(content, "values that differ between ranks")]
+        rows = self.gather_json(texts, "values that differ between ranks")
         raise error(f"ranks were given different things: {'; '.join(differences(rows, self.ranks))}. {advice}")
 
     def all_or_raise(
