@@ -13,8 +13,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from zeromesh.errors import StorageError
+from zeromesh.intervals import Interval, merged, round_up
 from zeromesh.offload import accelerator
-from zeromesh.offload.io.direct_io import round_up_to_blocks
+from zeromesh.offload.io.direct_io import BLOCK
 from zeromesh.offload.io.file_tier import FileSlot
 from zeromesh.offload.io.transfer import DONE, CopyStreams, Transfer, copy_streams_of
 from zeromesh.offload.memory.allocation import allocate_lasting, tensor_bytes
@@ -168,26 +169,22 @@ def _wait(transfer: Transfer) -> None:
 
 
 class FreeRanges:
-    """Free ranges [begin, end) of a growing file, in order; no two of them touch."""
+    """Free ranges of a growing file, in bytes, in order; no two of them touch."""
 
     def __init__(self) -> None:
-        self.ranges: list[tuple[int, int]] = []
+        self.ranges: list[Interval] = []
 
     def take(self, length: int) -> int | None:
         """Take `length` bytes from the first range that is long enough, and return their begin; None without one."""
-        for at, (begin, end) in enumerate(self.ranges):
-            if end - begin >= length:
-                self.ranges[at : at + 1] = [(begin + length, end)] if end - begin > length else []
-                return begin
+        for at, each in enumerate(self.ranges):
+            if each.length >= length:
+                self.ranges[at : at + 1] = merged([Interval(start=each.start + length, end=each.end)])
+                return each.start
         return None
 
     def free(self, begin: int, end: int) -> None:
         """Add [begin, end), which was taken, to the free ranges, and join it with its neighbours."""
-        joined: list[tuple[int, int]] = []
-        for first, last in sorted([*self.ranges, (begin, end)]):
-            start = joined.pop()[0] if joined and joined[-1][1] == first else first
-            joined.append((start, last))
-        self.ranges = joined
+        self.ranges = merged([*self.ranges, Interval(start=begin, end=end)])
 
 
 class ActivationStore:
@@ -270,9 +267,9 @@ class ActivationStore:
         while len(self._writes) >= _IN_FLIGHT:
             self._writes.popleft().finish()
         self._advance_transfers()
-        tier, length = self._tiers.file(), round_up_to_blocks(tensor.nbytes)
+        tier, length = self._tiers.file(), round_up(tensor.nbytes, BLOCK)
         while (begin := self._free.take(length)) is None:
-            last = next((begin for begin, end in self._free.ranges[-1:] if end == tier.nbytes), tier.nbytes)
+            last = next((each.start for each in self._free.ranges[-1:] if each.end == tier.nbytes), tier.nbytes)
             missing = length - (tier.nbytes - last)
             tier.allocate(missing, _LABEL)
             self._tiers.ledger.add(Tier.FILE, Purpose.ACTIVATIONS, missing)

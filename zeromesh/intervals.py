@@ -45,6 +45,17 @@ def balanced(length: int, parts: int) -> tuple[Interval, ...]:
     return tuple(Interval(start=start, end=end) for start, end in pairwise(ends))
 
 
+def merged(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the sorted union of intervals, with neighbours joined and empty ones left out."""
+    found: list[Interval] = []
+    for interval in sorted(intervals, key=lambda each: each.start):
+        if found and interval.start <= found[-1].end:
+            found[-1] = Interval(start=found[-1].start, end=max(found[-1].end, interval.end))
+        else:
+            found.append(interval)
+    return [interval for interval in found if interval.length]
+
+
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 

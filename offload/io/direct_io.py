@@ -16,6 +16,7 @@ import torch
 
 from zeromesh.errors import StorageError
 from zeromesh.files import disk_call, open_regular, refusals
+from zeromesh.intervals import round_up
 
 _Bytes = npt.NDArray[np.uint8]
 _Move = Callable[..., int]
@@ -27,10 +28,6 @@ _NEAR = 1 << 14
 _MOST_PIECES = os.sysconf("SC_IOV_MAX")
 _READ_AHEAD_BYTES = 1 << 18  # bytes that one call reads ahead, few enough to stay in the processor's cache
 IN_MEMORY = ("tmpfs", "ramfs")
-
-
-def round_up_to_blocks(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 def is_block_aligned(data: torch.Tensor, offset: int) -> bool:
@@ -110,7 +107,7 @@ class PositionalFile(AbstractContextManager["PositionalFile"]):
         with disk_call(name, self.path), refusals(self.path, f"{done_to} ({len(view):,} bytes at {offset:,})"):
             if self.direct and is_block_aligned(data, offset):
                 # The bytes before the first whole block go through the page cache, the whole blocks past it.
-                begin = min(round_up_to_blocks(offset), end)
+                begin = min(round_up(offset, BLOCK), end)
                 self._move_buffered(done_to, move, [view[: begin - offset]], offset, begin)
                 begin += self._move_direct(move, view[begin - offset :], begin)
             self._move_buffered(done_to, move, [view[begin - offset :]], begin, end)

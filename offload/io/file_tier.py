@@ -16,8 +16,9 @@ import torch
 import xxhash
 
 from zeromesh.errors import StorageError, errors_as
+from zeromesh.intervals import round_up
 from zeromesh.offload import accelerator
-from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned, round_up_to_blocks
+from zeromesh.offload.io.direct_io import BLOCK, PositionalFile, is_block_aligned
 from zeromesh.offload.io.transfer import AllocateBuffer, Transfer, WaitTime, allocate_pages, copy_streams_of
 
 PIECE = 1 << 20  # bytes that one thread moves at a time, and that one checksum covers
@@ -83,7 +84,7 @@ class FileTier:
     def allocate(self, nbytes: int, label: str) -> "FileSlot":
         """Reserve a range, which reads as zeros. Raises `StorageError` when a disk is full."""
         begin, count = self.nbytes, len(self._files)
-        end = begin + round_up_to_blocks(nbytes)
+        end = begin + round_up(nbytes, BLOCK)
         stripes = -(-end // STRIPE)
         for number, file in enumerate(self._files):
             length = end if count == 1 else (stripes - number + count - 1) // count * STRIPE
@@ -155,7 +156,7 @@ class FileSlot:
         self._file = file
         self.digests: dict[int, tuple[int, int]] | None = None
         """If it is not None, the length and the digest of each part that is written, by its first byte."""
-        self._room = round_up_to_blocks(nbytes) if file is None else nbytes
+        self._room = round_up(nbytes, BLOCK) if file is None else nbytes
         checked = tier.checksums and file is None
         self._alignment = PIECE if checked else BLOCK
         count = -(-nbytes // PIECE) if checked else 0

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import GRID, merged
-from zeromesh.intervals import Interval
+from zeromesh.checkpoint.io.file_slices import GRID
+from zeromesh.intervals import Interval, merged
 from zeromesh.offload.io.direct_io import BLOCK
 
 RANKS = 4

@@ -24,6 +24,7 @@ from tests.support.waiting import wait_for
 from tests.unit.models.test_activation_checkpointing import Net, gpt2, llama
 from tests.unit.offload.file_cases import SECONDS, Gate, made_tiers, refusing
 from zeromesh.errors import ConfigError, StorageError
+from zeromesh.intervals import Interval
 from zeromesh.offload import FileSettings, Ledger, Purpose, Tier, TierChoice, Tiers, allocate_lasting, resident_bytes
 from zeromesh.offload import activation_store as activations
 from zeromesh.offload.activation_store import ActivationStore, BlockCall, FreeRanges, SavedTensor
@@ -42,7 +43,7 @@ def kept(tiers: Tiers, tier: Tier) -> int:
 def room(store: ActivationStore) -> int:
     """Bytes of the file that saved tensors hold, or transfers on behalf of saved tensors that are gone."""
     store._advance_transfers()
-    free = sum(end - begin for begin, end in store._free.ranges)
+    free = sum(each.length for each in store._free.ranges)
     return kept(store._tiers, Tier.FILE) - free
 
 
@@ -639,11 +640,11 @@ def test_extents_are_apart_and_become_one_again(data: st.DataObject) -> None:
                 assert 0 <= begin <= begin + size <= length
                 assert all(end <= begin or begin + size <= first for first, end in taken)
                 taken.append((begin, begin + size))
-        free = sum(end - begin for begin, end in extents.ranges)
+        free = sum(each.length for each in extents.ranges)
         assert free == length - sum(end - begin for begin, end in taken)
     for each in taken:
         extents.free(*each)
-    assert extents.ranges == [(0, length)]
+    assert extents.ranges == [Interval(start=0, end=length)]
     assert extents.take(length) == 0
 
 

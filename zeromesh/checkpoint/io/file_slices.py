@@ -1,7 +1,7 @@
 """The parts of tensors that a rank holds, the places of their elements in files, and arithmetic of byte intervals."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import BinaryIO, TypeVar
@@ -10,24 +10,13 @@ import torch
 
 from zeromesh.checkpoint.io.format import ChecksumPiece, FileRecord, TensorSpec, checksum
 from zeromesh.flat.layout import Region, StridedRows
-from zeromesh.intervals import Interval, round_up
+from zeromesh.intervals import Interval, merged, round_up
 from zeromesh.offload import TieredTensor
 from zeromesh.offload.io.direct_io import BLOCK
 
 GRID = 4 << 20  # the bytes of a piece with a checksum: pieces are cut at multiples of this offset in a file
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer dtypes by element size in bytes: elements are copied as these, so that no bit of a NaN changes."""
-
-
-def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the sorted union of intervals, with neighbours joined and empty ones left out."""
-    found: list[Interval] = []
-    for interval in sorted(intervals, key=lambda each: each.start):
-        if found and interval.start <= found[-1].end:
-            found[-1] = Interval(start=found[-1].start, end=max(found[-1].end, interval.end))
-        else:
-            found.append(interval)
-    return [interval for interval in found if interval.length]
 
 
 def starts_in_others_blocks(extents: Sequence[Interval]) -> list[Interval]:

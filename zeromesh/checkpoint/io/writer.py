@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from zeromesh.checkpoint.io import file_slices
-from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, merged, overlapping
+from zeromesh.checkpoint.io.file_slices import GRID, PlacedValues, TensorShard, cut_at_grid, overlapping
 from zeromesh.checkpoint.io.format import ChecksumPiece, FileLayout, checksum
 from zeromesh.errors import CheckpointError, StorageError
 from zeromesh.flat.layout import Region, StridedRows
-from zeromesh.intervals import Interval, grouped
+from zeromesh.intervals import Interval, grouped, merged
 from zeromesh.mesh.collectives import CollectiveCall
 from zeromesh.mesh.process_set import ProcessSet
 from zeromesh.offload import TieredTensor, accelerator, allocate_lasting
