@@ -115,16 +115,11 @@ def open_parts(directories: Sequence[Path]) -> list[CheckpointReader]:
     """Open the parts of one checkpoint, of which each directory has one; returns the readers in the order of parts. Raises
     `CheckpointError` when the parts are of several checkpoints, or one is missing or doubled."""
     readers = [CheckpointReader(directory, parts=True) for directory in directories]
-    found: dict[int, CheckpointReader] = {}
     for reader in readers:
-        index, count = reader.manifest.part
-        if count == 1:
+        if reader.manifest.part[1] == 1:
             raise CheckpointError(f"{reader.directory} is a whole checkpoint, not a part of one; nothing to merge")
-        if (other := found.get(index)) is not None:
-            raise CheckpointError(f"{other.directory} and {reader.directory} are both part {index + 1} of {count}")
-        found[index] = reader
     check_parts([(str(reader.directory), reader.manifest) for reader in readers])
-    return [found[index] for index in sorted(found)]
+    return sorted(readers, key=lambda reader: reader.manifest.part[0])
 
 
 def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
@@ -140,8 +135,11 @@ def check_parts(parts: Sequence[tuple[str, Manifest]]) -> None:
         theirs = facts(manifest, first)
         if differ := ", ".join(what for what, fact in facts(first, manifest).items() if fact != theirs[what]):
             raise CheckpointError(f"{name} and {other} are not parts of one checkpoint: they differ in {differ}")
-    there, count = {manifest.part[0] for _, manifest in parts}, first.part[1]
-    if absent := [str(index + 1) for index in range(count) if index not in there]:
+    holders, count = grouped((manifest.part[0], name) for name, manifest in parts), first.part[1]
+    for index, names in holders.items():
+        if len(names) > 1:
+            raise CheckpointError(f"{names[0]} and {names[1]} are both part {index + 1} of {count}")
+    if absent := [str(index + 1) for index in range(count) if index not in holders]:
         why = f"of the checkpoint in {name}, part {', '.join(absent[:5])} of {count} is missing"
         raise CheckpointError(f"{why}; give the directories of all hosts")
 
