@@ -9,16 +9,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers.trainer_utils import PredictionOutput
+from transformers.trainer_utils import EvalPrediction, PredictionOutput
 
 from zeromesh.checkpoint.store import FOLDER, CheckpointStore
 from zeromesh.environment import read_environment
-from zeromesh.errors import CollectiveError, ConfigError, PhaseError, StorageError
+from zeromesh.errors import CollectiveError, ConfigError, StorageError
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.rng import seed_all, seed_of
 from zeromesh.trainer.callbacks.callback import RunState
@@ -248,9 +248,7 @@ class Trainer(ModelOnMesh):
         run = self.run
         with run.model.guarded("trainer.evaluate()"):
             how = generation_of(run, predict_with_generate, generation, metrics=True)
-            values = evaluate(run, eval_dataset, metric_key_prefix, ignore_keys, generation=how)
-        if values is None:
-            raise PhaseError("an evaluation has ended early that nothing was to end")
+            values = cast(Values, evaluate(run, eval_dataset, metric_key_prefix, ignore_keys, generation=how))
         run.log_evaluation(values)
         return {**values, "epoch": run.epoch}
 
@@ -275,9 +273,7 @@ class Trainer(ModelOnMesh):
         with run.model.guarded("trainer.predict()"):
             how = generation_of(run, predict_with_generate, generation, metrics=False)
             found = run_dataset(run, test_dataset, metric_key_prefix, ignore_keys, generation=how, predicts=True)
-        _, metrics, outputs = found or (0, {}, None)
-        if outputs is None:
-            raise PhaseError("a prediction has ended early that nothing was to end")
+        _, metrics, outputs = cast(tuple[int, Values, EvalPrediction], found)  # Nothing is to end it early.
         run.events.call("on_predict", metrics)
         return PredictionOutput(predictions=outputs.predictions, label_ids=outputs.label_ids, metrics=metrics)
 
