@@ -17,8 +17,6 @@ from zeromesh.trainer.losses.trial import packed_batch, require_separate_documen
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
 
-_TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
-
 
 def require_divisible_sequences(model: nn.Module, loss_of: Callable[[nn.Module], Loss], mesh: Mesh, context: Context) -> None:
     """Try a small copy of a whole model on shares of sequences: the loss, which `loss_of` makes, and every gradient must be those
@@ -96,5 +94,5 @@ def _difference(mesh: Mesh, context: Context, found: small_copy.Pass, whole: sma
         shared = len(dims) == 1 and whole.shape[dims[0]] == context.exchange.size * share.shape[dims[0]]
         return context.share(whole, dims[0]) if shared else None
 
-    where = small_copy.pass_difference(small, sums, [(found.outputs, part_of)], whole, _TOLERANCE)
+    where = small_copy.pass_difference(small, sums, [(found.outputs, part_of)], whole, small_copy.LOSS_TOLERANCE)
     return where and f"computes something else on shares of sequences, {where}, in a trial on a small copy"

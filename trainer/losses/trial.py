@@ -23,7 +23,6 @@ from zeromesh.trainer.models.adapters import output_layer, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import quiet_library
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
-_TOLERANCE = 1e-10  # relative; two orders of the same float64 sums differ by less than 1e-13
 _TOKENS = 24
 _DOCUMENTS = ((0, 0, 11), (0, 11, 13), (1, 0, 9), (1, 9, 5), (1, 14, 10))
 """Row, start and length in tokens of each document in a batch of two rows of `_TOKENS`."""
@@ -108,7 +107,7 @@ def _try_chunked_head(small: Any, route: Route, *, causal: bool) -> LogitChange 
         return str(error) if isinstance(error, PhaseError) else summary(error)
     finally:
         small.eval()
-    if (name := small_copy.differing_gradient(found, own, _TOLERANCE)) is not None:
+    if (name := small_copy.differing_gradient(found, own, small_copy.LOSS_TOLERANCE)) is not None:
         return f"the {f'gradient of {name}' if name else 'loss'} differs"
     return change
 

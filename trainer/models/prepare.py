@@ -60,7 +60,6 @@ _KEPT_OPERATORS = (
 _MOST_COPIED = 1 << 18  # elements of a buffer that is copied for the recomputation of a block
 _ALIGNMENT = 64  # bytes, of PyTorch's CPU tensors
 _TRIAL_TOKENS = 3  # Tokens of a tile in the trial, whose sequences of 8 have an uneven last tile.
-_TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
 _LEAST_SAVED = 0.01  # of what the copy saves for backward
 _MAKERS = ("zeromesh", "torchao", "peft")
 """Packages whose layers act on each token alone where the linear ones did that they replace."""
@@ -396,7 +395,7 @@ def find_token_wise(model: nn.Module) -> TokenWise | str:
                 outcome, least = _tiled_outcome(small)
             except small_copy.ERRORS:
                 continue
-        if most - least >= _LEAST_SAVED * most and small_copy.differing_gradient(outcome, wanted, _TOLERANCE) is None:
+        if most - least >= _LEAST_SAVED * most and small_copy.differing_gradient(outcome, wanted, small_copy.TOLERANCE) is None:
             found[key] = modules[0]
     if any(each.dim() > 1 for module in found.values() for each in module.parameters()):
         return found

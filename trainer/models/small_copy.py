@@ -18,6 +18,8 @@ from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.weight_init.weight_sources import INITIALISER_ERRORS, seeded_cpu
 from zeromesh.zero.hooks import tensors_in, watch_outputs
 
+TOLERANCE, LOSS_TOLERANCE = 1e-9, 1e-10
+"""How far float64 results may be apart, relative, of models and of losses. Sums in different orders differ by less than 1e-13."""
 _LARGEST_COPY = 30_000_000  # parameters: 240 MB in float64, and as much for gradients
 Outputs = list[tuple[str, list[Tensor]]]
 """Names of modules with copies of their outputs, in the order in which calls ended."""

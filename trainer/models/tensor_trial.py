@@ -27,7 +27,6 @@ from zeromesh.units.plan import experts_of
 from zeromesh.zero.hooks import tensors_in
 
 _RANKS, _TOKENS, _FIRST_ID = 2, 8, 3
-_TOLERANCE = 1e-9  # relative; sums of float64 numbers in different orders differ by less than 1e-13
 _Value = TypeVar("_Value")
 _Divide = Callable[[nn.Module, Exchange], Parallelized | Mapping[str, ParameterPart]]
 _Divided = tuple[small_copy.Pass, Mapping[str, ParameterPart]]  # the results of a rank, and what it has of parameters
@@ -234,7 +233,7 @@ def _difference_when_divided(
         # Outputs may be parts of the whole ones, or masks with infinities; gradients may not, but for those that are divided.
         return whole if out.shape == whole.shape and out.is_floating_point() and bool(whole.isfinite().all()) else None
 
-    found = [small_copy.first_difference(each.outputs, expected.outputs, alike, _TOLERANCE) for each, _ in ranks]
+    found = [small_copy.first_difference(each.outputs, expected.outputs, alike, small_copy.TOLERANCE) for each, _ in ranks]
     # One rank's part may be right, and what is wrong on another one reaches it only in a later module.
     if (name := next((name for name, _ in expected.outputs if name in found), None)) is not None:
         return f"{small_copy.module_label(whole, name)}, computes something else"
@@ -254,7 +253,7 @@ def _differing_gradient(whole: nn.Module, ranks: Sequence[_Divided], expected: s
                 summed = everyone
             partial_sums = torch.stack([ranks[other][0].gradients[name] for other in summed]).sum(0)
             wanted = times * (gradient if part is None else part_of(gradient, part.region))
-            if not small_copy.deviation(partial_sums, wanted, 1.0) <= _TOLERANCE:
+            if not small_copy.deviation(partial_sums, wanted, 1.0) <= small_copy.TOLERANCE:
                 module, _, leaf = name.rpartition(".")
                 return f"{small_copy.module_label(whole, module)}, has another " + (f"gradient of its {leaf}" if leaf else "result")
     return ""
