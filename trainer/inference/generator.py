@@ -44,6 +44,7 @@ from zeromesh.trainer.models.hub_form import HubForm
 from zeromesh.trainer.models.prepare import use_attention
 from zeromesh.trainer.models.user_model import require_layout_fits
 from zeromesh.trainer.monitoring.console import Console
+from zeromesh.trainer.monitoring.step_metrics import CONFIG
 from zeromesh.trainer.setup.build import connect, require_same_settings, set_tf32
 from zeromesh.trainer.setup.engine_options import adapters_spared, engine_options, require_directories
 from zeromesh.trainer.setup.model import divide_model, fill_engine, synchronize_initial_values
@@ -52,7 +53,6 @@ from zeromesh.trainer.weights.safetensors_source import keep_encoded
 from zeromesh.units.build import open_tiers
 from zeromesh.zero.engine import ZeroEngine
 
-_RESOLVED = "config.resolved.yaml"
 _FLOAT64_ROLES = ("precision.master=float64", "precision.reduce=float64")
 """Overrides of dtype roles that generation does not use; float64 agrees with every compute dtype."""
 _PLAIN = {"max_new_tokens": 1, "num_beams": 1, "do_sample": False, "use_cache": True}  # join any running batch
@@ -358,9 +358,9 @@ def find_source(source: str | PathLike[str]) -> str:
     # Errors about a directory of adapters are raised where models are read.
     if not path.is_dir() or any((path / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
         return str(path) if path.is_dir() else str(source)
-    if (path / _RESOLVED).is_file() or (path / MANIFEST).is_file():
+    if (path / CONFIG).is_file() or (path / MANIFEST).is_file():
         return str(checkpoint_at(path))
-    why = f"a directory without config.json or {_RESOLVED}; give a run, a checkpoint of a run, the name of a model on the Hub"
+    why = f"a directory without config.json or {CONFIG}; give a run, a checkpoint of a run, the name of a model on the Hub"
     raise ConfigError(f"{why}, or a model directory (a run of TRL has one: model)", where=str(source))
 
 
@@ -375,7 +375,7 @@ def layout_of(
     for name, section in sections.items():
         merged[name] = {**merged.get(name, {}), **section}
     directory = find_source(source)
-    run = Path(directory).parent.parent / _RESOLVED
+    run = Path(directory).parent.parent / CONFIG
     in_checkpoint = Path(directory, MANIFEST).is_file() and run.is_file()
     if in_checkpoint and evaluates_average(CheckpointReader(Path(directory), checked=False)):
         why = "its optimizer evaluates other weights than it trains"
