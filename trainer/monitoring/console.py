@@ -85,8 +85,8 @@ class Console(AbstractContextManager["Console"]):
                 continue
             self._end_status()
             self._printed_at = time.monotonic()
-            if self._progress is not None and self._steps_task is not None:
-                self._progress.update(self._steps_task, numbers=self._numbers)
+            if self._steps_task is not None:
+                self._bar().update(self._steps_task, numbers=self._numbers)
             # Lines of a log file are not wrapped, whatever width rich assumes.
             width = self._rich.width if self._is_terminal else None
             text = line if line.isprintable() else printable_lines(line)
@@ -139,8 +139,8 @@ class Console(AbstractContextManager["Console"]):
 
     @_never_raising
     def advance(self, step: int) -> None:
-        if self._progress is not None and self._steps_task is not None:
-            self._progress.update(self._steps_task, completed=step, numbers=self._numbers, refresh=self._may_redraw())
+        if self._steps_task is not None:
+            self._bar().update(self._steps_task, completed=step, numbers=self._numbers, refresh=self._may_redraw())
 
     @_never_raising
     def step(self, line: Mapping[str, Any]) -> None:
