@@ -46,18 +46,18 @@ class News:
 
     requests: list[Request] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    streams: bool = False  # True if clients stream single tokens.
+    streams: bool = False  # True if clients stream single tokens, at the cost of an exchange between the ranks for each.
     stopping: bool = False  # True if no more requests will come.
 
 
 class Inbox:
     """Passes requests from any thread to the generator of rank 0, and progress back to the clients. `limit` is the number of
-    requests that may be open at a time; None: any. `streams` reports every token, at the cost of an exchange between the ranks."""
+    requests that may be open at a time; None: any."""
 
-    def __init__(self, *, limit: int | None = None, streams: bool = True) -> None:
+    def __init__(self, *, limit: int | None = None) -> None:
         self._limit = limit
         self._changed = threading.Condition()
-        self._news = News(streams=streams)
+        self._news = News(streams=True)
         self._open: dict[int, OnProgress] = {}
         self._count = 0
 

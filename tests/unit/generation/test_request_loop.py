@@ -62,7 +62,8 @@ def finished(number: int) -> dict[str, Any]:
 )
 def test_requests_go_to_the_replica_with_the_fewest_open_tokens(streams: bool, rows: int, costs: list[int], own: set[int]) -> None:
     """`costs` are the tokens of each request, of which one is the prompt; the other replica finishes last."""
-    inbox, heard, ended = Inbox(streams=streams), list[Progress](), set[int]()
+    inbox, heard, ended = Inbox(), list[Progress](), set[int]()
+    inbox._news.streams = streams
 
     def answer(message: dict[str, Any]) -> list[dict[str, Any]]:
         ended.update(each["number"] for each in message["progress"] if each["finish"])
@@ -94,7 +95,8 @@ def test_a_request_that_waits_is_cancelled_and_fields_are_those_of_the_loop() ->
 
 @pytest.mark.parametrize(("streams", "most"), [(True, 1), (False, 16)])
 def test_tokens_are_told_at_once_where_somebody_reads_along(streams: bool, most: int) -> None:
-    inbox, heard = Inbox(streams=streams), list[Progress]()
+    inbox, heard = Inbox(), list[Progress]()
+    inbox._news.streams = streams
     inbox.submit([3], print, fields={"max_new_tokens": 20})
     inbox.stop()
     assert loop_of(1, lambda message: [], rows=4, heard=heard).run(inbox) == 20

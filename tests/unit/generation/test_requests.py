@@ -14,7 +14,8 @@ def progress(number: int, finish: Finish | None = None) -> Progress:
 
 
 def test_news_is_passed_on_once() -> None:
-    inbox = Inbox(streams=False)
+    inbox = Inbox()
+    inbox._news.streams = False
     for seed in (0, 4):
         inbox.submit([seed], print, fields={"top_k": 2} if seed else {}, seed=seed)
     inbox.cancel(1)
