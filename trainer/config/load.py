@@ -21,7 +21,7 @@ from zeromesh.trainer.config import messages
 from zeromesh.trainer.config.deepspeed import Translation, is_deepspeed, nested, read_deepspeed
 from zeromesh.trainer.config.foreign_names import KEY_BY_DEEPSPEED_NAME, KEY_BY_NAME, NO_KEY, foreign_problems
 from zeromesh.trainer.config.redact import REDACTED, Redaction
-from zeromesh.trainer.config.sections.base import REPOSITORY
+from zeromesh.trainer.config.sections.base import REPOSITORY, nearest
 from zeromesh.trainer.config.sections.model import DEFAULT_MODEL
 from zeromesh.trainer.config.sections.optimizer import optimizer_problems
 from zeromesh.trainer.config.sections.outputs import name_of_file
@@ -177,7 +177,7 @@ def tracker_problems(names: Sequence[str]) -> Iterator[str]:
                 package = name.replace("_", "-")
                 yield f"tracking.backends: {name} needs a package that is not installed; run: pip install {package}"
         elif name not in registered:
-            near = messages.nearest(name, TRACKERS, cutoff=0.6)
+            near = nearest(name, TRACKERS)
             hint = f"; did you mean {near}?" if near else ""
             what = f"tracking.backends: got {name!r}; allowed are {', '.join(TRACKERS)}"
             yield f"{what}, and names of trackers that were given to accelerate.tracking.register_tracker_class{hint}"
@@ -388,7 +388,7 @@ def _problem(keys: tuple[str, ...], value: Any, kind: str) -> str:
             return f"{path}: {value} is not available: {reason}; allowed {what}"
         near, every = None, messages.known_paths().values()
         if isinstance(value, str) and not any(value in messages.choices(other) for other in every):
-            near = messages.nearest(value, messages.choices(field), cutoff=0.6)
+            near = nearest(value, messages.choices(field))
         if kind == "string_type" and isinstance(value, bool | int | float):
             what += "; write it in quotes"
         elif isinstance(value, str) and "a list" in what:

@@ -1,7 +1,6 @@
 """Descriptions, from the configuration's models, of what keys allow and of the nearest key, for errors and the reference."""
 
-import difflib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 from zeromesh.errors import counted
 from zeromesh.settings.keys import Allowed
 from zeromesh.trainer.config.redact import REDACTED, Redaction, is_secret
+from zeromesh.trainer.config.sections.base import nearest
 from zeromesh.trainer.config.trainer_config import TrainerConfig
 from zeromesh.trainer.config.yaml_reader import read_texts
 
@@ -68,7 +68,7 @@ def nearest_path(path: str, known: Collection[str]) -> str | None:
     beside = {each.rpartition(".")[2]: each for each in known if each.rpartition(".")[0] == section}
     if key in anywhere:
         return anywhere[key]
-    if slip := nearest(key, beside, cutoff=0.6):
+    if slip := nearest(key, beside):
         return beside[slip]
     return anywhere[slip] if (slip := nearest(key, anywhere, cutoff=0.8)) else None
 
@@ -81,11 +81,6 @@ def unknown_key(path: str, value: object, known: Collection[str], hint: str = ""
     section = path.rpartition(".")[0]
     beside = ", ".join(each.rpartition(".")[2] for each in known if each.rpartition(".")[0] == section)
     return f"{path}: unknown key{got}; {hint or f'allowed are {beside}'}"
-
-
-def nearest(word: str, words: Iterable[str], *, cutoff: float) -> str | None:
-    """Return the most similar of `words`, or None below the similarity `cutoff` (0 to 1)."""
-    return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
 
 
 def quote(path: str, value: object) -> str:

@@ -74,6 +74,11 @@ def find_object(name: str, where: str, folders: Sequence[str] = ()) -> Any:
     return found
 
 
+def nearest(word: str, words: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the most similar of `words`, or None below the similarity `cutoff` (0 to 1)."""
+    return next(iter(difflib.get_close_matches(word.lower(), words, n=1, cutoff=cutoff)), None)
+
+
 def nearest_of(name: object, known: Iterable[str], otherwise: Sequence[str] = (), *, cutoff: float = 0.6) -> str:
     """Return the end of a message with the names nearest to an unknown one, or with those `otherwise`; empty without either."""
     near = difflib.get_close_matches(str(name), sorted(known), cutoff=cutoff) or otherwise

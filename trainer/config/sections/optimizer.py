@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from zeromesh.errors import ConfigError, library_errors
 from zeromesh.settings import keys
-from zeromesh.trainer.config.sections.base import Section, Texts, find_object
+from zeromesh.trainer.config.sections.base import Section, Texts, find_object, nearest
 
 if TYPE_CHECKING:  # A configuration is refused before torch is imported.
     from torch import nn
@@ -232,9 +232,9 @@ def _of_transformers(section: OptimizerSection, model: "nn.Module", targets: Any
 
     name, names = section.name, [each.value for each in OptimizerNames]
     if name not in names:
-        near = get_close_matches(name.lower(), [*OPTIMIZERS, *names], n=1)
+        near = nearest(name, [*OPTIMIZERS, *names])
         rest = "a name of transformers' optim such as adafactor, or a class such as package.module:Class"
-        rest += f"; did you mean {near[0]}?" if near else ""
+        rest += f"; did you mean {near}?" if near else ""
         raise ConfigError(f"got {name[:40]!r}; allowed are {', '.join(OPTIMIZERS)}, {rest}", where="optimizer.name")
     if reason := next((why for pattern, why in _REFUSED.items() if fnmatchcase(name, pattern)), ""):
         raise ConfigError(f"{name} is not available: {reason}", where="optimizer.name")
