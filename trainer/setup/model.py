@@ -1,6 +1,6 @@
 """The model of a run: building, checks, division among ranks and initial values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -89,7 +89,8 @@ def build_trained_model(run: RunContext, options: ZeroOptions, recovery: Recover
         run.start_times.end("loss")
         divided = divide_model(model, mesh, config, feeds.example, loss_of(config, inputs))
         undone.callback(divided.close)
-        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, notes, recovery)
+        console.note(*notes)
+        engine = fill_engine(built, config, mesh, options, tiers, divided, console, feeds, recovery)
         undone.callback(engine.close)
         judge, compute = _judge_of(run, engine), torch.float32 if loss.narrow else options.precision.compute
         loads = ExpertLoads(model, engine.ranks, config.optimizer.expert_bias_rate)
@@ -312,7 +313,6 @@ def fill_engine(
     divided: Divided,
     console: Console,
     feeds: Feeds | None = None,
-    notes: Sequence[str] = (),
     recovery: Recovery | None = None,
 ) -> ZeroEngine:
     """Prepare a divided model, build its engine after checking memory, and read its values; all ranks call it. A model that is
@@ -330,7 +330,6 @@ def fill_engine(
     if local and feeds is not None:
         means = "means and variances are those of each rank's own microbatch, not of the global batch"
         console.note(f"BatchNorm ({some(local)}): {means}; every rank keeps running statistics of its own, and rank 0's are saved")
-    console.note(*notes)
     # The inputs of recomputed blocks that are offloaded, where their size is known.
     sizes = getattr(model, "config", None)
     width: Any = getattr(sizes, "hidden_size", None) or getattr(sizes, "n_embd", None)
