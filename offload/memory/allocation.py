@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import xxhash
 
 from zeromesh.errors import StorageError
 from zeromesh.offload import accelerator
@@ -32,6 +33,11 @@ _LEAST_BYTES = 1 << 16
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous CPU tensor as its bytes, uint8 `[bytes]`."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def hex_digest(tensor: torch.Tensor) -> str:
+    """Return 64 bits in hex that tell a tensor's bytes from others."""
+    return xxhash.xxh3_64_hexdigest(tensor_bytes(tensor).numpy().data)
 
 
 def allocate_lasting(shape: int | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

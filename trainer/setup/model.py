@@ -8,7 +8,6 @@ from os import PathLike
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from transformers import DataCollatorForLanguageModeling
@@ -19,7 +18,7 @@ from zeromesh.comm.transport import choose_transport
 from zeromesh.environment import number_of_start
 from zeromesh.errors import ConfigError, DataError, LayoutError, counted, some
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import Tier, Tiers, prevent_fragmentation, reuse_freed_memory, tensor_bytes
+from zeromesh.offload import Tier, Tiers, hex_digest, prevent_fragmentation, reuse_freed_memory, tensor_bytes
 from zeromesh.options import ZeroOptions
 from zeromesh.overrides import override
 from zeromesh.parallelize import Divided, divide
@@ -269,7 +268,7 @@ def synchronize_initial_values(built: BuiltModel, mesh: Mesh, seed: int) -> list
     if mesh.world_size == 1:
         return []
     held = {name: tensor for name, tensor in tensors.items() if not (tensor.is_meta or hasattr(tensor, "stored"))}
-    digests = [xxhash.xxh3_64_intdigest(tensor_bytes(tensor).numpy().data) >> 1 for tensor in held.values()]
+    digests = [int(hex_digest(tensor), 16) >> 1 for tensor in held.values()]
     rows = mesh.world.gather_integers(digests)
     differing = [name for index, name in enumerate(held) if len({row[index] for row in rows}) > 1]
     if not differing:

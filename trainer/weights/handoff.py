@@ -24,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from zeromesh.checkpoint.io.format import DTYPES, are_valid_sizes
 from zeromesh.errors import ConfigError, TransferError, errors_as, printable
 from zeromesh.files import json_object
 from zeromesh.mesh.network_interfaces import is_loopback
 from zeromesh.mesh.process_mesh import Mesh
-from zeromesh.offload import tensor_bytes
+from zeromesh.offload import hex_digest, tensor_bytes
 
 Named = Iterator[tuple[str, torch.Tensor]]
 Part = tuple[int, int, int]  # `(dim, index, parts)`, a part of a tensor as `torch.tensor_split` cuts along `dim`
@@ -127,9 +126,9 @@ def send_weights(
             for receiver, parts in receivers:
                 part = next((each for pattern, each in parts.items() if fnmatchcase(name, pattern)), None)
                 given = cut_part(name, tensor, part)
-                flat, dtype = tensor_bytes(given).numpy().data, str(given.dtype).removeprefix("torch.")
+                flat, dtype = tensor_bytes(given), str(given.dtype).removeprefix("torch.")
                 header = {"name": name, "dtype": dtype, "shape": list(given.shape)}
-                receiver.send({**header, "xxh3": xxhash.xxh3_64_hexdigest(flat)}, flat)
+                receiver.send({**header, "xxh3": hex_digest(flat)}, flat.numpy().data)
 
         def end() -> None:
             for receiver, _ in receivers:
@@ -222,7 +221,7 @@ def _read_tensor(sender: _WeightConnection, header: Mapping[str, Any]) -> torch.
     except (RuntimeError, TypeError) as error:  # Memory is short, or the size exceeds 63 bits.
         raise TransferError(f"{printable(name)} of shape {shape} does not fit into memory") from error
     sender.fill(content.numpy().data)
-    if xxhash.xxh3_64_hexdigest(content.numpy().data) != header.get("xxh3"):
+    if hex_digest(content) != header.get("xxh3"):
         raise TransferError(f"{printable(name)} was damaged on the way")
     return content.view(dtype).view(shape)
 

@@ -6,7 +6,6 @@ from itertools import chain
 from typing import Any
 
 import torch
-import xxhash
 from torch import nn
 
 from zeromesh.checkpoint.io.file_slices import TensorShard
@@ -18,7 +17,7 @@ from zeromesh.flat.redistribute import bucket_placement, join_regions, redistrib
 from zeromesh.intervals import ALIGNMENT, Interval, grouped
 from zeromesh.mesh.process_mesh import Mesh
 from zeromesh.mesh.process_set import ProcessSet
-from zeromesh.offload import TieredTensor, tensor_bytes
+from zeromesh.offload import TieredTensor, hex_digest
 from zeromesh.optim.optimizer_step import OptimizerStep
 from zeromesh.options import Placement, ZeroOptions
 from zeromesh.overrides import override
@@ -139,12 +138,12 @@ class CheckpointState:
         for bucket in self._buckets:
             for slot in bucket.layout.slots if bucket.buffer.persistent else ():
                 part = _describe_part(slot.spec.region, Interval(start=0, end=slot.spec.region.numel))
-                digests[f"{slot.spec.name}{part}"] = _hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
+                digests[f"{slot.spec.name}{part}"] = hex_digest(bucket.buffer.full[slot.where.start : slot.where.end])
         for shard in self.shards_to_read():
             part = _describe_part(shard.region, shard.interval)
             name = shard.spec.name if shard.spec.kind == MODEL else f"{shard.spec.name} ({shard.spec.kind})"
             if shard.values.numel:
-                digests[f"{name}{part}, at rest"] = _hex_digest(shard.values.load(self._mesh.device))
+                digests[f"{name}{part}, at rest"] = hex_digest(shard.values.load(self._mesh.device))
         return digests
 
     def update_order(self) -> dict[int, int]:
@@ -217,10 +216,6 @@ def _describe_part(region: Region, interval: Interval) -> str:
     boxes = " x ".join("+".join(f"{each.start}:{each.end}" for each in dim) for dim in region.dims)
     cut = "" if region == Region.whole(region.shape) else f"[{boxes}]"
     return cut if interval.length == region.numel else f"{cut} elements {interval.start}:{interval.end}"
-
-
-def _hex_digest(values: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(tensor_bytes(values).numpy().data)
 
 
 def _is_stored(bucket: Bucket, spec: ParameterSpec, kind: str, *, reading: bool) -> bool:
