@@ -60,8 +60,8 @@ _Model = TypeVar("_Model", bound=nn.Module)
 MakeOptimizer = Callable[[Iterator[nn.Parameter]], Optimizer]
 _SECTIONS = ("parallel", "zero", "precision", "offload", "ema", "checkpoint")
 _SHARDING = "_zeromesh_sharding"
-_STORABLE = (bool, int, float, str, type(None), list, tuple, Mapping, torch.Tensor)  # values of groups in a checkpoint
 """The attribute of a partitioned model that has its `ShardedModel`, so that the engine lives as long as the model."""
+_STORABLE = (bool, int, float, str, type(None), list, tuple, Mapping, torch.Tensor)  # values of groups in a checkpoint
 
 
 @dataclass(kw_only=True)
