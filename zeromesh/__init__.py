@@ -12,7 +12,6 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _LOOP_NAMES = ("ChainedOptimizer", "averaged", "gathered", "load", "save", "shard", "state_dict", "unshard")
-_TRAINER_NAMES = ("Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig")
 _MODULES = dict.fromkeys(_LOOP_NAMES, "shard") | {"receive_weights": "weights.handoff"}
 __all__ = ["Callback", "FitReport", "Generated", "Generator", "Trainer", "TrainerConfig", "__version__", *_MODULES]
 # bitsandbytes warns, whoever imports it, that it lacks a package for products of codes, which are not made here.
@@ -23,6 +22,6 @@ def __getattr__(name: str) -> Any:
     """Import the trainer's names lazily, so that the engine never imports the layer above it."""
     if name in _MODULES:
         return getattr(import_module(f"zeromesh.trainer.{_MODULES[name]}"), name)
-    if name in _TRAINER_NAMES:
+    if name in __all__:
         return getattr(import_module("zeromesh.trainer"), name)
     raise AttributeError(f"module 'zeromesh' has no attribute {name!r}")
