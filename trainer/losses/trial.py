@@ -21,6 +21,7 @@ from zeromesh.trainer.losses.chunked_head import ChunkedHead, Route
 from zeromesh.trainer.models import small_copy
 from zeromesh.trainer.models.adapters import output_layer, pretrained_of
 from zeromesh.trainer.weights.safetensors_source import quiet_library
+from zeromesh.units.plan import embedding_of
 from zeromesh.weight_init.weight_sources import seeded_cpu
 
 _TOKENS = 24
@@ -149,7 +150,8 @@ _SEPARATE: WeakSet[nn.Module] = WeakSet()  # Models whose documents were found t
 
 def packed_batch(small: Any) -> dict[str, torch.Tensor]:
     """Return token ids and positions of the packed documents of trials, `[2, tokens]`."""
-    vocabulary = small.get_input_embeddings().weight.shape[0]
+    embedding = embedding_of(small, "input")
+    vocabulary = small.config.get_text_config().vocab_size if embedding is None else len(embedding.weight)
     ids = torch.randint(min(5, vocabulary - 1), vocabulary, (2, _TOKENS), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for *_, length in _DOCUMENTS]).view(2, _TOKENS)
     return {"input_ids": ids, "position_ids": positions}

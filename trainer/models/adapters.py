@@ -27,7 +27,7 @@ from zeromesh.trainer.config.sections.model import Head, ModelSection, WeightsSe
 from zeromesh.trainer.config.yaml_reader import read_texts
 from zeromesh.trainer.formatting import human_bytes
 from zeromesh.trainer.models.unread_weights import unread_weights
-from zeromesh.units.plan import encoded_names
+from zeromesh.units.plan import embedding_of, encoded_names
 from zeromesh.weight_init import weight_sources
 from zeromesh.weight_init.weight_sources import BuiltModel, ParameterSource, is_pretrained_model, seeded_cpu
 
@@ -52,7 +52,7 @@ def pretrained_of(model: Any) -> Any | None:
 
 def output_layer(model: Any) -> Any:
     """Return the output embedding of a Hugging Face model, or the copy that PEFT trains of it (`modules_to_save`)."""
-    head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    head: Any = embedding_of(model, "output")
     copies = getattr(head, "modules_to_save", None)
     active: list[str] = list(getattr(head, "active_adapters", ()))
     return copies[active[0]] if isinstance(copies, nn.ModuleDict) and len(active) == 1 and active[0] in copies else head

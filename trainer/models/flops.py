@@ -19,6 +19,7 @@ from torch import nn
 from zeromesh.offload.accelerator import device_name, is_accelerator, time_call
 from zeromesh.trainer.machines.cards import peak_of
 from zeromesh.trainer.models.user_model import positive, text_part
+from zeromesh.units.plan import embedding_of
 
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 """The names that configurations give to the number of experts that a token chooses."""
@@ -49,7 +50,7 @@ class ModelFlops:
         # The fraction of a layer's experts that process one token.
         reached = chosen / count if count and chosen else 1.0
         dense = 0.0
-        head = getattr(model, "get_output_embeddings", lambda: None)()
+        head = embedding_of(model, "output")
         multiplied = {id(parameter) for parameter in head.parameters()} if isinstance(head, nn.Module) else set()
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         looked_up = {id(parameter) for table in tables for parameter in table.parameters()} - multiplied

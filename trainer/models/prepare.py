@@ -40,7 +40,7 @@ from zeromesh.trainer.models.adapters import pretrained_of
 from zeromesh.trainer.models.tensor_trial import example_inputs
 from zeromesh.trainer.models.user_model import Compile
 from zeromesh.trainer.weights.safetensors_source import quiet_library
-from zeromesh.units.plan import block_modules
+from zeromesh.units.plan import block_modules, embedding_of
 from zeromesh.weight_init.weight_sources import seeded_cpu
 from zeromesh.zero.hooks import has_foreign_hooks
 
@@ -291,7 +291,7 @@ def use_attention(model: nn.Module, name: Attention, compute: torch.dtype, devic
 def use_fastest_linear(model: nn.Module, compute: torch.dtype, device_type: str) -> int:
     """Set `torch.nn.Linear` and GPT-2's `Conv1D` in `model`, no subclasses, to multiply in the fastest dtype for `compute`; returns
     the number of changed layers. A frozen head multiplies slices of the hidden states without copies of its weight."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = embedding_of(model, "output")
     found = [module for module in model.modules() if type(module) in _FORWARDS and "forward" not in vars(module)]
     layers = [] if product_dtype(compute, device_type) == compute else found
     cut = [module for module in found if module is head and not head.weight.requires_grad]
@@ -317,7 +317,7 @@ def use_float8_linear(model: nn.Module, device: torch.device) -> str:
         raise ConfigError(f"{why}, or an MI300, and this run computes on {name}; leave it out", where=where)
     with library_errors(where, "float8 needs the package torchao: pip install torchao; "):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = embedding_of(model, "output")
     linear_layers = [each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each)]
     sized = [each for each in linear_layers if not (each.in_features % 16 or each.out_features % 16)]
     layers = [each for each in sized if each is not head]

@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from zeromesh.errors import ConfigError, DataError
 from zeromesh.mesh.mesh_shape import MeshShape
 from zeromesh.trainer.models.adapters import pretrained_of, require_adapters_fit
+from zeromesh.units.plan import embedding_of
 from zeromesh.weight_init.weight_sources import hooked_parameters, is_pretrained_model
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]  # as `torch.compile` is
@@ -111,10 +112,7 @@ class ForwardInputs:
         if pretrained is not None and fields and main in fields and main not in required:
             required.insert(0, main)  # all arguments of a Hugging Face forward have defaults
         config = getattr(model, "config", None) if is_pretrained_model(model) else None
-        try:
-            embedding = getattr(model, "get_input_embeddings", lambda: None)()
-        except (NotImplementedError, AttributeError):
-            embedding = None
+        embedding = embedding_of(model, "input")
         return cls(
             model=type(model).__name__,
             fields=fields,

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from inspect import getattr_static, signature, unwrap
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def plan_model(
     dtypes = _dtypes(model, names, compute_dtype)
     codecs = {} if weights is None else dict.fromkeys(encoded_names(model, weights), weights.codec)
     experts, known = experts_of(model), dict[Any, bool]()
-    ends = _names_of(model, "get_input_embeddings") + _names_of(model, "get_output_embeddings")
+    ends = _names_of(model, "input") + _names_of(model, "output")
     modules = _outermost(model, _block_names(model) + ends)
     members: dict[str, list[ParameterSpec]] = {ROOT: [], **{module: [] for module in modules}}
     for parameter, fqns in names:
@@ -112,7 +112,7 @@ def encoded_names(model: nn.Module, weights: EncodedWeights, *, of_experts: bool
     """Return the first names of the parameters that are encoded: frozen matrices of linear layers, but neither the output embedding
     nor what is tied to another parameter, as those that bitsandbytes and transformers replace; and, with `of_experts`, matrices of
     experts, `[experts, ., .]`, which these libraries keep in 16 bits."""
-    heads, experts = _names_of(model, "get_output_embeddings"), experts_of(model) if of_experts else {}
+    heads, experts = _names_of(model, "output"), experts_of(model) if of_experts else {}
 
     def is_matrix(fqn: str, parameter: nn.Parameter) -> bool:
         name, _, leaf = fqn.rpartition(".")
@@ -128,6 +128,13 @@ def encoded_names(model: nn.Module, weights: EncodedWeights, *, of_experts: bool
         and is_matrix(fqn, parameter)
         and not any(fnmatchcase(fqn, pattern) for pattern in weights.skip)
     }
+
+
+def embedding_of(model: Any, kind: Literal["input", "output"]) -> Any:
+    """Return the input or the output embedding that a model names; None where it names none, as not all of transformers' do."""
+    with suppress(NotImplementedError, AttributeError):
+        return getattr(model, f"get_{kind}_embeddings")()
+    return None
 
 
 def experts_of(model: nn.Module) -> dict[str, int]:
@@ -284,8 +291,6 @@ def _outermost(model: nn.Module, blocks: list[str]) -> tuple[str, ...]:
     return tuple(fqn for fqn, _ in model.named_modules() if fqn in blocks and not fqn.startswith(inside))
 
 
-def _names_of(model: nn.Module, getter: str) -> list[str]:
-    with suppress(NotImplementedError, AttributeError):
-        target = getattr(model, getter)()
-        return [fqn for fqn, module in model.named_modules() if fqn and module is target]
-    return []
+def _names_of(model: nn.Module, kind: Literal["input", "output"]) -> list[str]:
+    target = embedding_of(model, kind)
+    return [fqn for fqn, module in model.named_modules() if fqn and module is target]

@@ -239,6 +239,27 @@ def test_stages_compute_alike() -> None:
     assert found[0] == found[1] != losses(*zeromesh.shard(plain, sgd(plain), stage=3))
 
 
+class Unnamed(tf.LlamaForCausalLM):
+    """It names neither of its embeddings, as some models of transformers do not."""
+
+    def get_input_embeddings(self) -> Any:
+        raise NotImplementedError
+
+    get_output_embeddings = get_input_embeddings
+
+
+@pytest.mark.usefixtures("torchao")
+def test_a_model_that_names_no_embeddings_is_trained(tmp_path: Path) -> None:
+    """On packed documents, which a trial tells apart, and by an optimizer that treats embeddings apart."""
+    model, ids = Unnamed(llama().config), torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": each, "labels": each, "position_ids": POSITIONS[n % 2]} for n, each in enumerate(ids)]
+    precision = {"compute": "bfloat16", "linear": "float8"}
+    sections = {"batch": {"global_size": 8}, "optimizer": {"name": "muon"}, "precision": precision}
+    with one_rank(tmp_path, model, data, **sections) as trainer:
+        first, second = trainer.fit().losses
+    assert second < first
+
+
 @pytest.mark.usefixtures("torchao")
 def test_a_model_without_layers_of_such_sizes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"precision\.linear: Linear has no .* multiples of 16"):

@@ -201,9 +201,10 @@ def muon(
     from torch import nn
     from torch.optim import AdamW, Muon
 
+    from zeromesh.units.plan import embedding_of
     from zeromesh.zero.sharded_optimizer import ChainedOptimizer
 
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = embedding_of(model, "output")
     kept = [each for each in model.modules() if isinstance(each, nn.Embedding) or each is head]
     tables = {id(parameter) for module in kept for parameter in module.parameters()}
 

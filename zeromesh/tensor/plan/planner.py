@@ -19,7 +19,7 @@ copy of the model (`trainer/models/tensor_trial.py`), and refused if a module co
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fnmatch import translate
 from itertools import chain
 from typing import Any
@@ -32,7 +32,7 @@ from zeromesh.intervals import Interval, balanced, grouped
 from zeromesh.tensor.plan import attention_split, layer_plan
 from zeromesh.tensor.plan.attention_split import AttentionDivision, forward_source, intermediate_dims, is_transposed
 from zeromesh.tensor.plan.layer_plan import WHOLE, LayerPlan, Style, TensorPlan, inside
-from zeromesh.units.plan import block_modules, without_adapters
+from zeromesh.units.plan import block_modules, embedding_of, without_adapters
 
 _SYNONYMS = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _STYLES = (
@@ -138,10 +138,8 @@ class _Planner:
 
     def embeddings(self) -> None:
         """Divide the input and output embedding by tokens, unless a rule says `replicate`."""
-        for getter, style in (("get_input_embeddings", Style.EMBEDDING), ("get_output_embeddings", Style.HEAD)):
-            found = None
-            with suppress(NotImplementedError, AttributeError):
-                found = getattr(self.model, getter)()
+        found_embeddings = embedding_of(self.model, "input"), embedding_of(self.model, "output")
+        for found, style in zip(found_embeddings, (Style.EMBEDDING, Style.HEAD), strict=True):
             name = self.names.get(id(found), "")
             if found is None or not name or self.styles.pop(name, "") == "replicate":
                 continue
