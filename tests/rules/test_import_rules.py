@@ -37,7 +37,7 @@ FLOORS = {
     | {"PIL"}  # which is there where a person trains on pictures
     | {"IPython"}  # which is there in a notebook
     | {"trl", "tokenizers"}  # where a person trains by preferences and rewards
-    | {"liger_kernel", "torchao"}  # and where a person computes the loss or linear layers by them
+    | {"torchao"}  # and where a person computes linear layers by it
     | {"ray"},  # and where a person's nodes are those of a Ray cluster
 }
 HOUSE = structure_report.sources(ROOT)

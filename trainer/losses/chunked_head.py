@@ -13,9 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from zeromesh.errors import ConfigError, PhaseError, library_errors
+from zeromesh.errors import PhaseError
 from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, TokenScores, chunked_cross_entropy, token_scores
-from zeromesh.offload.accelerator import current_accelerator
 from zeromesh.overrides import override
 from zeromesh.tensor.layers import ColumnParallelLinear
 from zeromesh.trainer.models.adapters import output_layer
@@ -41,13 +40,12 @@ class _HeadCall:
 class ChunkedHead:
     """Replaces the `forward` of a model's output embedding, an `nn.Linear`, during `run`, and by the route "loss_function" the
     model's `loss_function`. `chunk_tokens` is the number of tokens whose logits exist at once; None minimises memory. The first run
-    checks `change`, the transformation of logits before the loss. `kernel` takes the arguments of `chunked_cross_entropy`."""
+    checks `change`, the transformation of logits before the loss."""
 
     model: Any
     route: Route
     chunk_tokens: int | None = None
     change: LogitChange = UNCHANGED
-    kernel: _Compute = chunked_cross_entropy
     vocabulary: int = field(init=False)
     found: LogitChange | None = field(default=None, init=False)
     """The transformation of the logits that the first run has measured."""
@@ -59,7 +57,7 @@ class ChunkedHead:
     def run(self, model: Any, inputs: dict[str, Any], *, targets: Tensor, seed: float, count: int) -> Tensor:
         """Return the sum of the losses over `targets`, where -100 marks no target; the model's inputs include `labels`. Raises
         `PhaseError` if the model uses its head in an unsupported way, or transforms its logits otherwise than `change`."""
-        kernel: Callable[..., Tensor] = partial(self.kernel, seed=seed, count=count)
+        kernel: Callable[..., Tensor] = partial(chunked_cross_entropy, seed=seed, count=count)
         if self.route == "logits":
             return self._run(model, inputs, targets, kernel)[0]
         mean = lambda *head, **keys: kernel(*head, **keys) / max(1, count)  # noqa: E731
@@ -145,55 +143,3 @@ def _without_labels(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
             if (shift := getattr(sys.modules[cls.__module__], "shift_tokens_right", None)) is not None:
                 return rest | {"decoder_input_ids": shift(labels, config.pad_token_id, config.decoder_start_token_id)}
     return rest
-
-
-_TRIED_ROWS = 256  # hidden states of the trial
-_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # relative, of two correct results
-_refused = partial(ConfigError, where="model.loss")
-
-
-class LigerLoss:
-    """Replacement of `chunked_cross_entropy` by liger-kernel's fused kernels (Hsu et al. 2024, arXiv:2410.10989) for an undivided
-    head on one accelerator; the first microbatch checks it. The host waits for the device twice a microbatch, because liger-kernel
-    reads the targets' count and the seed. Raises `ConfigError` if the package is not installed, or without an accelerator."""
-
-    def __init__(self) -> None:
-        if current_accelerator() is None:
-            raise _refused("liger's kernels run on GPUs, and there is none here; take auto")
-        with library_errors("model.loss", "liger needs the package liger-kernel: pip install liger-kernel; "):
-            from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-        self._fused: Callable[..., Tensor] = liger_fused_linear_cross_entropy
-        self._tried = False
-
-    def __call__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, change: LogitChange, **keys: Any
-    ) -> Tensor:
-        """Return the sum of the losses; arguments are those of `chunked_cross_entropy`. Raises `ConfigError` for a head that
-        liger's kernels do not support, and if the trial finds another result."""
-        if "exchange" in keys or hidden.dtype not in _TOLERANCES or (bias is not None and change.scale != 1):
-            raise _refused(
-                f"liger has no kernel for this head (tensor parallel, in {hidden.dtype}, or logits scaled after a bias); take auto"
-            )
-
-        def compute(rows: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-            scaled = rows if change.scale == 1 else rows * change.scale
-            cap = change.cap or None
-            # Sums over several chunks need more than 16 bits.
-            return self._fused(scaled, weight, labels, bias, reduction="sum", softcap=cap, accum_dtype=torch.float32)
-
-        if not self._tried:
-            fixed, results = None if bias is None else bias.detach(), []
-            for kernel in (partial(chunked_cross_entropy, seed=1.0, chunk_tokens=_TRIED_ROWS, change=change), compute):
-                rows = hidden[:_TRIED_ROWS].detach().clone().requires_grad_()
-                with torch.enable_grad():
-                    loss = kernel(rows, weight.detach(), fixed, targets[:_TRIED_ROWS])
-                (gradient,) = torch.autograd.grad(loss, rows)
-                results.append((loss.detach().float(), gradient.float()))
-            for name, ours, theirs in zip(("loss", "gradient of hidden states"), *results, strict=True):
-                apart, allowed = float((theirs - ours).norm() / ours.norm().clamp(min=1e-6)), _TOLERANCES[hidden.dtype]
-                if not apart <= allowed:
-                    raise _refused(
-                        f"a trial found liger's {name} off by {apart:.2g} of it (allowed in {hidden.dtype}: {allowed:g}); take auto"
-                    )
-            self._tried = True
-        return compute(hidden, weight, bias, targets)

@@ -12,12 +12,12 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from zeromesh.errors import ConfigError, DataError
-from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores, chunked_cross_entropy, require_targets_in
+from zeromesh.kernels.chunked_head import UNCHANGED, TokenScores, require_targets_in
 from zeromesh.offload.accelerator import on_accelerator
 from zeromesh.overrides import WIDE_LOSSES, replaced
 from zeromesh.trainer.data.collate import IGNORED_LABEL, count_targets, shifted
 from zeromesh.trainer.formatting import Detail
-from zeromesh.trainer.losses.chunked_head import ChunkedHead, LigerLoss
+from zeromesh.trainer.losses.chunked_head import ChunkedHead
 from zeromesh.trainer.losses.trial import Verdict, examine
 from zeromesh.trainer.models.adapters import is_adapted, learns_prompts, output_layer, pretrained_of
 from zeromesh.trainer.monitoring.step_stats import require_free_names
@@ -26,7 +26,7 @@ Batch = Mapping[str, Any]
 ComputeLoss = Callable[[nn.Module, Batch], tuple[Tensor, int | Tensor] | tuple[Tensor, int | Tensor, Mapping[str, Any]]]
 """A user's `(model, batch) -> (sum, count)`, a scalar sum of losses and their number, and perhaps scalars to log, by name."""
 
-LossMode = Literal["auto", "native", "liger"]
+LossMode = Literal["auto", "native"]
 # The library's names of losses (`model.loss_type`).
 _LANGUAGE = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
 _LABELLED = tuple(f"For{kind}Classification" for kind in ("Token", "Sequence", "Image", "Video", "Audio"))
@@ -149,13 +149,9 @@ def _language_loss(model: Any, mode: LossMode) -> Loss:
         return _example_loss(f"{whose} ({verdict.reason})")
     notes: list[str] = []
     head = None
-    if mode == "liger" and verdict.route is None:
-        raise ConfigError(f"liger cannot stand for {whose}, because {verdict.reason}; take auto", where="model.loss")
     if mode != "native" and verdict.route is not None:
-        kernel = LigerLoss() if mode == "liger" else chunked_cross_entropy
-        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change or UNCHANGED, kernel=kernel)
-        how = " by liger-kernel" if mode == "liger" else ""
-        how += "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
+        head = ChunkedHead(model=model, route=verdict.route, change=verdict.change or UNCHANGED)
+        how = "" if verdict.change == UNCHANGED else f", of logits changed by {verdict.change}"
         notes.append(Detail(f"loss: cross entropy in chunks of tokens{how}, equal to the model's own in a trial"))
     elif mode == "auto":
         notes.append(f"loss: the model's own, with all logits in memory, because {verdict.reason}")

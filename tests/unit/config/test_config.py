@@ -57,6 +57,7 @@ BAD = [
     ("zero: {gathered_budget: 12 lightyears}", ["zero.gathered_budget: got '12 lightyears'", "256MiB"]),
     ("zero: {gathered_budget: -1}", ["zero.gathered_budget: got -1"]),
     ("zero: {overlap: yes}", ["zero.overlap: got 'yes'; allowed is true or false"]),
+    ("model: {loss: liger}", ["model.loss: liger is not available: auto computes the same", "allowed is auto or native"]),
     ("offload: {optimizer: nvme}", ["offload.optimizer: nvme is not available", "called file", "none, host or file"]),
     ("offload: {parameters: cpu}", ["offload.parameters: cpu is not available", "called host"]),
     ("offload: {optimizer: auto}", ["offload.optimizer: got 'auto'"]),

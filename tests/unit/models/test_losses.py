@@ -1,23 +1,19 @@
 """A loss is a sum and a count; the chunked head stands for a model's own loss only where it is that loss."""
 
-import sys
 from collections.abc import Callable, Mapping
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
 from torch import nn
-from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tests.support.architectures import on_meta, small_model
 from zeromesh.errors import ConfigError, DataError, PhaseError
 from zeromesh.kernels import chunked_head as chunked
-from zeromesh.kernels.chunked_head import UNCHANGED, LogitChange, chunked_cross_entropy
-from zeromesh.trainer.losses import chunked_head
 from zeromesh.trainer.losses.losses import make_loss
 from zeromesh.trainer.losses.trial import examine
 from zeromesh.trainer.models.small_copy import InFloat64
@@ -431,78 +427,3 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(kind: str) -> None:
 def test_a_classifier_knows_its_classes(labels: int, kind: str | None, classes: int | None) -> None:
     made = on_meta("bert", "sequence_classification", num_labels=labels, problem_type=kind)
     assert make_loss(made).classes == classes
-
-
-# By liger-kernel, for which a stand-in computes here
-
-Fused = Callable[..., torch.Tensor]
-
-
-def stand_in(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, bias: Any, **settings: Any) -> torch.Tensor:
-    """What liger's function computes, by its documentation."""
-    assert (settings["reduction"], settings["accum_dtype"]) == ("sum", torch.float32)
-    logits = (hidden @ weight.t()).float() + (0 if bias is None else bias.float())
-    if cap := settings["softcap"]:
-        logits = cap * (logits / cap).tanh()
-    return cross_entropy(logits, targets, reduction="sum")
-
-
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fused], None]:
-    def put(fused: Fused) -> None:
-        module = ModuleType("liger_kernel.transformers.functional")
-        module.liger_fused_linear_cross_entropy = fused  # type: ignore[attr-defined]
-        for name in ("liger_kernel", "liger_kernel.transformers"):
-            monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-
-    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: torch.device("cuda"))
-    return put
-
-
-def problem(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(rows, 16, generator=generator).to(dtype).requires_grad_() for rows in (300, 50))
-    targets = torch.randint(0, 50, (300,), generator=generator)
-    targets[::7] = -100
-    return hidden, weight, targets
-
-
-@pytest.mark.parametrize(
-    "change", [UNCHANGED, LogitChange(scale=0.25), LogitChange(cap=3.0), LogitChange(scale=2.0, cap=5.0)], ids=str
-)
-def test_it_is_the_loss_in_chunks(install: Callable[[Fused], None], change: LogitChange) -> None:
-    install(stand_in)
-    compute, results = chunked_head.LigerLoss(), []
-    for kernel in (compute, chunked_cross_entropy):
-        hidden, weight, targets = problem()
-        loss = kernel(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=change)
-        loss.backward()
-        results.append((loss.detach(), hidden.grad, weight.grad))
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_another_result_is_refused(install: Callable[[Fused], None]) -> None:
-    install(lambda *arguments, **settings: stand_in(*arguments, **settings) * 1.01)
-    with pytest.raises(ConfigError, match=r"model\.loss: a trial found liger's loss off by 0\.01"):
-        chunked_head.LigerLoss()(*problem()[:2], None, problem()[2], seed=1.0, chunk_tokens=64, change=UNCHANGED)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_heads_that_it_has_no_kernel_for_are_refused(install: Callable[[Fused], None], dtype: torch.dtype) -> None:
-    install(stand_in)
-    hidden, weight, targets = problem(dtype)
-    more = {} if dtype is torch.float64 else {"exchange": object()}
-    with pytest.raises(ConfigError, match="liger has no kernel for this head"):
-        chunked_head.LigerLoss()(hidden, weight, None, targets, seed=1.0, chunk_tokens=64, change=UNCHANGED, **more)
-
-
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: None)
-    with pytest.raises(ConfigError, match="liger's kernels run on GPUs"):
-        chunked_head.LigerLoss()
-    monkeypatch.setattr(chunked_head, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)
-    with pytest.raises(ConfigError, match="pip install liger-kernel"):
-        chunked_head.LigerLoss()

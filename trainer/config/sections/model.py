@@ -128,10 +128,10 @@ class ModelSection(Section):
     """Tokens that pass at once through token-wise modules of a block, such as its MLP, which backward computes again. null: all."""
     compile: bool = False
     """Compile each block's forward with torch.compile."""
-    loss: Literal["auto", "native", "liger"] | Named = "auto"
-    """The loss. auto: cross entropy in chunks of tokens if a trial finds it equal to the model's; native: the model's; liger: in
-    chunks by liger-kernel's fused kernels, on GPUs, if a trial finds them equal; `{python: package.module:function}`: a function of
-    the model and a batch that returns the sum of the losses and the number of targets."""
+    loss: Literal["auto", "native"] | Named = "auto"
+    """The loss. auto: cross entropy in chunks of tokens if a trial finds it equal to the model's; native: the model's;
+    `{python: package.module:function}`: a function of the model and a batch that returns the sum of the losses and the number of
+    targets."""
 
     @model_validator(mode="before")
     @classmethod
